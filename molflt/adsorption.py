@@ -28,12 +28,12 @@ if TYPE_CHECKING:
 
 __all__ = ["cut", "element", "molecule", "placements", "ranked", "sites", "varied"]
 
-_VACUUM, _EMPTY = 4.5, 7.0  # Å: smallest vacuum of a slab, gap that crystals do not have
+_VACUUM, _EMPTY = 4.5, 7.0  # Å: smallest vacuum of a slab; gap that does not occur in crystals
 _CONTACT, _CONTACT_H = 0.1, 0.5  # Å added to radii for contacts with the slab; the second for H
 _APART, _ROOF = 1.0, 3.0  # Å added to radii for images of the molecule; gap below the next slab
 _TO_CUBIC = {60.0: [[-1, 1, 1], [1, -1, 1], [1, 1, -1]], 109.5: [[0, 1, 1], [1, 0, 1], [1, 1, 0]]}
 """angle between the primitive vectors of fcc and bcc, degrees -> cubic cell"""
-_PAIR = 2.6  # Å, largest distance of atoms that bind side by side, such as both O of HCOO
+_PAIR = 2.6  # Å, largest distance of atoms that bind side by side, such as the two O in HCOO
 
 _Array = NDArray[np.float64]
 
@@ -54,7 +54,7 @@ def cut(crystal: Atoms, facet: tuple[int, ...], layers: int = 4, vacuum: float =
     if crystal.cell.rank < 3 or max(_gap(crystal, axis)[0] for axis in range(3)) > _EMPTY:
         raise ValueError(
             f"{crystal.symbols}: expected a crystal to cut; got a structure with vacuum of "
-            f"{_EMPTY} Å or more; leave out the facet of slabs"
+            f"{_EMPTY} Å or more; omit the facet for slabs"
         )
     lengths, angles = np.split(crystal.cell.cellpar(), 2)
     if np.ptp(lengths) < 1e-3 and np.ptp(angles) < 1e-2:
@@ -74,7 +74,7 @@ def element(symbol: str) -> Atoms:
 
 
 def molecule(name: str | Path) -> Atoms:
-    """Returns a molecule by its name.
+    """Returns a molecule from its name.
 
     `name` is a name in `ase.build.molecule`, such as CH3OH or CO (carbon monoxide), an element, a
     file, or smiles:TEXT, such as smiles:CCO, which needs RDKit.
@@ -97,7 +97,7 @@ def molecule(name: str | Path) -> Atoms:
     try:
         found: Any = of_ase(kind)
     except KeyError:
-        known = "a name of ase.build.molecule, an element, a file, or smiles:TEXT"
+        known = "a name in ase.build.molecule, an element, a file, or smiles:TEXT"
         raise ValueError(f"molecule {name}: no such file or name; expected {known}") from None
     return Atoms(found.numbers, found.positions)
 
@@ -122,7 +122,7 @@ def _molecule_in(path: Path) -> Atoms:
 
 
 def _charge(atoms: Atoms) -> float:
-    """Returns the total charge, e; the multiplicity may change on the surface."""
+    """Returns the total charge, e; ignores the multiplicity, which may change on the surface."""
     plain = atoms.copy()
     plain.info = {name: x for name, x in atoms.info.items() if "multiplicity" not in name.lower()}
     return total_charge(plain) or 0.0
@@ -137,17 +137,17 @@ def placements(
 ) -> list[Atoms]:
     """Returns all distinct placements of a rigid molecule on the sites of slabs.
 
-    If no atom of a slab is fixed, its lower half is fixed here. `info` contains the number of the
-    slab, the site, the orientation, the rotation in degrees, and the height of the lowest atom
-    above the slab in Å. Tags are 0 subsurface, 1 surface, 2 adsorbate. See the page adsorb of the
-    documentation.
+    If a slab has no fixed atoms, its lower half is fixed. `info` contains the number of the slab,
+    the site, the orientation, the rotation in degrees, and the height of the lowest atom above the
+    slab in Å. Tags are 0 (subsurface), 1 (surface) and 2 (adsorbate). See also the documentation
+    page "adsorb".
 
     Args:
         slabs: slabs with vacuum along their third cell vector.
-        adsorbate: molecule, or a name for `molecule`.
-        rotation: step of the rotation, degrees.
-        share: smallest and largest share of surface atoms in a slab, `model.domain.surface`; see
-            `molflt.data.structures.tags.guess_tags`.
+        adsorbate: molecule, or a name that `molecule` accepts.
+        rotation: rotation step, degrees.
+        share: smallest and largest share of surface atoms in a slab, such as
+            `model.domain.surface`; see `molflt.data.structures.tags.guess_tags`.
     """
     from ase import Atoms
 
@@ -187,7 +187,7 @@ def placements(
 def _at(
     site: Site, own: Atoms, turns: _Array, tiles: Tiles, roof: float
 ) -> tuple[list[dict[str, Any]], _Array]:
-    """Returns orientation and rotation of the placements at a site, and points (n, atoms, 3)."""
+    """Returns the orientations and rotations at a site, and positions of shape (n, atoms, 3)."""
     from ase.data import covalent_radii
 
     radii = covalent_radii[own.numbers]
@@ -217,7 +217,7 @@ def _at(
 
 
 def _poses(own: Atoms) -> Iterator[tuple[str, _Array]]:
-    """Yields orientations: names, and positions (atoms, 3) relative to a site, with z upward."""
+    """Yields the name of each orientation and positions (atoms, 3) relative to a site, z upward."""
     pos, center = own.positions, own.positions.mean(axis=0)
     names = [f"{symbol}{i}" for i, symbol in enumerate(own.symbols)]
     for i, name in enumerate(names):
@@ -235,7 +235,7 @@ def _poses(own: Atoms) -> Iterator[tuple[str, _Array]]:
 
 
 def _upright(points: _Array, up: _Array, first: _Array | None = None) -> _Array:
-    """Rotates points (n, 3): `up` becomes z, and `first`, or the longest extent, becomes x."""
+    """Rotates points (n, 3): `up` becomes z, and `first` or the longest extent becomes x."""
     up = unit(up)
     across = points - (points @ up)[:, None] * up if first is None else first[None]
     axis = np.linalg.svd(np.vstack([1e3 * up, across]))[2][1]
@@ -286,7 +286,7 @@ def _gap(atoms: Atoms, axis: int) -> tuple[float, float]:
 def ranked(model: Any, structures: Sequence[Atoms]) -> list[tuple[Atoms, Any]]:
     """Returns placements with their `molflt.pretrained.Prediction`, lowest energy first.
 
-    `model` is a model of energies, such as `molflt.load()`. A model of total energies ranks the
+    `model` is an energy model, such as `molflt.load()`. A model of total energies ranks the
     placements of each slab separately.
     """
     tags = None if getattr(model, "predicts_forces", False) else "oc20"

@@ -8,11 +8,11 @@ from numpy.typing import NDArray
 
 MAX_ATOMIC_NUMBER = 118
 FARTHEST = 1e5
-"""bound of each coordinate, Å; float32 has a resolution of 0.01 Å there"""
+"""maximum magnitude of a coordinate, Å, at which float32 has a resolution of 0.01 Å"""
 LOWEST = 0.5
 """smallest distance between lattice planes of a reduced cell, Å; smaller than in any crystal"""
 
-_DEPENDENT = 1e-18  # relative to the square of the longest vector; less is a rounding error
+_DEPENDENT = 1e-18  # relative to the square of the longest vector; less is rounding error
 _MOST_REDUCTIONS = 64  # maximum number of steps for a cell; about ten suffice for usual cells
 _SIGNS = np.array([[1.0, 1, 1], [1, 1, -1], [1, -1, 1], [-1, 1, 1]])
 
@@ -42,9 +42,9 @@ def reduced_cell(
         pbc: (graphs, 3), True for periodic axes.
 
     Returns:
-        Reduced vectors, (graphs, 3, 3), which are 0 along axes that are not periodic, and
-        unimodular matrices `steps`, (graphs, 3, 3), with vectors = steps @ cell. Cells that are
-        already reduced remain bitwise unchanged.
+        The reduced vectors, which are 0 along non-periodic axes, and unimodular matrices `steps`
+        with vectors = steps @ cell, both of shape (graphs, 3, 3). Cells that are already reduced
+        remain bitwise unchanged.
     """
     rows = np.where(pbc[..., None], cell, 0.0)
     steps = np.tile(np.eye(3), (len(rows), 1, 1))
@@ -80,9 +80,9 @@ def _shortening(vectors: NDArray[np.float64], shortest: NDArray[np.float64]) -> 
 
 
 def lattice_heights(cell: NDArray[np.float64], pbc: NDArray[np.bool_]) -> NDArray[np.float64]:
-    """Returns distances between neighboring lattice planes of the reduced cells, (..., 3), Å.
+    """Returns the distances between neighboring lattice planes of reduced cells, Å: (..., 3).
 
-    They are 0 where lattice vectors are dependent, and infinite along axes that are not periodic.
+    They are 0 for linearly dependent lattice vectors and infinite along non-periodic axes.
 
     Args:
         cell: (..., 3, 3), rows are lattice vectors, Å; finite along periodic axes.

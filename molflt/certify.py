@@ -1,4 +1,4 @@
-"""Checks of the physics of any ASE calculator: ``python -m molflt.certify module:Class``."""
+"""Physics checks for any ASE calculator: ``python -m molflt.certify module:Class``."""
 
 from __future__ import annotations
 
@@ -83,10 +83,10 @@ class _Case:
         self.samples = {name: atoms for name, atoms in samples.items() if not self.refused[name]}
         if not self.samples:
             reasons = "; ".join(f"{name}: {why}" for name, why in self.refused.items())
-            raise ValueError(f"all test structures of {self.elements} are refused ({reasons})")
+            raise ValueError(f"all test structures of {self.elements} are rejected ({reasons})")
 
     def of(self, names: str = "molecule crystal slab") -> list[Atoms]:
-        """Returns copies of at least one sample that the calculator supports."""
+        """Returns copies of the samples in `names` that the calculator supports."""
         known = [name for name in names.split() if name in self.samples]
         if not known:
             raise PropertyNotImplementedError(self.refused[names.split()[0]])
@@ -366,7 +366,7 @@ def _accepted(case: _Case, number: int) -> float:
 
 
 def _not_stopped(case: _Case) -> float:
-    """Returns the number of steps of dynamics with a failing model; NaN if not a torch model."""
+    """Returns the number of dynamics steps with a failing model; NaN without a torch model."""
     atoms = case.of("molecule crystal")[0]
     atoms.calc, steps = case.make(), 0
     dynamics = VelocityVerlet(atoms, units.fs).irun(5)
@@ -429,7 +429,7 @@ CHECKS: dict[str, tuple[Callable[[_Case], float], float, str]] = {
     "element 119 refused by name": (partial(_accepted, number=119), 0, "accepted"),
     "error in the model stops dynamics": (_not_stopped, 0, "steps"),
 }
-"""function that computes the error, bound of the error, and unit, by name of the check"""
+"""name of the check -> function that computes the error, bound of the error, and unit"""
 
 
 def certify(
@@ -438,14 +438,14 @@ def certify(
     float32: bool = False,
     names: Iterable[str] = (),
 ) -> Iterator[Row]:
-    """Runs the checks on a calculator, and yields a row for each check.
+    """Runs the checks on a calculator and yields a row for each check.
 
     Raises ValueError if the calculator does not support any of the test structures.
 
     Args:
         make: function that returns a new ASE calculator.
-        elements: elements of the test structures; by default those elements of Cu, O, C and H that
-            the calculator supports.
+        elements: elements of the test structures; by default, those of Cu, O, C and H that the
+            calculator supports.
         float32: widen the bounds by a factor of 1000, for calculators in single precision.
         names: names of the checks to run; by default all.
     """
@@ -466,7 +466,7 @@ def certify(
 
 
 def main(words: list[str] | None = None) -> int:
-    """Prints a table of all checks, and returns the exit status, which is 1 if a check fails."""
+    """Prints a table of all checks and returns the exit status, which is 1 if a check fails."""
     parser = argparse.ArgumentParser("python -m molflt.certify", description=__doc__)
     parser.add_argument("calculator", help="module:Class, or module:function that creates it")
     parser.add_argument("--args", default="{}", type=json.loads, help="arguments as JSON")

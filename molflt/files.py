@@ -1,4 +1,4 @@
-"""Atomic writing of files, and reading and writing of small files and safetensors."""
+"""Atomic writes, and reading and writing of small files and safetensors."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ _BLANK = b"0" * 64  # placeholder of the digest while it is computed
 
 @contextmanager
 def atomically(path: Path) -> Iterator[Path]:
-    """Writes a file completely or not at all; an older file is replaced only at the end.
+    """Writes a file completely or not at all; an existing file is replaced only at the end.
 
     Yields the path of an empty file next to `path`, to write or replace. It is renamed to `path`
     when the block ends without an error. Missing folders are created.
@@ -100,14 +100,14 @@ def _not_written(path: Path, error: OSError, kept: str) -> OSError:
 def expect_writable(path: Path, *read: Path) -> None:
     """Raises OSError if a file cannot be written, and ValueError if it is one of the inputs `read`.
 
-    The folder of the file may be missing; nothing is written.
+    The parent folder need not exist; nothing is written.
     """
     try:
         for one in read:
             if path.exists() and one.exists() and path.samefile(one):
                 raise ValueError(
-                    f"{path}: is also the input and would be overwritten; expected another output "
-                    "file; choose another name"
+                    f"{path}: is also the input and would be overwritten; expected a different "
+                    "output file; choose another name"
                 )
         if path.is_dir():
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
@@ -155,7 +155,7 @@ def csv_text(
 
 
 def csv_rows(text: str) -> list[dict[str, str]]:
-    """Parses CSV; raises ValueError or csv.Error if it is damaged."""
+    """Parses CSV; raises ValueError or csv.Error if it is malformed."""
     rows: list[dict[str, str]] = list(csv.DictReader(io.StringIO(text), strict=True))
     if any(None in row or None in row.values() for row in rows):
         raise ValueError("a line does not have as many cells as the header")
@@ -194,9 +194,9 @@ def save_tensors(
 ) -> None:
     """Writes a safetensors file with :func:`atomically`, with its sha256 in the header.
 
-    The digest is computed with 64 zeros as its placeholder. The same tensors and metadata give the
-    same bytes. Torch tensors must be contiguous and on the CPU. `metadata` contains further entries
-    of the header, except ``sha256``.
+    The digest is computed with 64 zeros as its placeholder. Equal tensors and metadata produce
+    identical files. Torch tensors must be contiguous and on the CPU. `metadata` contains additional
+    header entries, other than ``sha256``.
     """
     from safetensors import SafetensorError
 
@@ -222,17 +222,19 @@ def save_tensors(
 def read_arrays(path: Path, wanted: Collection[str]) -> dict[str, np.ndarray]:
     """Reads all arrays of an npz file by name, without unpickling.
 
-    Raises ValueError if it is damaged or lacks one of the `wanted` arrays.
+    Raises ValueError if the file is damaged or does not contain all `wanted` arrays.
     """
     import numpy as np
 
     if not path.is_file():
-        raise FileNotFoundError(f"{path}: no such file; expected an npz")
+        raise FileNotFoundError(f"{path}: no such file; expected an npz file")
     try:
         with np.load(path, allow_pickle=False) as arrays:
             found = {name: arrays[name] for name in arrays.files}
     except Exception as error:  # a damaged file can raise anything
-        raise ValueError(f"{path}: expected an npz of arrays; {shown(str(error), 120)}") from None
+        raise ValueError(
+            f"{path}: expected an npz file with arrays; {shown(str(error), 120)}"
+        ) from None
     absent = [name for name in wanted if name not in found]
     if absent:
         raise ValueError(
@@ -256,9 +258,9 @@ def read_header(path: Path) -> dict[str, str]:
 
 
 def verify_tensors(path: Path) -> bool:
-    """Compares a safetensors file with its digest, and raises ValueError if they differ.
+    """Compares a safetensors file with its digest; raises ValueError if they differ.
 
-    Returns False for a file without a digest, from another program or an older version.
+    Returns False for files without a digest, which other programs and older versions write.
     """
     expected = read_header(path).get("sha256")
     if expected is None:
@@ -293,12 +295,12 @@ def shown(value: object, most: int = 80) -> str:
 
 
 def natural(path: Path) -> list[str | int]:
-    """Returns a sort key with which 2.vasp precedes 10.vasp."""
+    """Returns a sort key for natural order, in which 2.vasp precedes 10.vasp."""
     return [int(part) if part.isdigit() else part for part in re.split(r"([0-9]+)", str(path))]
 
 
 def readable_size(size: float) -> str:
-    """Formats a number of bytes as "1.4 MB"."""
+    """Formats a number of bytes, such as "1.4 MB"."""
     power = min(4, max(0, len(str(int(size))) - 1) // 3)
     unit = ("bytes", "kB", "MB", "GB", "TB")[power]
     return f"{size / 1000**power:.{1 if power else 0}f} {unit}"

@@ -15,7 +15,7 @@ from typing import TextIO
 __all__ = ["FolderLock"]
 
 # The filelock package does not suffice: it does not record the name of the holder, and does not
-# release locks that data workers inherit and keep after their training was killed.
+# release locks that data workers inherit and keep after their training process was killed.
 _held: set[TextIO] = set()
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=lambda: [file.close() for file in _held])
@@ -25,12 +25,12 @@ class FolderLock:
     """Lock that lets only one process at a time work in a folder.
 
     The system releases the lock (``flock``) when the process ends, even after ``kill -9`` or a
-    power failure. The file ``.lock`` names the holder and is removed at the end; a file left behind
+    power failure. The file ``.lock`` names the holder and is removed at the end; a leftover file
     has no effect.
 
     Args:
-        folder: folder to lock; it is created if it is missing, and removed if it stays empty.
-        doing: end of messages that begin with the name of the holder: its task, and advice.
+        folder: folder to lock; it is created if it is missing and removed if it stays empty.
+        doing: activity of the holder and advice, which follow the name of the holder in messages.
         name: name of the lock file; locks with different names are independent.
     """
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 __all__ = ["available_memory", "is_out_of_memory", "within_memory"]
 
-# messages of torch (CPU and CUDA), C++ and vesin
+# error messages from torch (CPU and CUDA), C++ and vesin
 _WORDS = re.compile(r"out of memory|not enough memory|allocate memory|bad_alloc", re.IGNORECASE)
 _CGROUP, _GROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 # cgroup versions 2 and 1: folder, and files of the limit, the use, and its reclaimable part
@@ -37,9 +37,9 @@ def within_memory(what: Callable[[], str], advice: str) -> Iterator[None]:
 
 
 def available_memory() -> int | None:
-    """Returns the bytes available to this process in the machine and its control groups.
+    """Returns the memory, in bytes, available to this process on the host and in its cgroups.
 
-    The result is None if unknown, as on systems other than Linux.
+    The result is None if it is unknown, for example on systems other than Linux.
     """
     known = [_of_machine(), *_of_groups()]
     return min((size for size in known if size is not None), default=None)

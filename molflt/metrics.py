@@ -65,10 +65,10 @@ def locality(
         distances: distances between queries and keys, (queries, keys) or a shape that broadcasts to
             the shape of `weights`, in any unit; infinite for masked keys, such as padding.
         fraction: fraction of the unmasked keys of a query, above 0 and at most 1.
-        causal: also mask the keys after each query; the last query sees all keys.
+        causal: also mask the keys after each query; the last query attends to all keys.
 
     Returns:
-        Means over the queries, (...).
+        The means over the queries, of shape (...).
     """
     probability = np.asarray(weights, dtype=np.float64)
     distance = np.array(distances, dtype=np.float64)
@@ -90,7 +90,7 @@ def locality(
 
 
 def _shares(distance: NDArray[np.float64], fraction: float) -> NDArray[np.float64]:
-    """Returns the fractions of the keys of a query that count as near and as far, (2, keys)."""
+    """Returns the fraction of each key that counts as near and as far, of shape (2, keys)."""
     ordered, seen = np.sort(distance), np.isfinite(distance).sum()
     # Keys at equal distances occupy the ranks from begin to end - 1.
     begin, end = (np.searchsorted(ordered, distance, side) for side in ("left", "right"))
