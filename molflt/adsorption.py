@@ -53,8 +53,8 @@ def cut(crystal: Atoms, facet: tuple[int, ...], layers: int = 4, vacuum: float =
     crystal = crystal.copy()
     if crystal.cell.rank < 3 or max(_gap(crystal, axis)[0] for axis in range(3)) > _EMPTY:
         raise ValueError(
-            f"{crystal.symbols}: expected a crystal to cut; got a structure with vacuum of "
-            f"{_EMPTY} Å or more; omit the facet for slabs"
+            f"{crystal.symbols}: expected a crystal to cut; got a structure with {_EMPTY} Å or "
+            "more of vacuum; omit the facet for slabs"
         )
     lengths, angles = np.split(crystal.cell.cellpar(), 2)
     if np.ptp(lengths) < 1e-3 and np.ptp(angles) < 1e-2:
