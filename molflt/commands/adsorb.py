@@ -65,7 +65,7 @@ def adsorb(
             module:Class of an ASE calculator. The relaxed placements are ordered by slab and
             relaxed energy.
         fmax: largest force on a free atom at convergence, eV/Å, with --relax; 0.05 by default.
-        steps: maximum number of steps of a relaxation, with --relax; 200 by default.
+        steps: maximum number of relaxation steps, with --relax; 200 by default.
         device: auto, cpu, cuda or cuda:N.
 
     Returns:
