@@ -213,7 +213,7 @@ def test_an_interruption_keeps_finished_relaxations(potential_run, tmp_path, mon
 
     monkeypatch.setattr("molflt.commands.relax.relax_atoms", interrupted)
     words = ["relax", str(tmp_path / "a.traj"), "--run", str(potential_run), "--device", "cpu"]
-    assert f"{out} has 2 of 3" in printed(capsys, *words, "--out", out, status=130).err
+    assert f"{out} contains 2 of 3" in printed(capsys, *words, "--out", out, status=130).err
     assert [one.info["name"] for one in ase.io.read(out, ":")] == ["number 0", "number 1"]
     rows = table(out.with_suffix(".csv"))
     assert [row["index"] for row in rows] == ["0", "1"]

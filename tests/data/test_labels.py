@@ -169,7 +169,7 @@ def test_compositions_that_determine_nothing_have_small_references(tmp_path: Pat
         found = data.element_energies()
     texts = [str(each.message) for each in said]
     assert "compositions leave 1 of 3 element energies undetermined" in texts[0]
-    assert "val_id.safetensors: no reference energy of Cu, which the training" in texts[1]
+    assert "val_id.safetensors: no reference energy for Cu, which the training" in texts[1]
     pair = REFERENCES[6] + REFERENCES[8]
     assert found.energies[6] == pytest.approx(pair / 2)  # the solution of smallest norm
     assert found.energies[6] + found.energies[8] == pytest.approx(pair, rel=1e-12)

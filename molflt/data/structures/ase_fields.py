@@ -49,7 +49,7 @@ _HARMLESS = {"nuclear", "born", "dipole", "quadrupole", "inertia", "force"}
 
 
 class Converter:
-    """Converts the structures of one source, and records which entries are not used.
+    """Converts the structures of one source and records which entries are not used.
 
     The name of a label in the first structure that has it applies to the whole source. Otherwise,
     energies of two levels of theory, or with two references, could be mixed.

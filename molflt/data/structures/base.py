@@ -107,7 +107,7 @@ class Structures(Dataset["Data"], ABC):
     Attributes:
         kind: name of the format in messages.
         suffixes: file extensions that this class reads, in lower case.
-        example: valid file of a text format with three structures, which tests read.
+        example: valid file of a text format with three structures, which the tests read.
         path: path of the source.
         files: files that are read.
         names: names of structures with a textual sid, by index in the source.

@@ -304,8 +304,8 @@ class IS2REData(BatchedData[Structures]):
         if not known:
             raise ValueError(
                 f"{dataset.path}: {len(dataset):,} structures, all without relaxed positions; "
-                f"expected some for {option}, which moves structures toward them; remove it, or "
-                "use data with pos_relaxed"
+                f"expected relaxed positions for {option}, which moves structures toward them; "
+                "remove it, or use data with pos_relaxed"
             )
         if known < len(dataset):
             warnings.warn(

@@ -282,7 +282,7 @@ class Domain:
 
     @staticmethod
     def from_json(content: object, name: str) -> Domain:
-        """Reads the result of :meth:`to_json`; `name` is the file, for messages."""
+        """Reads the result of :meth:`to_json`; `name` is the file name in messages."""
         from ase.data import atomic_numbers
 
         given: Any = content

@@ -65,7 +65,7 @@ def make_record(
             more than 64 Å from the origin along an axis is translated, and an atom more than 256 Å
             from the other atoms is moved to a nearer periodic image, because float32 would round
             their coordinates.
-        atomic_numbers: (N,), 1 to 118; floating point is accepted if the values are integral.
+        atomic_numbers: (N,), 1 to 118; floating-point integers are accepted.
         cell: lattice vectors as rows, (3, 3) or (1, 3, 3), Å; None for a molecule.
         pbc: periodic axes, (3,); by default all three if there is a cell, otherwise none.
         tags: (N,), 0 subsurface, 1 surface, 2 adsorbate; by default all 0 (unknown).

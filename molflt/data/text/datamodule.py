@@ -242,8 +242,8 @@ class TokenizedData(BatchedData[_Items]):
             (symbols of expressions, one per line), or byte (bytes of lines, which need not be
             UTF-8).
         pieces: maximum number of tokens of a learned tokenizer, 8192 by default.
-        lowercase: ignore case in a learned tokenizer; defaults to true, and to false for
-            translation. BLEU ignores case if the tokenizer does.
+        lowercase: ignore case in a learned tokenizer; true by default, except for translation. BLEU
+            ignores case if the tokenizer does.
         workers: number of processes that prefetch data; 0 reads in the main process.
 
     Attributes:

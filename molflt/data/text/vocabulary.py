@@ -118,7 +118,7 @@ class Vocabulary:
     def decode(self, ids: Iterable[int] | Tensor) -> str:
         """Decodes ids to text.
 
-        `<eos>` becomes a line break for words and proteins, and is dropped at other levels.
+        `<eos>` becomes a line break for words and proteins and is dropped at other levels.
         """
         numbers = [int(index) for index in ids]
         if self.level == "byte":
