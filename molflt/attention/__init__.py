@@ -15,7 +15,7 @@
                            |
     Attention  layer.py  ->  Block, Stack  stack.py  ->  Decoder  decoder.py
 
-Requires torch, with numpy and scipy for quadratures. Code for graphs is in `molflt.graph`.
+Requires torch, and numpy and scipy for quadrature rules. Code for graphs is in `molflt.graph`.
 """
 
 from molflt.attention.convert import convert_weights_

@@ -59,7 +59,7 @@ def no_effect(why: str, **options: object) -> None:
     for name, value in options.items():
         if value is not None:
             shown = f"={value!r}" if isinstance(value, str | int | float) else ""
-            raise ValueError(f"{name}{shown} has no effect {why}; leave it out")
+            raise ValueError(f"{name}{shown} has no effect {why}; remove it")
 
 
 def known_names(
@@ -96,7 +96,7 @@ def whole(name: str, values: torch.Tensor, low: int, high: int, of: str) -> None
     The range is checked only if the values are on the CPU and can be read now.
     """
     if values.dtype.is_floating_point or values.dtype.is_complex or values.dtype == torch.bool:
-        raise ValueError(f"{name} must be whole numbers, {of}; got {values.dtype}; use .long()")
+        raise ValueError(f"{name} must be integers, {of}; got {values.dtype}; use .long()")
     if at_hand(values) and values.numel():
         for found in map(int, values.aminmax()):
             if not low <= found <= high:

@@ -25,7 +25,7 @@ class CrossAttention(Attention):
 
     Calling `remember` and then `recall` gives the same result as `Attention.forward` with
     `context`. Relative encodings do not apply between two sequences, as in T5 (arXiv:1910.10683,
-    section 2.1). The arguments are those of `Attention`, except causal, gate and position.
+    section 2.1). Takes the same arguments as `Attention`, except causal, gate and position.
     """
 
     def __init__(self, dim: int, heads: int, **attention: Any) -> None:
@@ -36,7 +36,7 @@ class CrossAttention(Attention):
     def remember(self, context: Tensor, context_mask: Tensor | None = None) -> Memory:
         """Computes the part of attention that depends only on the other sequence.
 
-        Returns keys and values, O(keys d) numbers, for softmax, and O(m d) sums for other mixings.
+        Returns keys and values (O(keys d) numbers) for softmax, and O(m d) sums for other mixings.
 
         Args:
             context: (batch, keys, dim).
@@ -85,8 +85,8 @@ class Decoder(nn.Module):
         heads: number of attention heads.
         layers: number of blocks.
         attention_dropout: dropout rate of self- and cross-attention.
-        stack: further arguments of `Stack` and `Attention`. Those of `Attention` apply to self- and
-            cross-attention, except position and gate, which apply only to self-attention.
+        stack: further arguments of `Stack` and `Attention`. Arguments of `Attention` apply to self-
+            and cross-attention, except position and gate, which apply only to self-attention.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class Decoder(nn.Module):
         self.stack = Stack(
             dim, heads, layers, causal=True, attention_dropout=attention_dropout, **stack, **mixer
         )
-        # `dropout` in `stack` is that of the blocks
+        # `dropout` in `stack` applies to the blocks
         shared = signature(Attention).parameters.keys() - {"dropout", *_OF_SELF_ATTENTION}
         given = {name: value for name, value in stack.items() if name in shared}
         eps = self.stack._blocks()[0].attention_norm.eps
@@ -142,7 +142,7 @@ class Decoder(nn.Module):
         return self.stack.norm(x)
 
     def remember(self, context: Tensor, context_mask: Tensor | None = None) -> DecoderState:
-        """Returns the state before the first token; the arguments are those of `forward`."""
+        """Returns the state before the first token; see `forward` for the arguments."""
         return DecoderState([c.remember(context, context_mask) for _, c, _ in self._layers()])
 
     def step(

@@ -32,7 +32,7 @@ class Terms(NamedTuple):
     query: Features
     key: Features
     value: Tensor
-    causal: bool = False  # each token sees only itself and earlier tokens
+    causal: bool = False  # each token attends only to itself and earlier tokens
     log_decay: Tensor | None = None  # see `causal_linear`
     state: State | None = None  # of the preceding tokens, for causal attention
 
@@ -50,11 +50,11 @@ class Encoding:
     columns: tuple[Columns | None, Columns | None] = (None, None)
 
     def transform(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-        """Rotates scaled queries and keys, (batch, heads, tokens, d) each."""
+        """Rotates scaled queries and keys, each of shape (batch, heads, tokens, d)."""
         return query, key
 
     def dense(self, queries: int, keys: int) -> Tensor | None:
-        """Returns the additive or multiplicative matrix, (b, h, queries, keys), or None."""
+        """Returns the additive or multiplicative matrix (b, h, queries, keys), or None."""
         return None
 
     def attend(
@@ -68,13 +68,13 @@ class Encoding:
         gate: Tensor | None = None,
         state: State | None = None,
     ) -> tuple[Sums, State | None]:
-        """Computes the sums of kernelized attention, and the last state of causal linear attention.
+        """Computes the sums of kernelized attention and the last state of causal linear attention.
 
         Args:
             query, key: (batch, heads, tokens, d).
             value: (batch, heads, keys, dv).
             form: "linear", "quadratic", or "auto" for the cheaper of the two.
-            causal: each token sees only itself and earlier tokens.
+            causal: each token attends only to itself and earlier tokens.
             gate: logits of the fraction of the past that each token keeps, (batch, heads, tokens).
             state: state of the preceding tokens, for causal attention.
         """
@@ -114,7 +114,7 @@ class Encoding:
 
 
 class Bias(Encoding):
-    """Bias f(r_i - r_j), (b, h, queries, keys), added to the logits of softmax: FLT, eq. 1."""
+    """Bias f(r_i - r_j), (b, h, queries, keys), added to the logits of softmax (FLT, eq. 1)."""
 
     faces = (SOFTMAX,)
     bias: Tensor
@@ -157,14 +157,14 @@ class _Multiplied(Encoding):
         self._by_query: Once[Pairs | SortedPairs] = Once()
 
     def _sorted_pairs(self, terms: Terms) -> Pairs | SortedPairs | None:
-        # All layers share one sorting.
+        # All layers share the sorted pairs.
         if (pairs := self.pairs) is None:
             return None
         sizes = terms.value.shape[0], terms.query.tokens, terms.key.tokens
         return self._by_query.get(lambda: pairs.by_query(*sizes))
 
     def _far(self, queries: int, keys: int) -> Tensor:
-        """Returns the kernel without w, (b, h, queries, keys)."""
+        """Returns the kernel without w, of shape (b, h, queries, keys)."""
         raise NotImplementedError
 
     def dense(self, queries: int, keys: int) -> Tensor:
@@ -207,7 +207,7 @@ class Kernel(_Multiplied):
         if not terms.causal:
             return linear_with_kernel(*terms[:3], self.kernel, self._sorted_pairs(terms)), None
         if self.pairs is not None:
-            raise ValueError("causal attention does not support a near field; leave it out")
+            raise ValueError("causal attention does not support a near field; remove it")
         value = at_least_float32(terms.value)
         left, right = (factor.to(value.dtype) for factor in self.kernel)
         query, key = terms.query.kronecker(left), terms.key.kronecker(right)
@@ -244,7 +244,7 @@ class MeshNodes(_Multiplied):
 
 
 class RaggedKernel(_Multiplied):
-    """Positional kernel of `Kernel`, summed by Triton kernels; see `ragged`."""
+    """The same positional kernel as `Kernel`, summed by Triton kernels; see `ragged`."""
 
     faces = (TRITON,)
     decodes = False
@@ -266,9 +266,9 @@ class RaggedKernel(_Multiplied):
 
 
 class Toeplitz(Encoding):
-    """Multiplicative kernel of the offset on a grid: NPRF (arXiv:2106.12566), section 3.2.
+    """Multiplicative kernel of the offset on a grid (NPRF, arXiv:2106.12566, section 3.2).
 
-    The arguments are those of `molflt.attention.mixing.toeplitz.toeplitz`.
+    See `molflt.attention.mixing.toeplitz.toeplitz` for the arguments.
     """
 
     faces = (KERNELIZED,)

@@ -20,7 +20,7 @@ _TRUNCATED_STD = math.sqrt(1 - 4 * math.exp(-2) / math.sqrt(2 * math.pi) / math.
 
 
 def _real_dft(x: Tensor) -> Tensor:
-    """Computes Re(F_seq F_hidden x) by unnormalized FFT: FNet, eqs. 1 and 3."""
+    """Computes Re(F_seq F_hidden x) by unnormalized FFT (FNet, eqs. 1 and 3)."""
     if not x.numel():
         return x.clone()
     half = torch.fft.rfft2(x).real  # [batch, tokens, dim // 2 + 1]
@@ -90,9 +90,9 @@ class Mixer(nn.Module):
 class FourierMixer(Mixer):
     """FNet's Fourier sublayer, y = Re(F_seq F_hidden x), without parameters.
 
-    FNet (arXiv:2105.03824), eq. 3. The transform is not normalized, in agreement with eq. 1 and the
-    public code; y is therefore sqrt(tokens dim / 2) times as large as x. LayerNorm should follow
-    the residual sum.
+    See FNet (arXiv:2105.03824), eq. 3. The transform is not normalized, in agreement with eq. 1 and
+    the public code; y is therefore sqrt(tokens dim / 2) times as large as x. LayerNorm should
+    follow the residual sum.
 
     Args:
         dim: width of the tokens.
@@ -192,7 +192,7 @@ class _NoMixer(Mixer):
 
 
 def _ranks(key_mask: Tensor) -> Tensor:
-    """Returns the number of unmasked tokens before each unmasked token, (batch, tokens)."""
+    """Returns the number of unmasked tokens before each unmasked token: (batch, tokens)."""
     return (key_mask.cumsum(dim=1) - 1).clamp(min=0)
 
 

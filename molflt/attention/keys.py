@@ -47,7 +47,7 @@ def log_weights(key_weight: Tensor | None, key_mask: Tensor | None, key: Tensor)
     if at_hand(weight) and bool((wrong := ~((weight >= least) & weight.isfinite())).any()):
         raise ValueError(
             f"key_weight must be finite and at least {least:.3g} in {weight.dtype}; got "
-            f"{key_weight[wrong][0].item():g}; leave keys out with key_mask"
+            f"{key_weight[wrong][0].item():g}; exclude keys with key_mask"
         )
     return weight.log()[:, None]
 
@@ -75,9 +75,9 @@ def without_masked(
 ) -> tuple[Tensor, Tensor]:
     """Returns the tokens for queries, (batch, tokens, dim), and for keys, (batch, keys, dim).
 
-    Masked keys become 0, because 0 times infinity would be NaN in sums and gradients. In queries,
-    only infinities and NaN of masked tokens become 0. The arguments are those of
-    `Attention.forward`.
+    Masked keys are set to 0, because 0 times infinity would be NaN in sums and gradients. For
+    queries, only infinite and NaN entries of masked tokens are set to 0. Takes the same arguments
+    as `Attention.forward`.
     """
     source = x if context is None else context
     if key_mask is None:

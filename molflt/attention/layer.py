@@ -25,7 +25,7 @@ _States = tuple[State, ...]
 class Scaling(nn.Module):
     """Scales queries and keys before they are compared: by d^(-1/4), or by norm and temperature.
 
-    The options are those of `Attention`. `unit_norm` is the default of `normalize` and of
+    See `Attention` for the options. `unit_norm` is the default of `normalize` and
     `learn_temperature`. Temperatures start at 1.
     """
 
@@ -60,7 +60,7 @@ class Scaling(nn.Module):
 
 
 class _Heads(NamedTuple):
-    """Tokens split among the heads, (batch, heads, tokens, d) each."""
+    """Tokens split among the heads, each of shape (batch, heads, tokens, d)."""
 
     query: Tensor
     key: Tensor
@@ -90,11 +90,11 @@ class Attention(Positioned):
         dim: width of tokens; a multiple of `heads`.
         heads: number of heads.
         mixing: "linear" (O(N)), "quadratic" (the same sums from the N x N matrix, cheaper for few
-            tokens), "auto" (the cheaper of the two, see `molflt.attention.mixing.forms.cheaper`),
+            tokens), "auto" (the cheaper of the two; see `molflt.attention.mixing.forms.cheaper`),
             "softmax", or "triton" (the linear sums of a multiplicative position in GPU kernels; not
             measured yet, without second derivatives).
-        causal: each token sees only itself and earlier tokens.
-        feature_map: key of `FEATURE_MAPS`, "positive" by default; not for softmax.
+        causal: each token attends only to itself and earlier tokens.
+        feature_map: key of `FEATURE_MAPS`, "positive" by default; not supported by softmax.
         num_features: number m of random or learned features per head, 64 by default, for maps that
             have such features.
         projection: distribution of the random features, key of `PROJECTIONS`, "orthogonal" by
@@ -111,7 +111,7 @@ class Attention(Positioned):
             number of keys (FAVOR, arXiv:2006.03555, section 4.3, without renormalization).
         floor: lower bound on |sum_j A_ij|, for signed features and kernels; see `Sums.ratio`.
         gate: forget the past at a learned rate per token and head: key j has the factor (1 - g_j)
-            prod_(j<l<=i) g_l. For causal attention only. RFA (arXiv:2103.02143), section 3.2.
+            prod_(j<l<=i) g_l (RFA, arXiv:2103.02143, section 3.2). For causal attention only.
         dropout: dropout rate of individual weights in softmax, and of whole keys per head in
             kernelized attention.
     """
@@ -204,7 +204,7 @@ class Attention(Positioned):
             encoding: encoding already evaluated for these tokens, instead of positions. Layers that
                 share a position evaluate it only once.
             key_positions: (batch, keys, l), if the keys are not the tokens.
-            key_mask, key_weight, key_index: (batch, keys), see `Keys`.
+            key_mask, key_weight, key_index: (batch, keys); see `Keys`.
             context: (batch, keys, dim), tokens to attend to instead of x (cross-attention).
         """
         heads, encoding = self._prepare(x, positions, **where)
@@ -227,8 +227,8 @@ class Attention(Positioned):
             x: (batch, new tokens, dim); a single token or a whole prompt.
             positions: (batch, new tokens, l).
             state: state returned by the previous call; None at the start. It has constant size for
-                linear attention and contains keys and values of all tokens for softmax.
-            encoding: as for `forward`; for softmax, all tokens so far must be its keys.
+                linear attention and contains the keys and values of all tokens for softmax.
+            encoding: see `forward`; for softmax, its keys must be all tokens so far.
             key_positions: for softmax, positions of all tokens so far.
         """
         if not self.causal or self.mixing == "quadratic":
@@ -254,8 +254,8 @@ class Attention(Positioned):
     ) -> Tensor:
         """Returns the attention matrix (batch, heads, queries, keys), for plots and tests.
 
-        The arguments are those of `forward`. The matrix is computed without dropout, with unit
-        vectors as values. It takes O(N^2) memory.
+        Takes the same arguments as `forward`. The matrix is computed without dropout, with unit
+        vectors as values, and takes O(N^2) memory.
         """
         heads, encoding = self._prepare(x, positions, **where)
         eye = torch.eye(heads.key.shape[2], dtype=heads.key.dtype, device=heads.key.device)
@@ -265,7 +265,7 @@ class Attention(Positioned):
     def sums(self, x: Tensor, positions: Tensor | None = None, **where: Unpack[_Where]) -> Sums:
         """Returns numerators and normalizers of kernelized attention before the division.
 
-        The arguments are those of `forward`. `(sums.normalizer <= 0).sum()` counts the rows made
+        Takes the same arguments as `forward`. `(sums.normalizer <= 0).sum()` counts the rows made
         invalid by signed features.
         """
         if self.mixing == "softmax":
@@ -334,7 +334,7 @@ class Attention(Positioned):
     def _mix(
         self, heads: _Heads, encoding: Encoding, dropout: float = 0.0, states: _States = ()
     ) -> tuple[Tensor, _States]:
-        """Returns the outputs of all heads, and the states after the last token, if any."""
+        """Returns the outputs of all heads and the states after the last token, if any."""
         if self.mixing == "softmax":
             compared = encoding.transform(heads.query, heads.key)
             bias = joined_bias(encoding.bias, heads.log_weight, *compared)

@@ -54,7 +54,7 @@ def unit(x: Tensor) -> Tensor:
 
 
 def distances(vector: Tensor) -> Tensor:
-    """Returns |v|, (..., l) -> (...), with gradient 0 at 0, for functions that are flat there."""
+    """Returns |v|, with gradient 0 at 0, for functions that are flat there: (..., l) -> (...)."""
     return root(vector.square().sum(dim=-1))
 
 
@@ -66,7 +66,7 @@ def root(square: Tensor) -> Tensor:
 
 
 def sinc(x: Tensor) -> Tensor:
-    """Returns sin(pi x) / (pi x), whose second derivative at 0 is finite, unlike torch.sinc's."""
+    """Returns sin(pi x) / (pi x), with a finite second derivative at 0, unlike torch.sinc."""
     phase = math.pi * x
     away = phase != 0
     divisor = torch.where(away, phase, 1.0)
@@ -93,7 +93,7 @@ def by_head(x: Tensor, matrices: Tensor) -> Tensor:
 
 
 def products_of_all(left: Tensor, right: Tensor) -> Tensor:
-    """Returns left @ right^T of (..., n, p), (..., m, p), in their dtype even under autocast."""
+    """Returns left @ right^T for (..., n, p), (..., m, p), in their dtype even under autocast."""
     with torch.autocast(left.device.type, enabled=False):
         return left @ right.mT
 
@@ -148,7 +148,7 @@ vars(gauss_rule)["_dynamo_marked_constant"] = True
 def searched(
     fake: Callable[..., object],
 ) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
-    """Decorates a function of tensors that becomes one opaque operation of compiled graphs.
+    """Decorates a function of tensors to make it one opaque operation in compiled graphs.
 
     The operation has no gradient. It may read values and raise errors when the graph runs. `fake`
     returns empty results for the same arguments; sizes that depend on values come from
@@ -188,7 +188,7 @@ def pieces(count: int, size: int) -> list[slice]:
 
 
 def counts_of(index: Tensor, size: int) -> Tensor:
-    """Counts the indices 0 to size - 1, (size,): `torch.bincount` with a known size."""
+    """Counts the indices 0 to size - 1, like `torch.bincount` with a known size: (size,)."""
     return index.new_zeros(size).index_add(0, index, torch.ones_like(index))
 
 

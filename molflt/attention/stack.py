@@ -77,7 +77,7 @@ class Block(nn.Module):
         encoding: Encoding | None = None,
         **keys: Unpack[Keys],
     ) -> Tensor:
-        """Applies the block; arguments and result are those of `Attention.forward`."""
+        """Applies the block; see `Attention.forward` for the arguments and the result."""
         mixed = self.attention(self._before(x), positions, encoding=encoding, **keys)
         return self._after(x, mixed)
 
@@ -90,7 +90,7 @@ class Block(nn.Module):
         encoding: Encoding | None = None,
         key_positions: Tensor | None = None,
     ) -> tuple[Tensor, DecodeState]:
-        """Applies the block to new tokens; arguments and result are those of `Attention.decode`."""
+        """Applies the block to new tokens; see `Attention.decode`."""
         if not isinstance(self.attention, Attention):
             reason = "mixes all tokens at once and cannot decode; use causal attention"
             raise ValueError(f"{type(self.attention).__name__} {reason}")
@@ -100,7 +100,7 @@ class Block(nn.Module):
         return self._after(x, mixed), state
 
     def _before(self, x: Tensor, norm: nn.Module | None = None) -> Tensor:
-        # `norm` is the LayerNorm of the sublayer, by default that before attention.
+        # `norm` is the LayerNorm of the sublayer, by default the one before attention.
         return (norm or self.attention_norm)(x) if self.norm == "pre" else x
 
     def _added(self, x: Tensor, new: Tensor, norm: nn.Module) -> Tensor:
@@ -133,8 +133,8 @@ class Stack(Positioned):
         layers: number of distinct layers.
         ffn_dim: hidden width of the feed-forward networks.
         refinements: number of passes through the layers, with shared weights.
-        norm: "pre" or "post", see `Block`.
-        activation: activation of the feed-forward networks, see `Block`.
+        norm: "pre" or "post"; see `Block`.
+        activation: activation of the feed-forward networks; see `Block`.
         norm_eps: constant that LayerNorm adds to the variance.
         mixer: token mixer: "attention", or a key of `TOKEN_MIXERS`, such as "fourier" for FNet
             (arXiv:2105.03824).
@@ -236,9 +236,9 @@ class Stack(Positioned):
         Args:
             x: (batch, tokens, dim).
             positions: (batch, tokens, l), centered for each graph; for the encoding, if any.
-            key_positions: (batch, keys, l), from the same center; by default the positions of the
-                queries.
-            keys: key_mask, key_weight and key_index, see `Keys`.
+            key_positions: (batch, keys, l), relative to the same center; by default the positions
+                of the queries.
+            keys: key_mask, key_weight and key_index; see `Keys`.
         """
         mask = keys.get("key_mask")
         x, _ = without_masked(x, mask, keys.get("key_index"))
@@ -298,15 +298,15 @@ class Stack(Positioned):
 def _refuse_misfits(attentions: Sequence[Attention], position: Position | None) -> None:
     name = type(position).__name__
     if position is not None and not attentions:
-        raise ValueError(f"{name} needs attention, which no block has; leave it out")
+        raise ValueError(f"{name} needs attention, which no block has; remove it")
     for number, attention in enumerate(attentions):
         if attention.position is not position:
             own = attention.position
-            built = f"with another {type(own).__name__}" if own else "without a position"
+            built = f"with a different {type(own).__name__}" if own else "without a position"
             wanted = f"the {name} of the stack" if position else "no position"
             raise ValueError(
-                f"attention of block {number} was built {built}; expected {wanted}; give "
-                "Attention(position=...) and Stack.of(blocks, position) the same object"
+                f"attention of block {number} was built {built}; expected {wanted}; pass the "
+                "same object to Attention(position=...) and Stack.of(blocks, position)"
             )
     faces = sorted({a.mixing if a.mixing in (SOFTMAX, TRITON) else "linear" for a in attentions})
     if position is not None and len(faces) > 1:
@@ -341,7 +341,7 @@ def _mixed_layers(
     if not 0 <= last < layers:
         raise ValueError(f"attention_layers must be 0 to {layers - 1} for {layers=}; got {last}")
     if attention.get("causal"):
-        raise ValueError(f"mixer={mixer!r} sees all tokens; expected causal=False; got True")
+        raise ValueError(f"mixer={mixer!r} mixes all tokens; expected causal=False; got True")
     if not last:
         defaults = signature(Attention).parameters
         named = {"dropout": "attention_dropout"}  # of the stack

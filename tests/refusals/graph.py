@@ -108,7 +108,7 @@ LAYER_INPUT: list[tuple[dict[str, Any], *Words]] = [
 # change of `data`, option, expected, got
 DATA: list[tuple[dict[str, Any], *Words]] = [
     ({"atomic_numbers": None}, "atomic_numbers", "int64", "cell, fixed, pbc, pos, tags"),
-    ({"atomic_numbers": ONE.float()}, "atomic_numbers", "whole numbers", "torch.float32"),
+    ({"atomic_numbers": ONE.float()}, "atomic_numbers", "integers", "torch.float32"),
     ({"atomic_numbers": 0 * ONE}, "atomic_numbers", "1 to 118", "0"),
     ({"atomic_numbers": ONE[:3]}, "atomic_numbers", "(6,)", "(3,)"),
     ({"tags": 3 * ONE}, "tags", "0 to 2", "3"),

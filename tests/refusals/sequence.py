@@ -57,7 +57,7 @@ ROWS = [
         refused(lambda cutoffs=cutoffs, x=x: language(adaptive_cutoffs=cutoffs)()(x), *words)
         for cutoffs in (None, [3, 6])
         for x, *words in (
-            (IDS.float(), "tokens", "whole numbers", "torch.float32"),
+            (IDS.float(), "tokens", "integers", "torch.float32"),
             (IDS + 10, "tokens", "0 to 9", "10"),
             (IDS[0], "tokens", "(batch, length)", "(4,)"),
         )

@@ -94,7 +94,7 @@ class Features(NamedTuple):
 
 
 class Projected(NamedTuple):
-    """Random projections w_s . x, (b, h, n, m), and |x|^2, (b, h, n, 1), of columns x."""
+    """Random projections w_s . x (b, h, n, m) and squared norms |x|^2 (b, h, n, 1) of columns x."""
 
     products: Tensor
     square: Tensor
@@ -105,7 +105,7 @@ Columns = Tensor | Projected
 
 def _joined(*columns: Columns) -> Tensor:
     """Concatenates columns along the last axis; a single part is not copied."""
-    whole = cast(tuple[Tensor, ...], columns)  # `GraphEncoding` refuses projections for other maps
+    whole = cast(tuple[Tensor, ...], columns)  # `GraphEncoding` rejects projections for other maps
     return whole[0] if len(whole) == 1 else torch.cat(whole, dim=-1)
 
 
@@ -121,7 +121,7 @@ def _squared_norm(*columns: Columns) -> Tensor:
 class FeatureMap(nn.Module):
     """Base class of feature maps; the same map is applied to queries and keys.
 
-    A new map overrides `forward`, sets its class attributes and gets a line in `FEATURE_MAPS`.
+    A new map overrides `forward`, sets its class attributes and is registered in `FEATURE_MAPS`.
 
     Args:
         dim: width of the queries and keys that the map receives.
@@ -138,7 +138,7 @@ class FeatureMap(nn.Module):
     learned = False  #: True if the map learns a projection that is drawn at random initially
     signed = False  #: True if features can be negative
     positive_kernel = True  #: True if all phi(q) . phi(k), and thus all normalizers, are positive
-    smooth = False  #: True if features have two continuous derivatives, which forces need
+    smooth = False  #: True if features have two continuous derivatives, which forces require
     estimates_exp = False  #: True if the products estimate exp(q . k)
     takes_projected = False  #: True if columns can be randomly projected
     unit_norm = False  #: True if unit norms and a learned temperature are the default

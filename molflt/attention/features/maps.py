@@ -120,7 +120,7 @@ class _AbsFeatures(_GeneralizedFeatures):
 
 
 class _SignedFeatures(_GeneralizedFeatures):
-    """Generalized attention with a signed f and eps = 0; another eps would only hide failures."""
+    """Generalized attention with a signed f and eps = 0; a nonzero eps would only hide failures."""
 
     signed = True
     positive_kernel = False

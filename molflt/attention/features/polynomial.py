@@ -58,14 +58,14 @@ class _PolynomialFeatures(FeatureMap):
     ) -> None:
         self.degree = 2 if degree is None else degree
         if self.degree not in self.degrees:
-            raise ValueError(f"degree must be 2 or 3; got {degree}; leave it out for 2")
+            raise ValueError(f"degree must be 2 or 3; got {degree}; omit it for 2")
         lower, whole = (math.comb(dim + p, p) for p in (self.degree - 1, self.degree))
         if num_features is None:
             no_effect("without num_features: nothing is drawn", projection=projection)
         elif not lower < num_features < whole:
             raise ValueError(
                 f"num_features={num_features} of a polynomial of degree {self.degree} in {dim} "
-                f"dimensions; expected {lower + 1} to {whole - 1}; leave it out for all {whole}"
+                f"dimensions; expected {lower + 1} to {whole - 1}; omit it for all {whole}"
             )
         self.random = num_features is not None
         self.positive_kernel = self.degree == 2 and not self.random

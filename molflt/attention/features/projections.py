@@ -54,7 +54,7 @@ class Projection(nn.Module):
             self.get_buffer(name).copy_(value)
 
     def forward(self, *columns: Tensor) -> Tensor:
-        """Computes w_s . x, (batch, heads, tokens, rows), in the precision of x.
+        """Computes w_s . x, of shape (batch, heads, tokens, rows), in the precision of x.
 
         `columns` are x, (batch, heads, tokens, dim), usually q d^(-1/4), or tensors whose
         concatenation along the last axis is x.
@@ -62,7 +62,7 @@ class Projection(nn.Module):
         raise NotImplementedError(f"{type(self).__name__} must override forward(*columns)")
 
     def matrix(self) -> Tensor:
-        """Returns a new copy of the rows w_s, (heads, rows, dim), in the dtype of the buffers."""
+        """Copies the rows w_s to a tensor (heads, rows, dim) in the dtype of the buffers."""
         buffer = next(buffer for buffer in self.buffers() if buffer.is_floating_point())
         identity = torch.eye(self.dim, dtype=buffer.dtype, device=buffer.device)
         return self.forward(identity.expand(1, self.heads, -1, -1))[0].mT.contiguous()
@@ -75,7 +75,7 @@ class DenseProjection(Projection):
 
     @staticmethod
     def _draw_rows(rows: int, dim: int, generator: torch.Generator | None) -> Tensor:
-        """Returns the rows of one head, (rows, dim), in float64 on the CPU."""
+        """Returns the rows of one head, of shape (rows, dim), in float64 on the CPU."""
         raise NotImplementedError
 
     def _draw(self, generator: torch.Generator | None) -> dict[str, Tensor]:

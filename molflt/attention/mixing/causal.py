@@ -16,7 +16,7 @@ _EMPTY = -1e30  # logarithm of an empty sum; finite, because differences are tak
 
 
 class State(NamedTuple):
-    """State of the tokens seen so far: sum_j phi(k_j) [v_j, 1] = sums exp(log_max)."""
+    """State of the tokens processed so far: sum_j phi(k_j) [v_j, 1] = sums exp(log_max)."""
 
     log_max: Tensor  # running maximum of the log scale of keys, (batch, heads, m or 1, 1)
     sums: Tensor  # (batch, heads, m, dv + 1)
@@ -48,9 +48,9 @@ def causal_linear(
     `_CHUNKS_AT_ONCE` chunks are computed at a time and recomputed in the backward pass. Apart from
     the arguments and the sums, only O(N m dv / chunk) numbers are kept.
 
-    Each query subtracts the largest exponent of the keys that it sees. A large later key therefore
-    cannot make an earlier sum underflow. No eps is added; `Features.bounded` clips features far
-    below relevant values instead.
+    Each query subtracts the largest exponent of the keys that it attends to. A large later key
+    therefore cannot make an earlier sum underflow. No eps is added; `Features.bounded` clips
+    features far below relevant values instead.
 
     Args:
         query, key, value: see `quadratic`; queries and keys are the same tokens.

@@ -25,7 +25,7 @@ def softmax(
     dropout: float = 0.0,
     causal: bool = False,
 ) -> Tensor:
-    """Computes softmax attention with an additive mask, O(N^2): FLT (arXiv:2302.01925), eq. 1.
+    """Computes softmax attention with an additive mask in O(N^2) (FLT, arXiv:2302.01925, eq. 1).
 
     Args:
         query: (batch, heads, queries, d), scaled; their products with the keys are the logits.
@@ -125,7 +125,7 @@ def quadratic(
 
 
 def linear(query: Features, key: Features, value: Tensor) -> Sums:
-    """Computes phi(Q) (phi(K)^T V) and phi(Q) (phi(K)^T 1), O(N m dv): see `quadratic`."""
+    """Computes phi(Q) (phi(K)^T V) and phi(Q) (phi(K)^T 1) in O(N m dv); see `quadratic`."""
     with torch.autocast(value.device.type, enabled=False):
         phi_q, phi_k, shift = _stabilize(query.at_least_float32(), key.at_least_float32())
         context = phi_k.transpose(-1, -2) @ at_least_float32(value)  # [b, h, m, dv]
@@ -173,7 +173,7 @@ def linear_with_kernel(
 
 
 def _grouped(query: Tensor, key: Tensor, value: Tensor, left: Tensor, right: Tensor) -> Tensor:
-    """Returns sum_s left_is query_i . [sum_j key_j right_js v_j], (batch, heads, queries, dv)."""
+    """Returns sum_s left_is query_i . [sum_j key_j right_js v_j]: (batch, heads, queries, dv)."""
     columns = right.shape[-1]
     waves = (right[..., :, None] * value[..., None, :]).flatten(-2)  # [b, h, key, s dv]
     mixed = query @ (key.transpose(-1, -2) @ waves)

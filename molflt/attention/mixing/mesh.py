@@ -36,7 +36,7 @@ class MeshKernel(NamedTuple):
         return tokens * (features + dim + on_mesh) < features * dim * on_mesh
 
     def apply(self, x: Tensor, head: int) -> Tensor:
-        """Returns sum_j h(r_i - r_j) x_j over the tokens of each graph, (tokens, channels)."""
+        """Returns sum_j h(r_i - r_j) x_j over the tokens of each graph: (tokens, channels)."""
         head = min(head, self.heads - 1)
         weight = self.weight.to(x.dtype)
         grids = spread(weight, x, self.pattern).split([mesh.points for mesh in self.meshes])
@@ -48,7 +48,7 @@ class MeshKernel(NamedTuple):
 
     @uncompiled
     def dense(self, tokens: int) -> Tensor:
-        """Returns the matrix of the kernel, (batch, heads or 1, tokens, tokens)."""
+        """Returns the matrix of the kernel, of shape (batch, heads or 1, tokens, tokens)."""
         graph, place = self.rows // tokens, self.rows % tokens
         with torch.autocast(place.device.type, enabled=False):
             one = torch.zeros(len(place), tokens, dtype=self.weight.dtype, device=place.device)
@@ -73,7 +73,7 @@ def linear_with_mesh(
     """Computes sums with A_ij = (h(r_i - r_j) + w_ij) phi(q_i) . phi(k_j) in linear time.
 
     sum_a phi_a(q_i) sum_j h(r_i - r_j) [phi_a(k_j) v_j] is computed one head and a few features at
-    a time, and recomputed in the backward pass.
+    a time and recomputed in the backward pass.
     """
     with torch.autocast(value.device.type, enabled=False):
         phi_q, phi_k, shift = _stabilize(query.at_least_float32(), key.at_least_float32())
@@ -99,7 +99,7 @@ def linear_with_mesh(
 
 
 def _part(query: Tensor, key: Tensor, value: Tensor, kernel: MeshKernel, head: int) -> Tensor:
-    """Returns sums over m' features of a head, (n', dv)."""
+    """Returns the sums over m' features of a head, of shape (n', dv)."""
     with torch.autocast(value.device.type, enabled=False):
         q, k, v = (x.flatten(0, 1).index_select(0, kernel.rows) for x in (query, key, value))
         products = (k[:, :, None] * v[:, None, :]).flatten(1)

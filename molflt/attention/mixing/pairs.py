@@ -40,7 +40,7 @@ class Pairs(NamedTuple):
         return SortedPairs(pattern, self.weight.index_select(1, order))
 
     def dense(self, batch: int, queries: int, keys: int) -> Tensor:
-        """Returns the full matrix, (batch, heads or 1, queries, keys)."""
+        """Returns the full matrix, of shape (batch, heads or 1, queries, keys)."""
         flat = (self.batch * queries + self.query) * keys + self.key
         out = self.weight.new_zeros(self.weight.shape[0], batch * queries * keys)
         added = out.index_add(1, flat, self.weight)
@@ -55,7 +55,7 @@ class SortedPairs(NamedTuple):
 
 
 def _pair_sums(phi_q: Tensor, phi_k: Tensor, value: Tensor, pairs: Pairs | SortedPairs) -> Tensor:
-    """Returns sum_j w_ij phi_i . phi_j v_j over the pairs, (batch, heads, queries, dv)."""
+    """Returns sum_j w_ij phi_i . phi_j v_j over the pairs: (batch, heads, queries, dv)."""
     batch, heads, queries, m = phi_q.shape
     if isinstance(pairs, SortedPairs):
         return _sparse_sums(phi_q, phi_k, value, pairs)

@@ -21,7 +21,7 @@ from molflt.attention.numerics import at_least_float32, finite, recomputed, unco
 _BLOCK = 64  # tokens per program
 _FEATURES = 64  # largest number of features per program; half as many for wide values
 _PIECE, _PIECES = 512, 128  # fewest tokens in a piece; most pieces of a graph
-_STATE = 2**26  # nodes are summed in chunks if the states of all pieces have more numbers
+_STATE = 2**26  # nodes are summed in chunks if the states of all pieces have more elements
 
 
 def expect_triton() -> None:
@@ -78,7 +78,7 @@ class Ragged(NamedTuple):
 
 
 def _cut(first: list[int], sizes: list[int]) -> tuple[Tensor, Tensor]:
-    """Returns pieces of each graph, of the size in `sizes`, and `ends` as in `Ragged`."""
+    """Returns the pieces of each graph, with lengths from `sizes`, and `ends` as in `Ragged`."""
     rows: list[tuple[int, int, int]] = []
     ends = [0]
     for graph, (start, stop) in enumerate(itertools.pairwise(first)):
@@ -153,7 +153,7 @@ def _one_row(x: Tensor) -> Tensor:
 def _stabilize(
     query: Features, key: Features, queries: Ragged, keys: Ragged
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Scales features as `sums._stabilize`, with maxima over the keys of each graph."""
+    """Scales features like `sums._stabilize`, with maxima over the keys of each graph."""
     log_k = key.log_scale
     if log_k is None:
         phi_q, shift = _stable_query(query, None)
@@ -177,7 +177,7 @@ def _by_nodes(
     queries: Ragged,
     keys: Ragged,
 ) -> Tensor:
-    """Returns the sums over keys of [v, 1], (heads, tokens, dv + 1)."""
+    """Returns the sums over keys of [v, 1], of shape (heads, tokens, dv + 1)."""
     state = _State.apply(phi_k, value, place_k, xi, counts, keys)  # [g, h, r, 2, m, dv + 1]
     c = c[..., None, None]
     if c.is_complex():
@@ -232,7 +232,7 @@ class _Output(torch.autograd.Function):
 def _expect_first_derivative() -> None:
     if torch.is_grad_enabled():
         raise ValueError(
-            "mixing='triton' has first derivatives only; got create_graph=True, as for forces in "
+            "mixing='triton' has only first derivatives; got create_graph=True, as for forces in "
             "training; use mixing='auto'"
         )
 
@@ -311,7 +311,7 @@ def _power(size: int) -> int:
 
 
 def _summed(x: Tensor, ends: Tensor) -> Tensor:
-    """Sums the pieces of each graph in order, (pieces, ...) -> (graphs, ...)."""
+    """Sums the pieces of each graph in order: (pieces, ...) -> (graphs, ...)."""
     from molflt.attention.mixing import triton_kernels as kernels
 
     out = x.new_empty(len(ends) - 1, *x.shape[1:])

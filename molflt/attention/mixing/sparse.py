@@ -35,7 +35,7 @@ class Pattern(NamedTuple):
         return len(self.begin) - 1, len(self.begin_sorted) - 1
 
     def rows(self) -> Tensor:
-        """Returns the row of each entry, (n,) int32."""
+        """Returns the row of each entry, of shape (n,), int32."""
         number = torch.arange(self.size[0], dtype=torch.int32, device=self.begin.device)
         return number.repeat_interleave(self.begin.diff(), output_size=len(self.places))
 
@@ -47,7 +47,7 @@ def _begin(index: Tensor, size: int) -> Tensor:
 
 
 def _sparse(pattern: Pattern, weight: Tensor, transposed: bool = False) -> Tensor:
-    """Returns the sparse matrix (rows, columns) of weights (n,), or its transpose."""
+    """Returns the sparse matrix (rows, columns) with weights (n,), or its transpose."""
     begin, places, size = pattern.begin, pattern.places, pattern.size
     if transposed:
         begin, places, size = pattern.begin_sorted, pattern.rows_sorted, size[::-1]

@@ -32,7 +32,7 @@ class Sums(NamedTuple):
             floor: lower bound on |sum_j A_ij|. Smaller sums are replaced by `floor` with the sign
                 of the sum. It applies to the sum itself, not to the scaled `normalizer`, and is the
                 same in every form.
-            divisor: other sums, whose normalizer is the divisor.
+            divisor: sums whose normalizer is used as the divisor.
         """
         numerator, normalizer, log_scale = self
         if divisor is not None:

@@ -80,7 +80,7 @@ def dense_log_kernel(log_kernel: Tensor, queries: int, keys: int) -> Tensor:
 
 
 def toeplitz_matmul(kernel: Tensor, x: Tensor) -> Tensor:
-    """Returns sum_j kernel[j - i + rows - 1] x_j by FFT, O(L log L).
+    """Returns sum_j kernel[j - i + rows - 1] x_j by FFT in O(L log L).
 
     Shapes: kernel (heads, rows + columns - 1), x (heads, columns, r) -> (heads, rows, r).
     """
@@ -121,7 +121,7 @@ class _Layout(NamedTuple):
         return math.prod(self.query[1:])
 
     def cut(self, kernel: Tensor) -> Tensor:
-        """Returns the kernel at the offsets that occur, (heads, n + k - 1 per axis)."""
+        """Returns the kernel at the offsets that occur, of shape (heads, n + k - 1 per axis)."""
         if len(self.query) == 1:
             return kernel
         height = (kernel.shape[1] + 1) // 2
@@ -142,7 +142,7 @@ class _Layout(NamedTuple):
         return torch.fft.rfftn(kernel.roll([1 - k for k in self.key], axes), dim=axes)
 
     def convolve(self, x: Tensor, spectrum: Tensor) -> Tensor:
-        """Returns Toeplitz products, (..., keys) -> (..., queries of full rows)."""
+        """Returns Toeplitz products: (..., keys) -> (..., queries of full rows)."""
         axes = tuple(range(-len(self.key), 0))
         extra = math.prod(self.key) - x.shape[-1]
         x = (F.pad(x, (0, extra)) if extra else x).unflatten(-1, self.key)
@@ -229,8 +229,8 @@ def _by_blocks(
 
 
 def _faster(layout: _Layout, m: int, dv: int) -> str:
-    # Fitted to times of forward plus backward in float32 (one CPU thread, one head, m = 16, 64,
-    # 128, dv = 16, 64, N = 512..8192): "fft" takes 1.6 ns m (dv + 1) L log2 L for transforms of
+    # Fitted to times of a forward and backward pass in float32 (one CPU thread, one head, m = 16,
+    # 64, 128, dv = 16, 64, N = 512..8192): "fft" takes 1.6 ns m (dv + 1) L log2 L for transforms of
     # length L, and "blocks" takes 13 ns N^2 (1 + (m + dv) / 120). For dv = 64 and the three m, the
     # times are equal at N = 1900, 7200 and 12000.
     lengths = math.prod(layout.lengths)

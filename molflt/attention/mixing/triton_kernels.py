@@ -18,7 +18,7 @@ import triton.language as tl
 
 @triton.jit
 def _phase(where, xi):
-    """Computes cos and sin of 2 pi r . xi, (block,), from r (block, l) and xi (l,)."""
+    """Computes cos and sin of 2 pi r . xi, of shape (block,), from r (block, l) and xi (l,)."""
     turns = tl.sum(where * xi[None, :], axis=1)
     angle = (turns - tl.floor(turns + 0.5)) * 6.283185307179586
     return tl.cos(angle), tl.sin(angle)

@@ -1,4 +1,4 @@
-"""Base class of rules that sample a spectrum: sums replace the integral of FLT, eq. 4."""
+"""Base class of rules that sample a spectrum, to replace the integral of FLT, eq. 4, with a sum."""
 
 from typing import ClassVar
 
@@ -11,7 +11,7 @@ from molflt.attention.spectra import Spectrum
 class Nodes(nn.Module):
     """Base class of rules with nodes xi_s and weights c_s: integral g ~= sum_s c_s g(xi_s).
 
-    A new rule overrides `forward` and gets an entry in `NODES`.
+    A new rule overrides `forward` and is registered in `NODES`.
     """
 
     paper: ClassVar[str] = ""  #: source of the rule
@@ -25,7 +25,7 @@ class Nodes(nn.Module):
         raise NotImplementedError(f"{type(self).__name__} must override forward()")
 
     def sample(self, spectrum: Spectrum) -> tuple[Tensor, Tensor]:
-        """Returns nodes (heads or 1, r, l) and the coefficients c_s g(xi_s), (heads, r)."""
+        """Returns nodes (heads or 1, r, l) and coefficients c_s g(xi_s) of shape (heads, r)."""
         xi, weights = self()
         return xi, weights * spectrum.spectrum(xi)
 
@@ -42,7 +42,7 @@ class Nodes(nn.Module):
         """Raises ValueError if these nodes cannot sample the spectrum."""
         if spectrum.on_shells != self.normalized:
             raise ValueError(
-                "ShellWeights need ShellNodes with normalized=True, and such nodes need them; got "
+                "ShellWeights require ShellNodes with normalized=True, and vice versa; got "
                 f"{type(spectrum).__name__} and {type(self).__name__}"
             )
 
@@ -50,7 +50,7 @@ class Nodes(nn.Module):
 def hermitian(spectrum: Spectrum, xi: Tensor) -> Tensor:
     """Returns (g(xi) + conj g(-xi)) / 2, the part of g that determines the mask.
 
-    With it, one node of twice the weight replaces xi and -xi, for even and odd masks. The cos and
-    sin columns of xi and -xi are equal up to signs.
+    One node with twice the weight can then replace xi and -xi, for even and odd masks, because the
+    cos and sin columns of xi and -xi are equal up to sign.
     """
     return 0.5 * (spectrum.spectrum(xi) + spectrum.spectrum(-xi).conj())

@@ -16,7 +16,7 @@ _MOST_REDUCTIONS = 64  # passes over a cell; two or three suffice for well-forme
 
 
 class Lattice(NamedTuple):
-    """Lattice of each graph; virtual along directions that are not periodic."""
+    """Lattice of each graph, with virtual vectors along nonperiodic directions."""
 
     vectors: Tensor  # (b, 3, 3), in rows, Å; periodic vectors first, from a reduced cell
     dual: Tensor  # (b, 3, 3), reciprocal vectors in rows, a_i . b_j = delta_ij, cycles/Å
@@ -26,13 +26,13 @@ class Lattice(NamedTuple):
     def of(
         cls, cell: Tensor, pbc: Tensor, extent: Tensor | None = None, reach: float = 20.0
     ) -> "Lattice":
-        """Builds lattices; the arguments are those of `reciprocal_nodes`."""
+        """Builds lattices; see `reciprocal_nodes` for the arguments."""
         positive(reach=reach)
         rows, periodic = _sorted_rows(cell, pbc)
         if extent is None:
             if not bool(pbc.all()):
                 raise ValueError(
-                    "extent is needed where an axis is not periodic; got None; use free_extent(...)"
+                    "extent is required for nonperiodic axes; got None; use free_extent(...)"
                 )
             extent = torch.zeros_like(rows[..., 0])
         side = torch.where(periodic, 1.0, extent.to(rows.dtype) + reach)
@@ -46,7 +46,7 @@ class Lattice(NamedTuple):
 def free_extent(
     positions: Tensor, graph: Tensor, cell: Tensor, pbc: Tensor, smooth: bool = False
 ) -> Tensor:
-    """Returns the extent of each graph perpendicular to its periodic lattice vectors, (b, 3) Å.
+    """Returns the extents of each graph perpendicular to its periodic lattice vectors: (b, 3), Å.
 
     The extent is 0 for the periodic directions, which come first, and for graphs without atoms. It
     does not change if the graph is shifted or if an atom moves by a lattice vector.
@@ -55,9 +55,9 @@ def free_extent(
         positions: (n, 3), Å.
         graph: (n,), index of the graph of each atom.
         cell, pbc: see `reciprocal_nodes`.
-        smooth: replace the largest and smallest coordinates, whose slopes jump where another atom
-            becomes the outermost, by logarithms of mean exponentials. These are analytic, do not
-            change in supercells, and lie at most log(n) / 4 Å further inside on each side.
+        smooth: replace the largest and smallest coordinates, whose slopes jump when a different
+            atom becomes the outermost, with logarithms of mean exponentials. These are analytic,
+            are the same in supercells, and lie at most log(n) / 4 Å further inside on each side.
     """
     rows, periodic = _sorted_rows(cell, pbc)
     along = (positions[:, None] * rows[graph].to(positions.dtype)).sum(dim=-1)  # [n, 3]
@@ -83,7 +83,7 @@ def _largest(x: Tensor, graph: Tensor, graphs: int) -> Tensor:
 
 
 def _sorted_rows(cell: Tensor, pbc: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns rows (b, 3, 3), lattice vectors and then unit normals; mask (b, 3) of the former."""
+    """Returns lattice vectors, then unit normals, in rows (b, 3, 3); mask (b, 3) of the vectors."""
     cell = _reduced(at_least_float32(cell), pbc)  # skewed cells lose digits in cross products
     order = (~pbc).to(torch.uint8).argsort(dim=1, stable=True)
     given = cell.gather(1, order[..., None].expand(-1, -1, 3))
@@ -102,7 +102,7 @@ def _sorted_rows(cell: Tensor, pbc: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _reduced(cell: Tensor, pbc: Tensor) -> Tensor:
-    """Returns short vectors of the same lattice by Gauss's reduction, 0 for nonperiodic axes."""
+    """Returns short vectors of the same lattice by Gauss reduction; 0 for nonperiodic axes."""
     rows = cell.masked_fill(~pbc[..., None], 0.0)
     combination, dependent = _reduction(rows.detach().double())
     # Elementwise products and sums leave a reduced cell bitwise unchanged.

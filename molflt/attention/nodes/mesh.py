@@ -5,8 +5,8 @@ token as there are nodes G, whose number grows with the cell. Instead, B-splines
 the points of a mesh, which is convolved with the kernel, and the same splines interpolate the
 result at the tokens, as in smooth particle mesh Ewald sums (Essmann et al., J. Chem. Phys. 103,
 8577 (1995)). Only low frequencies are needed; products with three small matrices of waves replace
-fast Fourier transforms. The result is invariant under shifts, other cells of the same crystal and
-supercells only up to the interpolation error; with `reciprocal_nodes` it is exactly invariant.
+fast Fourier transforms. The result is invariant under shifts, changes of the cell and supercells
+only up to the interpolation error; with `reciprocal_nodes`, it is exactly invariant.
 """
 
 import math
@@ -20,13 +20,13 @@ from molflt.attention.nodes.reciprocal import _TAPERS
 from molflt.attention.numerics import distances, sinc
 
 OVERSAMPLING = {4: 1.25, 5: 1.25, 6: 2.0, 8: 2.0}
-"""Points per half of the shortest wavelength, by order of the splines.
+"""Points per half of the shortest wavelength, for each spline order.
 
-Relative errors of kernelized attention with the positive taper are at most 3e-3, 6e-4, 6e-6, 2e-7;
-errors of its gradients with respect to positions are up to ten times as large."""
+Relative errors of kernelized attention with the positive taper are at most 3e-3, 6e-4, 6e-6 and
+2e-7; errors of its gradients with respect to positions are up to ten times as large."""
 
-# Most mesh points of a graph; 10^6 atoms need a fifth of this number and about 5 GB. A larger
-# number suggests a mistake in the cell or in the frequencies.
+# Largest number of mesh points of a graph; 10^6 atoms need a fifth of this number and about 5 GB. A
+# larger number suggests a mistake in the cell or in the frequencies.
 _MOST_POINTS = 2**24
 
 
@@ -48,7 +48,7 @@ class Mesh(NamedTuple):
 
     @classmethod
     def of(cls, lattice: Lattice, graph: int, max_frequency: float, order: int) -> "Mesh":
-        """Builds the mesh of one graph for frequencies below `max_frequency`, cycles/Å."""
+        """Builds the mesh of one graph for frequencies below `max_frequency` (cycles/Å)."""
         check_order(order)
         dual, volume = lattice.dual[graph], lattice.volume[graph]
         length = lattice.vectors[graph].detach().double().norm(dim=-1)
@@ -87,9 +87,9 @@ class Mesh(NamedTuple):
         )
 
     def stencil(self, fractional: Tensor, order: int) -> tuple[Tensor, Tensor]:
-        """Returns the p^3 mesh points around each token and their weights, (tokens, p^3) each.
+        """Returns the p^3 mesh points around each token and their weights: (tokens, p^3) each.
 
-        Weights sum to 1. `fractional` are the fractional coordinates (tokens, 3).
+        Weights sum to 1. `fractional` contains the fractional coordinates, of shape (tokens, 3).
         """
         index, weight = [], []
         for axis, side in enumerate(self.sides):
@@ -106,7 +106,7 @@ class Mesh(NamedTuple):
         return flat, (product[:, :, None] * c[:, None, :]).flatten(1)
 
     def convolve(self, grid: Tensor, coefficients: Tensor) -> Tensor:
-        """Convolves a mesh (points, channels); `coefficients` (r,) are g(xi) times `weights`."""
+        """Convolves values (points, channels); `coefficients` (r,) are g(xi) times `weights`."""
         first, second, third = (wave.to(grid.dtype) for wave in self.waves)
         (n, _, last), (a, b, c) = self.sides, self.inside.shape
         # Each product leaves the axes in the order that the next product needs.
@@ -121,19 +121,19 @@ class Mesh(NamedTuple):
 
 
 def check_order(order: int) -> None:
-    """Raises ValueError for an unknown order of the splines."""
+    """Raises ValueError for an unknown spline order."""
     if order not in OVERSAMPLING:
         known = ", ".join(map(str, OVERSAMPLING))
         raise ValueError(f"mesh_order must be one of {known}; got {order}")
 
 
 def splines(t: Tensor, order: int) -> Tensor:
-    """Returns cardinal B-splines M_p(t + p - 1), ..., M_p(t): (...) -> (..., p); positive with sum
-    1.
+    """Returns the cardinal B-splines M_p(t + p - 1), ..., M_p(t): (...) -> (..., p).
 
-    t is the distance from the last point at or before a token, in units of the mesh spacing.
+    They are positive and sum to 1. t is the distance from the last point at or before a token, in
+    units of the mesh spacing.
     """
-    # Recursion of Essmann et al., eq. 4.1: M_n(u) from M_(n-1)(u) and M_(n-1)(u - 1).
+    # Recursion from Essmann et al., eq. 4.1: M_n(u) from M_(n-1)(u) and M_(n-1)(u - 1).
     w = [1 - t, t]
     for n in range(3, order + 1):
         inner = [(t + n - 1 - k) * w[k - 1] + (k + 1 - t) * w[k] for k in range(1, n - 1)]
@@ -142,7 +142,7 @@ def splines(t: Tensor, order: int) -> Tensor:
 
 
 def _waves(m: Tensor, side: int) -> Tensor:
-    """Returns exp(-2 pi i m n / side) in real and imaginary parts, (m, out, in, side) float64."""
+    """Returns real and imaginary parts of exp(-2 pi i m n / side): (m, out, in, side), float64."""
     n = torch.arange(side, device=m.device)
     phase = 2 * math.pi / side * ((m[:, None] * n) % side).double()
     cos, sin = phase.cos(), phase.sin()

@@ -1,4 +1,4 @@
-"""Random nodes by importance sampling: xi_s ~ p and c_s = 1 / (r p(xi_s)), FLT, eqs. 4-5."""
+"""Random nodes by importance sampling: xi_s ~ p and c_s = 1 / (r p(xi_s)) (FLT, eqs. 4-5)."""
 
 import math
 from typing import ClassVar
@@ -91,7 +91,7 @@ class OrthogonalNodes(_StructuredNodes):
     """Unbiased Gaussian nodes; eps is orthogonal within blocks of l, with chi-distributed norms.
 
     In three dimensions, the error is hardly smaller than that of `GaussianNodes`, because a block
-    contains only three nodes. The arguments are those of `GaussianNodes`.
+    contains only three nodes. Takes the same arguments as `GaussianNodes`.
     """
 
     _rows = OrthogonalProjection
@@ -100,8 +100,8 @@ class OrthogonalNodes(_StructuredNodes):
 class SobolNodes(_StructuredNodes):
     """Unbiased Gaussian nodes whose eps are scrambled Sobol points mapped to normal variables.
 
-    The error falls nearly as 1 / r for smooth masks and is smallest if r is a power of two. The
-    arguments are those of `GaussianNodes`.
+    The error falls nearly as 1 / r for smooth masks and is smallest if r is a power of two. Takes
+    the same arguments as `GaussianNodes`.
     """
 
     _rows = SobolProjection
@@ -136,7 +136,7 @@ class DensityNodes(Nodes):
     def sizes(cls, spectrum: Spectrum, num_nodes: int | None) -> dict[str, object]:
         if not isinstance(spectrum, ShiftInvariant):
             raise ValueError(
-                f"nodes='density' are drawn from the spectral density of a kernel; got "
+                f"nodes='density' requires a kernel, whose spectral density it draws from; got "
                 f"{type(spectrum).__name__}; use 'gaussian' or another rule"
             )
         count = {} if num_nodes is None else {"num_nodes": num_nodes}

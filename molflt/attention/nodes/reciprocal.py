@@ -38,15 +38,15 @@ def reciprocal_nodes(
     """Returns each graph's reciprocal lattice vectors below a frequency, and their weights.
 
     Nodes (b, r, 3) in cycles/Å and weights (b, r) in 1/Å^3 have the dtype of the cell (at least
-    float32) and its gradients. G = 0 comes first; graphs with fewer nodes are padded with zeros of
-    weight 0. G and -G form one node with twice the weight; see `hermitian`. There are about (2 pi /
-    3) k^3 V nodes for k = max_frequency.
+    float32) and are differentiable with respect to it. G = 0 comes first; graphs with fewer nodes
+    are padded with zeros of weight 0. G and -G form one node with twice the weight; see
+    `hermitian`. There are about (2 pi / 3) k^3 V nodes for k = max_frequency.
 
-    The taper and its first two derivatives vanish at k, where nodes enter and leave. Its choices:
+    The taper and its first two derivatives vanish at k, where nodes enter and leave. Choices:
 
     - "step": 1 up to 0.8 k. A mask without higher frequencies does not change: a Gaussian of width
-      w is kept to 1e-6, 1e-7 and 1e-10 of its height for w k = 1, 1.1 and 1.3. A sharper mask is
-      smoothed and ripples below zero, by 6 percent of its height for w k = 0.2.
+      w is reproduced to within 1e-6, 1e-7 and 1e-10 of its height for w k = 1, 1.1 and 1.3. A
+      sharper mask is smoothed and oscillates below zero, by 6 percent of its height for w k = 0.2.
     - "positive": Wendland's (1 - x)^4 (1 + 4 x), x = |G| / k, whose transform is also positive. A
       non-negative mask stays non-negative and is smoothed over about 0.6 / k.
 
@@ -60,7 +60,7 @@ def reciprocal_nodes(
             relative to the height of the mask is 4e-4, 4e-7 and 3e-11 for Gaussians and a reach of
             4, 5.5 and 7 widths. It is about 3e-4 and 4e-5 for k reach = 6 and 9 if the taper
             truncates the spectrum.
-        taper: "step" or "positive", see above.
+        taper: "step" or "positive"; see above.
     """
     positive(max_frequency=max_frequency)
     one_of("taper", taper, _TAPERS)
@@ -76,10 +76,10 @@ def reciprocal_nodes(
 def tapered_mask(
     spectrum: Spectrum, distance: Tensor, max_frequency: float, taper: str, farthest: float
 ) -> Tensor:
-    """Returns the mask that `reciprocal_nodes` samples, (heads, n): the transform of the tapered g.
+    """Returns the mask that `reciprocal_nodes` samples, the transform of the tapered g: (heads, n).
 
-    This is f(r) = int_0^k 4 pi xi^2 taper(xi / k) g(xi) sinc(2 xi r) d xi by Gauss's rule, for an
-    isotropic spectrum in three dimensions and distances (n,) up to `farthest`, Å.
+    This is f(r) = int_0^k 4 pi xi^2 taper(xi / k) g(xi) sinc(2 xi r) d xi by Gauss quadrature, for
+    an isotropic spectrum in three dimensions and distances (n,) up to `farthest`, Å.
     """
     # `index` gives a fixed number even if a compiler treats module attributes as variables.
     count = operator.index(16 + math.ceil(8 * max_frequency * farthest))
@@ -97,7 +97,7 @@ def tapered_mask(
 
 
 def _half_space_indices(bounds: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns graphs (t,) and triples (t, 3) with |n_i| <= bound_i: (0, 0, 0), one of n and -n."""
+    """Returns graphs (t,), triples (t, 3) with |n_i| <= bound_i: (0, 0, 0) and one of n and -n."""
     sides = 2 * bounds + 1
     # In this order, n and -n are equally far from 0, which is in the middle; take the second half.
     half = sides.prod(dim=1) // 2
@@ -120,7 +120,7 @@ def _unknown_indices(lattice: Tensor, dual: Tensor, max_frequency: float) -> tup
 @searched(_unknown_indices)
 @torch.no_grad()
 def _indices(lattice: Tensor, dual: Tensor, max_frequency: float) -> tuple[Tensor, Tensor]:
-    """Returns triples n (b, r, 3), |n . dual| < max_frequency, padded with 0, and a mask (b, r)."""
+    """Returns triples n (b, r, 3), padded with 0, of |n . dual| < max_frequency; mask (b, r)."""
     lattice, dual = lattice.double(), dual.double()
     bounds = (max_frequency * lattice.norm(dim=-1)).floor()  # n_i = G . a_i
     candidates = (2 * bounds + 1).prod(dim=1) / 2

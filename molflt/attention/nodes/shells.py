@@ -13,8 +13,8 @@ from molflt.attention.nodes.base import Nodes, hermitian
 from molflt.attention.numerics import gauss_rule
 from molflt.attention.spectra import Spectrum
 
-# Degrees of Lebedev's rules. Degrees 13, 25 and 27 are left out: some of their weights are
-# negative, which could give a positive mask negative parts.
+# Degrees of Lebedev's rules. Degrees 13, 25 and 27 are omitted: some of their weights are negative,
+# which could give a positive mask negative parts.
 _DEGREES = (3, 5, 7, 9, 11, 15, 17, 19, 21, 23, 29, 31, *range(35, 132, 6))
 # On the CPU for every default device, because modules on "meta" share the cached rules.
 _DOUBLE: dict[str, Any] = {"dtype": torch.float64, "device": "cpu"}
@@ -52,7 +52,7 @@ def _directions(dim: int, degree: int) -> _Directions:
 
 
 class ShellNodes(Nodes):
-    """Nodes on radial shells times directions: integral g = sum_k S_l k^(l-1) dk mean_u g(k u).
+    """Product rule of radii and directions: integral g = sum_k S_l k^(l-1) dk mean_u g(k u).
 
     S_l is the surface area of the unit sphere. The mask is rotationally invariant up to the
     accuracy of the directions. A wave of frequency k over the distance |z| <= diameter needs the
@@ -67,16 +67,16 @@ class ShellNodes(Nodes):
             keeps periodic copies away from masks of any width.
         dim: dimension l, 1 to 3.
         radial: "trapezoid", radii j k / n with k = max_frequency; "midpoint", radii (j - 1/2) k /
-            n; "gauss", Gauss-Legendre on [0, k]. "trapezoid" and "midpoint" are refused in two
-            dimensions. If g vanishes beyond k, the only error of these two rules is an image of the
-            mask at the distance n / k - |z|. The default is "gauss" in two dimensions and
+            n; "gauss", Gauss-Legendre on [0, k]. "trapezoid" and "midpoint" are not supported in
+            two dimensions. If g vanishes beyond k, the only error of these two rules is an image of
+            the mask at the distance n / k - |z|. The default is "gauss" in two dimensions and
             "trapezoid" otherwise.
-        degrees: degree of each shell, innermost first; by default 0.8 x + 3, see above.
+        degrees: degree of each shell, innermost first; by default 0.8 x + 3; see above.
         normalized: normalize the weights of each shell to a sum of 1, for `ShellWeights`.
 
     Attributes:
         shell: (r,) index of the shell of every node. For the trapezoid rule in one dimension, shell
-            0 is the origin xi = 0, which has a weight there.
+            0 is the origin xi = 0, which then has a nonzero weight.
         shell_radius: (shells,) radii, in cycles per unit of length.
     """
 
@@ -140,7 +140,7 @@ class ShellNodes(Nodes):
 def shells(
     max_frequency: float, count: int, dim: int = 3, radial: str | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Returns radii k and measures S_l k^(l-1) dk of `ShellNodes`, (count,) float64 on the CPU."""
+    """Returns radii k and measures S_l k^(l-1) dk of `ShellNodes`: (count,), float64, CPU."""
     if dim not in (1, 2, 3):
         raise ValueError(f"dim must be 1, 2 or 3; got {dim}; use 'sobol' nodes in more dimensions")
     radial = radial or ("gauss" if dim == 2 else "trapezoid")

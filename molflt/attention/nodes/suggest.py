@@ -1,4 +1,4 @@
-"""Search for the smallest rule of shells for a mask of a given width and error."""
+"""Search for the smallest shell rule for a mask of a given width and error."""
 
 import itertools
 import math
@@ -13,7 +13,7 @@ from molflt.attention.numerics import gauss_rule
 
 
 class _SuggestedNodes(NamedTuple):
-    """Suggested rule, and its error at the worst width."""
+    """Suggested rule and its error at the worst width."""
 
     nodes: ShellNodes
     error: float
@@ -22,12 +22,12 @@ class _SuggestedNodes(NamedTuple):
 def suggest_nodes(
     radius: float, width: float, tol: float = 1e-2, widest: float | None = None
 ) -> _SuggestedNodes:
-    """Finds a small rule of shells for the masks of a molecule or cluster, by its measured error.
+    """Finds a small shell rule for the masks of a molecule or cluster from measured errors.
 
     Returns `nodes` and their `error`, the root mean square of the error of f(z) = exp(-|z|^2 / 2
     width^2) for pairs of points uniform in a ball. The search varies the radii and their upper end,
     and then raises the degree of one shell at a time. Wider Gaussians need more closely spaced
-    shells; for a basis of Gaussians, give both the smallest and the largest width. Results for one
+    shells; for a Gaussian basis, pass both the smallest and the largest width. Results for one
     width (nodes r and error):
 
     | diameter / width | tol = 0.03 | 0.01 | 0.003 | 0.001 |
@@ -82,7 +82,7 @@ class _Pruned(NamedTuple):
 
 
 def _ball_pairs(ratio: float) -> tuple[Tensor, Tensor]:
-    """Returns distances of pairs in a ball, in units of the width, and their shares, (n,) each."""
+    """Returns pair distances in a ball, in units of the width, and their shares: (n,) each."""
     share, weights = torch.tensor(gauss_rule(24), dtype=torch.float64)  # as shares of the diameter
     density = 24 * share**2 * (1 - 1.5 * share + 0.5 * share**3)
     return ratio * share, density * weights / 2
@@ -91,7 +91,7 @@ def _ball_pairs(ratio: float) -> tuple[Tensor, Tensor]:
 def _radial_candidates(
     ratio: float, widths: Tensor, tol: float
 ) -> list[tuple[float, int, _Radial]]:
-    """Returns end, number and rule of radii with small errors, fewest nodes first."""
+    """Returns the end, number and rule of radii with small errors, fewest nodes first."""
     distance, share = _ball_pairs(ratio)
     exact = (-0.5 * (distance / widths).square()).exp()  # [w, n]
     found = []
@@ -104,7 +104,7 @@ def _radial_candidates(
             radius, measure = shells(max_frequency, count, 3, radial)
             waves = torch.sinc(2 * distance[:, None] * radius)
             error = measure * _density(radius, widths) @ waves.T - exact
-            if (error.square() @ share).max().sqrt() < 0.8 * tol:  # leaves some error to directions
+            if (error.square() @ share).max().sqrt() < 0.8 * tol:  # leaves error for directions
                 guess = (2 * math.pi * 0.7 * radius * ratio + 3).square().sum().item()
                 found.append((guess, max_frequency, count, radial))
     return [rule[1:] for rule in sorted(found)[:12]]
@@ -113,7 +113,7 @@ def _radial_candidates(
 def _prune(
     ratio: float, widths: Tensor, tol: float, max_frequency: float, count: int, radial: _Radial
 ) -> _Pruned | None:
-    """Raises degrees greedily by error removed per node; returns None if tol is out of reach."""
+    """Raises degrees greedily by error removed per node; returns None if tol cannot be reached."""
     distance, share = _ball_pairs(ratio)
     each = 64
     # With the same directions for all distances, the degrees would be fitted to these directions.
@@ -168,6 +168,6 @@ def _even_directions(count: int) -> Tensor:
 
 
 def _density(radius: Tensor, widths: Tensor) -> Tensor:
-    """Returns spectra of Gaussians: radii (n,) and widths (w, 1) -> (w, n)."""
+    """Returns the spectra of Gaussians: radii (n,) and widths (w, 1) -> (w, n)."""
     exponent = -2 * math.pi**2 * (widths * radius).square()
     return (2 * math.pi * widths.square()) ** 1.5 * exponent.exp()

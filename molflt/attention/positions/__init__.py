@@ -56,14 +56,14 @@ def make_position(
         return None
     one_of("position", name, ("none", *POSITIONS))
     build = POSITIONS[name]
-    # Each encoding gets the sizes that it depends on.
+    # Each encoding receives the sizes that it depends on.
     known = inspect.signature(build).parameters
     sizes = {"heads": heads, "head_dim": head_dim, "sampled": mixing != "softmax"}
     options = {**known_options(name, **sizes), **options}
     free = any(p.kind is p.VAR_KEYWORD for p in known.values())
     if unknown := [] if free else sorted(set(options) - set(known)):
         raise ValueError(
-            f"position={name!r} does not take {', '.join(unknown)}; expected some of "
+            f"position={name!r} does not take {', '.join(unknown)}; expected one or more of "
             f"{', '.join(set(known) - set(sizes))}"
         )
     return build(**options)

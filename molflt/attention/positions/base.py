@@ -20,7 +20,7 @@ AS_FACTOR = ("f", "exp f multiplies the weight")
 class Position(nn.Module):
     """Base class of positional encodings.
 
-    A new encoding overrides `forward`, sets its class attributes and gets an entry in `POSITIONS`.
+    A new encoding overrides `forward`, sets its class attributes and is registered in `POSITIONS`.
     """
 
     paper: ClassVar[str] = ""  #: source of the encoding
@@ -73,7 +73,7 @@ class Position(nn.Module):
             raise ValueError(f"{name} is not causal; use causal=False or another position")
         if gate and not self.decodes:
             raise ValueError(
-                f"gate=True needs a running state, which {name} does not have; leave one out"
+                f"gate=True needs a running state, which {name} does not have; change one of them"
             )
 
     def use_for(self, mixing: str) -> None:
@@ -138,9 +138,9 @@ class Positioned(nn.Module):
         return position(mixing, positions, keys)
 
     def share_position(self) -> None:
-        """Gives the parameters of the position to the enclosing module.
+        """Transfers the parameters of the position to the enclosing module.
 
-        The position stays readable here but is not registered, because a parameter has only one
+        The position remains accessible here but is not registered, because a parameter has only one
         name in a checkpoint.
         """
         position = self.position
@@ -169,7 +169,7 @@ def _real(positions: Tensor) -> Tensor:
 
 
 def sinusoids(index: Tensor, dim: int) -> Tensor:
-    """Returns sines and cosines, arXiv:1706.03762, section 3.5: (n,) -> (n, dim) float64."""
+    """Returns sines and cosines (arXiv:1706.03762, section 3.5): (n,) -> (n, dim), float64."""
     # In float32, the phase at position 10^4 would have only 3 digits.
     half = torch.arange(dim // 2, dtype=torch.float64, device=index.device)
     phase = index.double()[:, None] * torch.pow(10000.0, -2 * half / dim)

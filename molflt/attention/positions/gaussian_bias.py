@@ -17,7 +17,7 @@ class GaussianBias(Position):
     The psi_k are K Gaussians with learnable mu_k and sigma_k, psi_k(|z|) = exp(-(|z| - mu_k)^2 / (2
     sigma_k^2)) / (sqrt(2 pi) sigma_k), from 3D-Graphormer (arXiv:2203.04810), section on 3D spatial
     encoding. The paper also scales and shifts distances for each pair of elements, which attention
-    does not see here. Memory is O(N^2 K) per graph.
+    does not know here. Memory is O(N^2 K) per graph.
 
     Args:
         num_gaussians: number of Gaussians K.

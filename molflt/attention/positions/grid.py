@@ -19,11 +19,12 @@ class ToeplitzPosition(Position):
     """Table b_(j-i), learnable per head and offset.
 
     Softmax adds b to its logits. Kernelized attention multiplies phi(q_i) . phi(k_j) by
-    exp(b_(j-i)): NPRF (arXiv:2106.12566), section 3.2. As in Swin (arXiv:2103.14030), two
-    dimensions have one number for each pair of offsets (dy, dx), not a sum of two numbers.
+    exp(b_(j-i)) (NPRF, arXiv:2106.12566, section 3.2). As in Swin (arXiv:2103.14030), a
+    two-dimensional table has one number for each pair of offsets (dy, dx), not a sum of two
+    numbers.
 
     Softmax looks up differences of positions, rounded to integers, and tokens can be in any order.
-    Linear and quadratic mixing compute offsets from the order of tokens, and check that positions
+    Linear and quadratic mixing compute offsets from the order of tokens and check that positions
     agree with this order. Positions must increase by 1 from token to token (on a two-dimensional
     grid row by row, from the start of a row), and the first key must be at the position of the
     first query. Padding must continue these positions and is also checked.
@@ -33,7 +34,7 @@ class ToeplitzPosition(Position):
             `shape`.
         shape: rows H and columns W of a two-dimensional grid with positions (row, column).
         std: standard deviation of the initial b.
-        method: algorithm of linear mixing: "fft", "blocks" or "auto", the faster of the two.
+        method: algorithm of linear mixing: "fft", "blocks" or "auto" (the faster of the two).
     """
 
     placement = AS_FACTOR
@@ -71,9 +72,7 @@ class ToeplitzPosition(Position):
         queries, keys = positions.shape[1], key_positions.shape[1]
         most = math.prod(self.shape)
         if max(queries, keys) > most:
-            raise ValueError(
-                f"{max(queries, keys)} tokens are more than the {most} places of the table"
-            )
+            raise ValueError(f"{max(queries, keys)} tokens exceed the {most} places of the table")
         if self.dim == 2:
             return Toeplitz(self.table, self.method)
         start = most - queries
@@ -98,8 +97,8 @@ class BucketedPosition(Position):
 
     See T5 (arXiv:1910.10683), section 2.1. In each direction, half of the buckets contain one
     distance each, and the other half contain distances up to `max_distance` on a logarithmic scale.
-    The last bucket also contains all larger distances. Positions are those of `ToeplitzPosition`,
-    without a maximum length.
+    The last bucket also contains all larger distances. Positions are the same as for
+    `ToeplitzPosition`, without a maximum length.
 
     Args:
         num_buckets: total number of buckets for both directions.
@@ -130,12 +129,12 @@ class BucketedPosition(Position):
         single = size // 2
         if num_buckets % directions or size < 2 or max_distance <= single:
             raise ValueError(
-                "expected at least 2 buckets per direction, equally many, and max_distance above "
-                f"their half; got {num_buckets=}, {max_distance=}, {bidirectional=}"
+                "expected equally many buckets per direction, at least 2, and max_distance above "
+                f"half of them; got {num_buckets=}, {max_distance=}, {bidirectional=}"
             )
         self.bidirectional = bidirectional
         self.table = nn.Parameter(std * torch.randn(heads, num_buckets))
-        # A table makes rounding at the edges of buckets the same on every device. Like T5, it is
+        # A table makes rounding at the edges of buckets the same on every device. As in T5, it is
         # computed in float32. It is not a buffer, because buffers on the meta device have no
         # values.
         distance = torch.arange(max_distance + 1, device="cpu")
@@ -170,16 +169,16 @@ class LowRankPosition(ToeplitzPosition):
     This is the Factor-Performer of FLT (arXiv:2302.01925), section 4.2.1. Random vectors probe N,
     and an orthonormal basis Q of their images gives N ~= Q (Q^T N) (Halko et al., arXiv:0909.4061,
     algorithms 4.1 and 4.4). Products with N are Toeplitz products by FFT, O(L r log L), computed
-    once for all sequences. The paper's variant did not train because of Gram-Schmidt. Householder
-    reflections also compute the basis of masks of rank below r.
+    once for all sequences. The paper's variant could not be trained because of Gram-Schmidt.
+    Householder reflections also yield a basis for masks of rank below r.
 
-    Q is treated as a constant in each evaluation. The gradient is that of Q Q^T N for the current
-    Q, which is linear in N and finite for every mask; for r = L it is the gradient of N itself.
-    Columns of both factors are scaled to the same norm.
+    Q is treated as a constant in each evaluation. The gradient is computed for Q Q^T N with the
+    current Q, which is linear in N and finite for every mask; for r = L, it is the gradient of N
+    itself. Columns of both factors are scaled to the same norm.
 
     Tokens can be in any order, and linear causal attention has a state of constant size. Feature
-    maps see the factors separately, and each factor depends on the positions themselves. Softmax
-    uses the table.
+    maps receive the factors separately, and each factor depends on the positions themselves.
+    Softmax uses the table.
 
     Args:
         max_tokens: L; positions, including those of padding, are integers in [0, L).
@@ -220,7 +219,7 @@ class LowRankPosition(ToeplitzPosition):
         return Factors(self._rows(left, positions), self._rows(right, key_positions))
 
     def factors(self) -> tuple[Tensor, Tensor]:
-        """Returns N1 and N2 for all positions, (heads, L, r) each: N ~= N1 N2^T."""
+        """Returns N1 and N2 for all positions, each of shape (heads, L, r): N ~= N1 N2^T."""
         with torch.autocast(self.table.device.type, enabled=False):
             table = at_least_float32(self.table)
             with torch.no_grad():
@@ -250,7 +249,7 @@ class LowRankPosition(ToeplitzPosition):
 
 
 def _offsets(positions: Tensor, key_positions: Tensor) -> Tensor:
-    """Returns r_j - r_i as integers, (batch, queries, keys, l)."""
+    """Returns r_j - r_i as integers, of shape (batch, queries, keys, l)."""
     return (-differences(positions, key_positions)).round().long()
 
 
@@ -277,6 +276,6 @@ def _expect_grid(
     start = (positions[:, :1] - key_positions[:, :1]).abs()
     if not (start <= _TOLERANCE).all():
         raise ValueError(
-            f"{name} needs the first key where the first query is, for linear and quadratic mixing;"
-            f" got {float(start.max()):g} between them; use mixing='softmax'"
+            f"{name} needs the first key at the position of the first query with this mixing;"
+            f" got a distance of {float(start.max()):g}; use mixing='softmax'"
         )

@@ -25,7 +25,7 @@ class MultiplicativePosition(SpectralPosition):
 
     The kernel is h(z) = background + f(z), with f and its Fourier factors from `SpectralPosition`.
     Attention depends only on differences of positions, for any feature map. The case r = 1 is the
-    kernel of cosFormer. h can become negative, through learning or because few nodes cause ripples;
+    kernel of cosFormer. h can become negative through learning or through ripples from few nodes;
     see `Attention.sums` and `floor`.
 
     Args:
@@ -36,7 +36,7 @@ class MultiplicativePosition(SpectralPosition):
             grow with the cell.
     """
 
-    positive = 1e-9  # smallest h whose logarithm softmax attention takes
+    positive = 1e-9  # lower bound of h before softmax attention takes its logarithm
     # Taper of the spectrum; a multiplicative kernel must not become negative.
     taper: ClassVar[Literal["step", "positive"]] = "positive"
     placement: ClassVar[tuple[str, str]] = ("log h", "h multiplies the weight")
@@ -73,7 +73,7 @@ class MultiplicativePosition(SpectralPosition):
     def factors(
         self, positions: Tensor, key_positions: Tensor, nodes: GraphNodes | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Returns U, V: U_i . V_j ~= h(r_i - r_j); 2r columns, or 2r + 1 with a background."""
+        """Returns U, V with U_i . V_j ~= h(r_i - r_j) and 2r columns (2r + 1 with a background)."""
         left, right = super().factors(positions, key_positions, nodes)
         if not self.background:
             return left, right
@@ -86,7 +86,7 @@ class MultiplicativePosition(SpectralPosition):
     def waves(self, nodes: GraphNodes | None = None, counts: Tensor | None = None) -> Waves:
         """Returns the nodes and coefficients of h, with the background as the first node.
 
-        `counts` (graphs,) are the numbers of nodes of each graph, excluding padding.
+        `counts` contains the number of nodes of each graph, (graphs,), excluding padding.
         """
         device = next(self.parameters()).device.type if nodes is None else nodes.xi.device.type
         with torch.autocast(device, enabled=False):
@@ -111,7 +111,7 @@ class MultiplicativePosition(SpectralPosition):
         """Computes h on meshes, equal to h of `reciprocal_nodes` up to the interpolation error.
 
         Positions (batch, tokens, 3) are in Å, the end of the spectrum is in cycles/Å, and the mask
-        is True where a token exists; for the order of the splines, see `OVERSAMPLING`.
+        is True where a token exists. See `OVERSAMPLING` for the order of the splines.
         """
         self.check_isotropic()
         dtype = torch.promote_types(positions.dtype, torch.float32)
@@ -142,13 +142,13 @@ class NearField(nn.Module):
     The kernel is A_ij = [h_far + s(r_ij) (h_near - h_far)] phi(q_i) . phi(k_j) with h_near(z) =
     exp(f(z)). As in an Ewald sum, a few nodes represent the smooth far part, and pairs of neighbors
     represent the sharp near part. The switch s falls from 1 to 0 between half the cutoff and the
-    cutoff, twice differentiable. With `exact`, the attention of near pairs is that of
-    softmax: A_ij = (1 - s) h_far phi(q_i) . phi(k_j) + s exp(q_i . k_j + f).
+    cutoff, twice differentiable. With `exact`, near pairs have the weights of softmax attention:
+    A_ij = (1 - s) h_far phi(q_i) . phi(k_j) + s exp(q_i . k_j + f).
 
     Args:
         spectrum: family of f; only its exact mask is used.
         cutoff: largest distance, in units of length (Å).
-        exact: use the weights of softmax for near pairs, see above; for feature maps that estimate
+        exact: use the weights of softmax for near pairs; see above. For feature maps that estimate
             exp(q . k).
     """
 

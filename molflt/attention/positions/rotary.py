@@ -17,12 +17,13 @@ class RotaryPosition(Position):
 
     Pair p of axis a turns by theta_p r_a, where theta_p = base^(-p / P) for P pairs per axis. This
     is RoFormer (arXiv:2104.09864), section 3.2.2, with adjacent pairs as in its eq. 34. In several
-    dimensions the pairs are divided evenly among the axes; the remaining coordinates do not rotate.
+    dimensions, the pairs are divided evenly among the axes; the remaining coordinates do not
+    rotate.
 
     The product of a rotated query and key depends only on r_i - r_j, and so does softmax attention.
-    Feature maps see queries and keys separately. Maps that estimate exp(q . k) without bias keep
-    this property in expectation over their draws; other maps (elu, relu, learned maps) do not have
-    it. RoFormer's eq. 19 rotates after the feature map; products can then become negative.
+    Feature maps receive queries and keys separately. Maps that estimate exp(q . k) without bias
+    keep this property in expectation over their draws; other maps (elu, relu, learned maps) do not
+    have it. RoFormer's eq. 19 rotates after the feature map; products can then become negative.
 
     Args:
         head_dim: width d of queries and keys, at least 2 `dim`.

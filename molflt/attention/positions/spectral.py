@@ -31,17 +31,17 @@ class SpectralPosition(Position):
     """FLT: mask learned through its Fourier transform g, which is sampled at r nodes.
 
     f(r_i - r_j) ~= sum_s c_s Re[g(xi_s) exp(2 pi i xi_s . (r_i - r_j))] = N1_i . N2_j, where the
-    factors have 2r columns; FLT (arXiv:2302.01925), eqs. 4-5. A real g gives an even mask, and a
+    factors have 2r columns (FLT, arXiv:2302.01925, eqs. 4-5). A real g gives an even mask, and a
     complex g gives an asymmetric mask.
 
     The factors depend on the origin, but their product does not. Center the positions of each graph
-    before calling `factors`: phases are then precise, and feature maps, which see the factors
+    before calling `factors`: phases are then precise, and feature maps, which receive the factors
     separately, do not depend on the origin. Causal models count positions from the first token
     instead, because a center would reveal the length of the sequence.
 
     Args:
         spectrum: family of g, with `spectrum(xi)` and `mask(delta)`.
-        nodes: rule that samples g; None if nodes come with each batch, see `factors`.
+        nodes: rule that samples g; None if nodes come with each batch; see `factors`.
     """
 
     # Factors are not balanced below this value. Where the spectrum crosses zero, the gradient then
@@ -72,14 +72,14 @@ class SpectralPosition(Position):
         sampled: bool = True,
         **options: object,
     ) -> Self:
-        """Builds the position from names of its parts, as in a configuration.
+        """Builds the position from the names of its parts, as in a configuration.
 
         Args:
             heads: number of heads.
             dim: dimension l of positions.
             spectrum: key of `SPECTRA`.
-            num_nodes: number of nodes r of random rules, 16 by default; not for shells.
-            nodes: key of `NODES`. By default the spectrum chooses: "density" if it is a kernel,
+            num_nodes: number of nodes r of random rules, 16 by default; not supported by shells.
+            nodes: key of `NODES`. The default depends on the spectrum: "density" for a kernel,
                 "shells" for "shell_weights", and otherwise "gaussian".
             sampled: False for a position without nodes: softmax uses the exact mask, and nodes of a
                 reciprocal lattice come with each batch.
@@ -103,7 +103,7 @@ class SpectralPosition(Position):
             return cls(g, shells, **mine)
         g = _made(family, options, heads=heads, dim=dim)
         if not sampled:
-            why = "for softmax, which takes the exact mask, or where nodes come with each batch"
+            why = "for softmax, which uses the exact mask, or where nodes come with each batch"
             no_effect(why, nodes=nodes, num_nodes=num_nodes, **own)
             # Draw and discard nodes; for a given seed, other weights are then the same with and
             # without nodes.
@@ -202,7 +202,7 @@ class SpectralPosition(Position):
 
 
 def _waves(positions: Tensor, nodes: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns cos and sin of 2 pi xi_s . r_i, (batch, heads or 1, n, r); xi as in `_sampled`."""
+    """Returns cos and sin of 2 pi xi_s . r_i: (batch, heads or 1, n, r). For xi, see `_sampled`."""
     positions = _real(positions)[:, None]
     phase = 2 * math.pi * positions @ nodes.to(positions.dtype).transpose(-1, -2)
     return phase.cos(), phase.sin()
@@ -216,7 +216,7 @@ def _made(part: type[_T], options: dict[str, object], prefix: str = "", **fixed:
     }
     if unknown := sorted(set(options) - set(known)):
         raise ValueError(
-            f"{part.__name__} does not take {', '.join(unknown)}; expected some of "
+            f"{part.__name__} does not take {', '.join(unknown)}; expected one or more of "
             f"{', '.join(known)}"
         )
     required = [name for name, parameter in known.items() if parameter.default is parameter.empty]
@@ -235,9 +235,9 @@ class FrequencyProjection(nn.Module):
         eta(xi) = Phi^-1(frac(u . xi + (v . xi)(w . xi) + b)),
         (eta(xi) + eta(-xi)) / sqrt(2) for cos,  (eta(xi) - eta(-xi)) / sqrt(2) for sin.
 
-    Over the draws of u, v, w (normal) and b (uniform), every eta is exactly normal. Those of
+    Over the draws of u, v, w (normal) and b (uniform), every eta is exactly normal. Values at
     different nodes are independent to the extent that 2 pi |u . (xi - xi')| is large, as in cells
-    no larger than about `LENGTH`. `num_features` must be that of the feature map.
+    no larger than about `LENGTH`. `num_features` must be the same as for the feature map.
     """
 
     LENGTH = 100.0  # Å, standard deviation of u

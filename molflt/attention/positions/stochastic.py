@@ -1,8 +1,8 @@
 """Stochastic positional encoding (SPE): relative positions from random queries and keys.
 
-The method is that of Liutkus et al. 2021 (arXiv:2105.08399). Queries and keys are multiplied by
-noise Qbar_d(i, r) and Kbar_d(j, r), whose covariance is a kernel P_d(i - j) of positions. The noise
-is independent across coordinates d and realizations r:
+The method follows Liutkus et al., 2021 (arXiv:2105.08399). Queries and keys are multiplied by noise
+Qbar_d(i, r) and Kbar_d(j, r), whose covariance is a kernel P_d(i - j) of positions. The noise is
+independent across coordinates d and realizations r:
 
     q^_ir = sum_d q_id Qbar_d(i, r) / sqrt(R),   k^_jr = sum_d k_jd Kbar_d(j, r) / sqrt(R)
     E[q^_i . k^_j] = sum_d q_id P_d(i - j) k_jd
@@ -99,7 +99,7 @@ class _StochasticPosition(Position):
         raise NotImplementedError(f"{type(self).__name__} must override _position_kernel(lags)")
 
     def _encode(self, code: _Code, places: int, x: Tensor) -> Tensor:
-        """Encodes queries or keys: (batch, heads, n, d) -> (batch, heads, n, R), with x's dtype."""
+        """Encodes queries or keys, in their dtype: (batch, heads, n, d) -> (batch, heads, n, R)."""
         check_tokens(places, x)
         with torch.autocast(x.device.type, enabled=False):
             full = at_least_float32(x)
@@ -119,9 +119,9 @@ class SineSPE(_StochasticPosition):
     """Sinusoidal SPE: P_d(i - j) = sum_k lambda_dk^2 cos(2 pi f_dk (i - j) + theta_dk).
 
     This is "sineSPE" of arXiv:2105.08399. Qbar has the phases theta_dk, and Kbar has zero phases.
-    Frequencies are sigmoid(.) max_frequency and start low. lambda = softplus(.) is initialized
-    to the same value for all sines, with sum_k lambda^2 = 1; in the authors' code, to random
-    values. Positions may be any real numbers. The cost is O(N d K R) operations.
+    Frequencies are sigmoid(.) max_frequency and start low. lambda = softplus(.) is initialized to
+    the same value for all sines, with sum_k lambda^2 = 1; the authors' code uses random values.
+    Positions may be any real numbers. The cost is O(N d K R) operations.
 
     Args:
         head_dim: width d of queries and keys.
@@ -183,10 +183,11 @@ class ConvSPE(_StochasticPosition):
     """Convolutional SPE: P_d(i - j) = sum_p phi^Q_d(p) phi^K_d(p + i - j), 0 for |i - j| >= P.
 
     This is "convSPE" of arXiv:2105.08399. White noise z_d on the grid of positions is filtered by
-    one filter for queries and one for keys, Qbar_d(i) = sum_p phi^Q_d(p) z_d(i + p). Filters start
-    uniform on [0, 2 / sqrt(P)]. The noise takes h d (max_tokens + P) R numbers in the state, and
-    filtering takes P times as many operations per forward pass. If all sequences of a batch have
-    the same positions, pass them in the shape (1, n, 1), which saves much time in compiled code.
+    one filter for queries and one for keys, Qbar_d(i) = sum_p phi^Q_d(p) z_d(i + p). Filters are
+    initialized uniformly on [0, 2 / sqrt(P)]. The noise adds h d (max_tokens + P) R numbers to the
+    state, and filtering takes P times as many operations per forward pass. If all sequences of a
+    batch have the same positions, pass them in the shape (1, n, 1), which saves much time in
+    compiled code.
 
     Args:
         head_dim, num_realizations, gated: see `SineSPE`.

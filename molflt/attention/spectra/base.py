@@ -1,9 +1,9 @@
 """Base class of spectra.
 
-The mask is f(z) = Re integral exp(2 pi i z . xi) g(xi) d xi, FLT (arXiv:2302.01925), eq. 4.
+The mask is f(z) = Re integral exp(2 pi i z . xi) g(xi) d xi (FLT, arXiv:2302.01925, eq. 4).
 Positions are in the caller's unit of length (Å for atoms, 1 for tokens), and frequencies xi are in
-cycles per this unit. An amplitude is the amount added to a logit at zero distance. Amplitudes start
-small and random, because the gradient of the sampled mask vanishes at amplitude 0.
+cycles per unit of length. An amplitude is the amount added to a logit at zero distance. Amplitudes
+start small and random, because the gradient of the sampled mask vanishes at amplitude 0.
 """
 
 import math
@@ -19,7 +19,7 @@ from molflt.attention.numerics import options_of
 class Spectrum(nn.Module):
     """Base class of families g(xi) with one learnable function per head.
 
-    A family overrides `spectrum` and `mask`, which must be a Fourier pair, and gets an entry in
+    A new family overrides `spectrum` and `mask`, which must be a Fourier pair, and is registered in
     `SPECTRA`.
 
     Args:
@@ -42,14 +42,14 @@ class Spectrum(nn.Module):
         self.dim = dim
 
     def spectrum(self, xi: Tensor) -> Tensor:
-        """Returns the spectrum g at frequencies (heads or 1, nodes, l): (heads, nodes).
+        """Returns the spectrum g at frequencies: (heads or 1, nodes, l) -> (heads, nodes).
 
-        It is real if the mask is even and complex if it may be asymmetric, in units of length^l.
+        g is real for even masks and complex for masks that may be asymmetric. Its unit is length^l.
         """
         raise NotImplementedError(f"{type(self).__name__} must override spectrum(xi)")
 
     def mask(self, delta: Tensor) -> Tensor:
-        """Returns the exact mask f of differences (batch, ..., l): (batch, heads, ...)."""
+        """Returns the exact mask f at differences: (batch, ..., l) -> (batch, heads, ...)."""
         raise NotImplementedError(f"{type(self).__name__} must override mask(delta)")
 
 

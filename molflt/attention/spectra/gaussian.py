@@ -12,7 +12,7 @@ from molflt.attention.spectra.base import Spectrum, _log_spaced
 
 
 class GaussianBasis(Spectrum):
-    """Sum of Gaussians of learnable widths, with learnable amplitudes per head.
+    """Sum of Gaussians with learnable widths, and learnable amplitudes for each head.
 
     f_h(z) = sum_t a_ht exp(-|z|^2 / 2 sigma_t^2)
     g_h(xi) = sum_t a_ht (2 pi sigma_t^2)^(l/2) exp(-2 pi^2 sigma_t^2 |xi|^2)
@@ -26,8 +26,8 @@ class GaussianBasis(Spectrum):
         width_range: smallest and largest initial width sigma_t; the widths are evenly spaced on a
             logarithmic scale.
         amplitude: standard deviation of the initial a_ht, or their typical size if `positive`.
-        positive: learn the logarithms of a_ht. f is then positive everywhere, can be a
-            multiplicative kernel (`MultiplicativePosition`), and can be summed over the images of a
+        positive: learn the logarithms of a_ht. f is then positive everywhere. It can serve as a
+            multiplicative kernel (`MultiplicativePosition`) and can be summed over the images of a
             crystal.
     """
 
@@ -77,9 +77,9 @@ class GaussianMixture(Spectrum):
     f(z) = sum_t exp(-2 pi^2 sigma_t^2 |z|^2) [a_t cos(2 pi mu_t . z) - b_t sin(2 pi mu_t . z)]
     w_t = (a_t + i b_t) (2 pi sigma_t^2)^(-l/2)
 
-    FLT (arXiv:2302.01925), eq. 6, has T (2 + l) numbers per head and b_t = 0. Such a g is real but
-    not even. Its mask is even: waves of frequency mu_t in Gaussian envelopes of width 1 / (2 pi
-    sigma_t). `asymmetric`, an extension of the paper, adds the odd part of the mask.
+    In FLT (arXiv:2302.01925, eq. 6), each head has T (2 + l) parameters, and b_t = 0. This g is
+    real but not even. Its mask is even: waves of frequency mu_t in Gaussian envelopes of width 1 /
+    (2 pi sigma_t). `asymmetric`, an extension of the paper, adds the odd part of the mask.
 
     Args:
         num_gaussians: number of Gaussians T; 25 in the paper's image experiments.

@@ -14,14 +14,15 @@ _SERIES = 18  # number of terms; for x < 1, the next term is below 1e-17
 
 
 class InversePower(Spectrum):
-    """Smooth far part f of 1 / r^p, with a spectrum g that falls off as a Gaussian.
+    """Smooth far part f of 1 / r^p, with a spectrum g that falls off like a Gaussian.
 
     With x = (a r)^2 and the incomplete gamma functions of p/2,
 
         f(r) = gamma(p/2, x) / (Gamma(p/2) r^p),   1 / r^p = f + Gamma(p/2, x) / (Gamma(p/2) r^p),
 
-    where the last term vanishes within a few 1 / a (Ewald, Ann. Phys. 369, 253, 1921; Nijboer and
-    De Wette, Physica 23, 309, 1957). The spectrum is fixed and shared by all heads.
+    where the last term becomes negligible within a few lengths 1 / a (Ewald, Ann. Phys. 369, 253,
+    1921; Nijboer and De Wette, Physica 23, 309, 1957). The spectrum is fixed and shared by all
+    heads.
 
     Args:
         power: p, one of 1, 2, 4, 6, which have closed forms.
@@ -35,16 +36,17 @@ class InversePower(Spectrum):
         super().__init__(heads=1, dim=3)
         if power not in POWERS:
             raise ValueError(
-                f"powers of 1 / r^p must be some of {', '.join(map(str, POWERS))}; got {power!r}"
+                f"powers of 1 / r^p must be one of {', '.join(map(str, POWERS))}; got {power!r}"
             )
         positive(sharpness=sharpness)
         self.power = power
         self.sharpness = sharpness
 
     def spectrum(self, xi: Tensor) -> Tensor:
-        """Returns g, (1, nodes, 3) -> (1, nodes), length^(3 - p); g(0) is the finite part if p < 3.
+        """Returns g in length^(3 - p): (1, nodes, 3) -> (1, nodes).
 
-        The finite part corresponds to a uniform background that makes the mean of 1 / r^p vanish.
+        For p < 3, g(0) is its finite part, as if a uniform background made the mean of 1 / r^p
+        vanish.
         """
         s = math.pi / self.sharpness * distances(xi)  # k / 2a
         zero = s == 0
@@ -63,7 +65,7 @@ class InversePower(Spectrum):
         return self.smooth(delta.square().sum(dim=-1))[:, None]
 
     def smooth(self, square: Tensor) -> Tensor:
-        """Returns f, analytic in squared distances (any shape, length^2), in length^-p."""
+        """Returns f, in length^-p, as an analytic function of squared distances of any shape."""
         x, half = self.sharpness**2 * square, self.power / 2
         low = x < 1
         small, large = torch.where(low, x, 0.5), torch.where(low, 1.0, x)

@@ -19,7 +19,7 @@ _MAX_ORDER = 8
 
 
 class SmoothLocal(Spectrum):
-    """Piecewise polynomial masks of compact support; their spectra are powers of sinc functions.
+    """Piecewise polynomial masks with compact support, whose spectra are powers of sinc functions.
 
     combine="sum":      f(z) = sum_t a_t prod_j B(z_j / 2 v_t),  g with S_t
     combine="product":  f(z) = prod_j sum_t w_t B(z_j / 2 v_t),  g with S_t
@@ -31,18 +31,18 @@ class SmoothLocal(Spectrum):
     sine alone, as printed, g would not be even for even k. "sum" is eq. 10 with footnote 2. With
     "product", the mask at zero distance is (sum_t w_t)^l, which cannot be negative for even l.
 
-    g falls as |xi_j|^-k along each axis, more slowly than any Gaussian. Gaussian nodes therefore
+    g decays as |xi_j|^-k along each axis, more slowly than any Gaussian. Gaussian nodes therefore
     have infinite variance.
 
     Args:
         num_boxes: number of splines T.
         dim: dimension l of positions.
-        order: order k of the spline, 2 to 8; each step adds one continuous derivative.
-        radius_range: smallest and largest initial v_t, in units of length, spaced evenly in the
-            logarithm.
+        order: order k of the spline, 2 to 8; each increment adds one continuous derivative.
+        radius_range: smallest and largest initial v_t, in units of length, evenly spaced on a
+            logarithmic scale.
         amplitude: standard deviation of the initial a_t (or w_t).
         per_axis: learn a separate v_t for each axis, as in the paper's eq. 10.
-        combine: "sum" or "product", see above.
+        combine: "sum" or "product"; see above.
     """
 
     paper: ClassVar[str] = "2302.01925, eq. 12"
@@ -83,7 +83,7 @@ class SmoothLocal(Spectrum):
         return self._combine(self._profile(distance, self.log_radius.exp())).movedim(-1, 1)
 
     def _profile(self, distance: Tensor, radius: Tensor) -> Tensor:
-        """Returns B(z / 2 v), (..., heads, t, l), from the truncated powers with knots at z > 0."""
+        """Returns B(z / 2 v) from truncated powers with knots at z > 0: (..., heads, t, l)."""
         end = 0.5 * self.order - distance / (2 * radius)
         terms = (
             (-1) ** j * math.comb(self.order, j) * (end - j).clamp(min=0) ** (self.order - 1)
@@ -101,11 +101,11 @@ class Local(SmoothLocal):
     """Masks that are constant inside boxes and vanish outside: the paper's local RPE.
 
     This is `SmoothLocal` of order 1, with B(z_j / 2 v_t) = 1[|z_j| <= v_t] and S_t(xi) = sin(2 pi
-    v_t xi) / (pi xi): FLT (arXiv:2302.01925), eqs. 8-11 and 20-21. The arguments are those of
-    `SmoothLocal`.
+    v_t xi) / (pi xi) (FLT, arXiv:2302.01925, eqs. 8-11 and 20-21). See `SmoothLocal` for the
+    arguments.
 
     The exact mask is not differentiable with respect to v_t; radii are learned with sampled masks
-    but not with softmax. g falls as 1 / |xi|, which is not absolutely integrable. Estimates from
+    but not with softmax. g decays as 1 / |xi|, which is not absolutely integrable. Estimates from
     random nodes therefore have neither a finite variance nor an expectation; a model learns the
     trigonometric sum over its nodes.
     """
@@ -131,7 +131,7 @@ class Local(SmoothLocal):
 
 
 def _product(factors: Tensor) -> Tensor:
-    """Multiplies over the last axis, with finite gradients at 0 and without reading the data."""
+    """Computes products over the last axis, with finite gradients at 0, without reading values."""
     return functools.reduce(torch.mul, factors.unbind(dim=-1))
 
 

@@ -21,8 +21,8 @@ class ShiftInvariant(Spectrum):
 
     Args:
         dim: dimension l of positions.
-        length_range: smallest and largest initial length_h, in units of length, spaced evenly in
-            the logarithm over the heads.
+        length_range: smallest and largest initial length_h, in units of length; the lengths of the
+            heads are evenly spaced on a logarithmic scale.
         amplitude: standard deviation of the initial C_h = f_h(0).
     """
 
@@ -49,7 +49,7 @@ class ShiftInvariant(Spectrum):
         raise NotImplementedError(f"{type(self).__name__} must override unit_log_density(u)")
 
     def draw(self, nodes: int, generator: torch.Generator | None = None) -> Tensor:
-        """Returns independent draws u ~ p at unit length: (heads, nodes, l), float64 on the CPU."""
+        """Draws independent u ~ p at unit length: (heads, nodes, l), float64, on the CPU."""
         raise NotImplementedError(f"{type(self).__name__} must override draw(nodes, generator)")
 
     def log_density(self, xi: Tensor) -> Tensor:
@@ -101,7 +101,7 @@ class Matern(ShiftInvariant):
     With s = sqrt(2 nu) |z|, it is exp(-s) for nu = 0.5, (1 + s) exp(-s) for 1.5 and (1 + s + s^2 /
     3) exp(-s) for 2.5. 2 pi u follows a multivariate Student t distribution with 2 nu degrees of
     freedom. Source: Rasmussen and Williams, Gaussian Processes for Machine Learning (2006), eqs.
-    4.14 to 4.17. Other arguments are those of `ShiftInvariant`.
+    4.14 to 4.17. See `ShiftInvariant` for the other arguments.
     """
 
     isotropic: ClassVar[bool] = True
@@ -116,7 +116,7 @@ class Matern(ShiftInvariant):
     ) -> None:
         super().__init__(heads, dim, length_range, amplitude)
         if nu not in (0.5, 1.5, 2.5):
-            raise ValueError(f"nu must be 0.5, 1.5 or 2.5 (closed forms); got {nu}")
+            raise ValueError(f"nu must be 0.5, 1.5 or 2.5, which have closed forms; got {nu}")
         self.nu = nu
 
     def profile(self, z: Tensor) -> Tensor:
