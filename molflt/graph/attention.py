@@ -33,7 +33,7 @@ class GraphAttention(nn.Module):
         position: "spectral" (FLT's mask), "multiplicative" (a kernel) or "none" (a Performer
             without positions).
         periodic: "none" ignores boundaries; "images", "reciprocal", "mesh" and "auto" are periodic.
-            With None, periodic structures are refused. Without tags, "images" uses images of all
+            With None, periodic structures are rejected. Without tags, "images" uses images of all
             atoms, along all periodic axes.
         position_options, image_cutoff, max_frequency: see `EnergyRegressor`.
         mesh_order, near_field, near_exact: see `EnergyRegressor`.
@@ -65,7 +65,7 @@ class GraphAttention(nn.Module):
         known_names(GraphAttention, attention, Attention)
         at_least_one(dim=dim, heads=heads)
         if attention.get("causal") or attention.get("gate"):
-            raise ValueError("atoms are not ordered; got causal or gate; leave them out")
+            raise ValueError("atoms are not ordered; got causal or gate; remove them")
         kind = dict[str, Any](mixing=mixing, feature_map=feature_map, num_features=num_features)
         where: dict[str, Any] = {
             "position_options": position_options,
@@ -112,9 +112,9 @@ class GraphAttention(nn.Module):
         Args:
             x: (atoms, dim).
             pos: (atoms, 3), Å; not needed with `position="none"`.
-            batch: (atoms,), graph of each atom, ascending; None if all are in one graph.
+            batch: (atoms,), graph of each atom, ascending; None for a single graph.
             cell: (graphs, 3, 3) or (3, 3), lattice vectors in rows, Å.
-            pbc: (graphs, 3) or (3,) bool, periodic axes; by default all, if there is a cell.
+            pbc: (graphs, 3) or (3,) bool, periodic axes; by default all if a cell is given.
             batch_size: number of graphs, needed if the last graphs may be empty.
         """
         if torch.jit.is_tracing():
@@ -151,7 +151,7 @@ class GraphAttention(nn.Module):
         if wrong and (pbc is None or compiling or bool(pbc.any())):
             raise ValueError(
                 f"got a periodic structure, which needs cell, (graphs, 3, 3), Å, and periodic="
-                f"'reciprocal' or 'images', or 'none' to leave the boundaries out; the layer has "
+                f"'reciprocal' or 'images', or 'none' to ignore the boundaries; the layer has "
                 f"periodic={self.periodic!r}; pass pbc of False for molecules"
             )
 

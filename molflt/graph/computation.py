@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from torch_geometric.data import Data
 
 _MOST_IN_MATRIX = 2048
-"""largest graph in machine code, atoms; larger N x N matrices would exhaust memory"""
+"""largest number of atoms per graph in machine code; larger N x N matrices would exhaust memory"""
 _SIZES = {
     "numbers tags places": "atoms",
     "references": "graphs",
@@ -46,7 +46,7 @@ class EnergyInputs(NamedTuple):
     """
 
     numbers: Tensor
-    """(atoms,) int64, atomic numbers of the atoms that the model sees"""
+    """(atoms,) int64, atomic numbers of the atoms that are inputs of the model"""
     tags: Tensor
     """(atoms,) int64, 0 subsurface, 1 surface, 2 adsorbate"""
     places: Tensor
@@ -54,7 +54,7 @@ class EnergyInputs(NamedTuple):
     references: Tensor
     """(graphs,) float64, eV, element energies that are added to the output"""
     mask: Tensor
-    """(graphs, width) bool, True where there is an atom"""
+    """(graphs, width) bool, True where an atom exists"""
     positions: Tensor
     """(graphs, width, 3), centered"""
     nodes: Tensor
@@ -62,14 +62,14 @@ class EnergyInputs(NamedTuple):
     node_weights: Tensor
     """(graphs, nodes), Å^-3; 0 for padding"""
     pair_graphs: Tensor
-    """(pairs,) int64, graphs of pairs within the near field; each atom with itself comes first"""
+    """(pairs,) int64, graphs of near-field pairs; pairs of an atom with itself come first"""
     pair_queries: Tensor
     """(pairs,) int64, index of an atom within its graph, as in `pair_keys`"""
     pair_keys: Tensor
     pair_vectors: Tensor
     """(pairs, 3), from query to key"""
     edge_centers: Tensor
-    """(edges,) int64, atoms, as in `edge_neighbors`: neighbors for the embedding and the readout"""
+    """(edges,) int64, atoms, as in `edge_neighbors`; pairs for the embedding and the readout"""
     edge_neighbors: Tensor
     edge_vectors: Tensor
     """(edges, 3), from center to neighbor"""
@@ -113,10 +113,10 @@ class EnergyInputs(NamedTuple):
 
 
 class EnergyComputation(nn.Module):
-    """Computes energies (graphs,), float64, eV, from `EnergyInputs` without inspecting values.
+    """Computes energies from `EnergyInputs` without inspecting values: (graphs,), float64, eV.
 
     Attention has one form for all sizes. With a near field or reciprocal nodes, this is the N x N
-    matrix of each graph, O(width^2), which is faster for at most a few thousand atoms. Otherwise it
+    matrix of each graph, O(width^2), which is faster for up to a few thousand atoms. Otherwise it
     is the linear form. Both give the same sums as the model itself, which is copied.
     """
 
@@ -238,7 +238,7 @@ class CompiledEnergies(nn.Module):
         self.element_energies = model.element_energies
 
     def forward(self, batch: "Data") -> Mapping[str, Tensor]:
-        """Computes energies (graphs,), float64, eV, as in `EnergyRegressor.forward`.
+        """Computes energies as in `EnergyRegressor.forward`: (graphs,), float64, eV.
 
         Use batches with graphs of similar size, because graphs are padded to the size of the
         largest graph. If a graph is too large for an N x N matrix, the model itself computes the

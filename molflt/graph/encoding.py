@@ -48,9 +48,9 @@ class GraphEncoding(nn.Module):
         position: "spectral" adds f(r_i - r_j) to the logit, exp(q.k + f), as in FLT
             (arXiv:2302.01925, eq. 3). "multiplicative" multiplies phi(q).phi(k) by a kernel h(r_i -
             r_j) (`MultiplicativePosition`).
-        position_options: further arguments of the position, see `SpectralPosition.build`: spectrum,
-            nodes, num_nodes, arguments of the spectrum, and arguments of the nodes with the prefix
-            `node_`.
+        position_options: further arguments of the position (see `SpectralPosition.build`):
+            spectrum, nodes, num_nodes, arguments of the spectrum, and arguments of the nodes with
+            the prefix `node_`.
         periodic: name as in `EnergyRegressor`, or a scheme of `molflt.graph.periodic`.
         near_field, near_exact, mixing, feature_map, num_features: see `EnergyRegressor`.
         scheme: image_cutoff, max_frequency or mesh_order; see `EnergyRegressor`.
@@ -92,7 +92,7 @@ class GraphEncoding(nn.Module):
             isinstance(own, Images | OnMesh) or (isinstance(own, Reciprocal) and own.smooth)
         ):
             raise ValueError(
-                "mixing='triton' goes with periodic 'none', 'reciprocal' and 'auto'; got "
+                "mixing='triton' requires periodic 'none', 'reciprocal' or 'auto'; got "
                 f"{own!r}; use one of them, or mixing='auto'"
             )
         self.near_field: NearField | None = None
@@ -101,7 +101,7 @@ class GraphEncoding(nn.Module):
             positive(near_field=near_field)
             if near_field <= _NARROWEST or position != "multiplicative":
                 raise ValueError(
-                    f"near_field corrects a kernel that multiplies, and must be above {_NARROWEST} "
+                    f"near_field corrects a multiplicative kernel and must be above {_NARROWEST} "
                     f"Å, the width of its narrowest Gaussian; got near_field={near_field} and "
                     f"position={position!r}"
                 )
@@ -113,7 +113,7 @@ class GraphEncoding(nn.Module):
                 no_effect("without near_field", near_exact=True)
             if self.softmax:
                 no_effect("with mixing='softmax', whose q.k is exact everywhere", near_exact=True)
-            _expect_map(feature_map, "estimates_exp", "near_exact=True adds exp(q.k) to estimates")
+            _expect_map(feature_map, "estimates_exp", "near_exact=True needs estimates of exp(q.k)")
         if self.periodic.lattice and position == "spectral" and not self.softmax:
             why = "reciprocal nodes of position='spectral' give random projections of factors"
             _expect_map(feature_map, "takes_projected", why)
@@ -174,8 +174,8 @@ class GraphEncoding(nn.Module):
         by_cell = geometry.cell.requires_grad and torch.is_grad_enabled()
         if by_cell and self.frequency_projection is not None:
             raise ValueError(
-                "position='spectral' with reciprocal nodes lacks a gradient of the cell: random "
-                "features jump when the frequencies change; got a cell that requires one; "
+                "position='spectral' with reciprocal nodes has no gradient for the cell: random "
+                "features jump when frequencies change; got a cell that requires a gradient; "
                 "use position='multiplicative' for stress"
             )
         dense = self.periodic.dense(geometry)
@@ -190,7 +190,7 @@ class GraphEncoding(nn.Module):
         return SizeClass.of(geometry, dense, encoding)
 
     def _found(self, geometry: Geometry, neighbors: Neighbors | None = None) -> _Found:
-        """Finds neighbors and nodes for the whole batch, which lets errors name its graphs."""
+        """Finds neighbors and nodes for the whole batch, so errors can refer to its graphs."""
         alone, near = self.periodic.without_nodes(geometry), self.near_field
         large = self.periodic.on_mesh(geometry)
         nodes = self.periodic.nodes(geometry, self.position, large if alone is None else alone)
@@ -205,7 +205,7 @@ class GraphEncoding(nn.Module):
         return _Found(nodes, alone, NearPairs.of(geometry, neighbors, alone), large)
 
     def _columns(self, geometry: Geometry, found: _Found) -> Tensor | None:
-        """Returns the cost per atom, (graphs,): number of nodes, images or, for a matrix, atoms."""
+        """Returns the cost per atom in each graph: number of nodes, images or, for matrices, atoms."""
         if found.nodes is None:
             return self.periodic.images(geometry)
         atoms, nodes = geometry.ptr.diff(), found.counts()

@@ -65,7 +65,7 @@ class Geometry(NamedTuple):
                 if found != (1, 1):
                     raise ValueError(
                         f"without batch, there must be one graph; got batch_size={graphs} and "
-                        f"{found[1]} by cell or pbc; pass batch, (atoms,), the graph of each atom"
+                        f"{found[1]} in cell or pbc; pass batch, (atoms,), the graph of each atom"
                     )
                 graphs = 1
         if graphs is None:
@@ -87,9 +87,9 @@ class Geometry(NamedTuple):
         """Builds the geometry of a PyG structure or batch, with tags if they exist."""
         if not hasattr(data, "stores"):  # all PyG data have `stores`; avoids loading PyG
             raise TypeError(
-                f"expected Data or a Batch of PyG; got {type(data).__name__}; use Data(**mapping), "
+                f"expected PyG Data or Batch; got {type(data).__name__}; use Data(**mapping), "
                 "Batch.from_data_list(list), or make_record(pos=atoms.positions, "
-                "atomic_numbers=atoms.numbers, cell=atoms.cell.array, pbc=atoms.pbc) of "
+                "atomic_numbers=atoms.numbers, cell=atoms.cell.array, pbc=atoms.pbc) from "
                 "molflt.data.structures.records"
             )
         pos, batch, cell, pbc, tags = (
@@ -109,7 +109,7 @@ class Geometry(NamedTuple):
         return self.ptr.shape[0] - 1
 
     def select(self, graphs: Tensor) -> tuple["Geometry", Tensor]:
-        """Returns graphs by indices (n,), and the index of each of their atoms in this batch."""
+        """Returns graphs by indices (n,) and the index of each of their atoms in this batch."""
         counts = self.ptr.diff()[graphs]
         ends = counts.cumsum(0)
         batch = torch.arange(len(graphs), device=graphs.device).repeat_interleave(counts)
@@ -214,9 +214,9 @@ class Atoms(NamedTuple):
 
     @classmethod
     def of(cls, data: "Data", weight: Tensor, charged: bool = False) -> "Atoms":
-        """Reads data as for `EnergyRegressor.forward`, on the device of `weight`.
+        """Reads the data that `EnergyRegressor.forward` accepts, on the device of `weight`.
 
-        Total charges other than 0 are refused unless `charged` is True.
+        Total charges other than 0 are rejected unless `charged` is True.
         """
         geometry = Geometry.of_data(data)
         pos, numbers = geometry.pos, data.get("atomic_numbers")
@@ -254,9 +254,9 @@ class Atoms(NamedTuple):
         return cls(geometry, numbers.long(), fixed)
 
     def above_subsurface(self) -> tuple["Atoms", Tensor]:
-        """Returns the graphs with atoms of tag 0 removed, and the mask of the remaining atoms.
+        """Returns the graphs without atoms of tag 0, and the mask of the remaining atoms.
 
-        Graphs that only have atoms of tag 0 are not changed.
+        Graphs that have only atoms with tag 0 are not changed.
         """
         geometry, kept = self.geometry, self.geometry.above_subsurface()
         assert geometry.tags is not None
@@ -293,6 +293,6 @@ def _charges(data: "Data", geometry: Geometry, charged: bool) -> Tensor | None:
             graph = int((values != usual).nonzero()[0])
             raise ValueError(
                 f"{name} of this model must be {usual:g}; got {float(values[graph]):g} of graph "
-                f"{graph}; leave it out, or {hint}"
+                f"{graph}; remove it, or {hint}"
             )
     return found

@@ -21,7 +21,7 @@ from molflt.graph.radial import radial_bumps
 
 _WAVES = 64  # number of functions of descriptors
 _WAVE_NUMBER = 0.3  # wave number per standard deviation; elements of a group stay close
-_DROPPED = 0.5  # fraction of elements whose vectors a training step leaves out
+_DROPPED = 0.5  # fraction of elements whose vectors a training step drops
 _ONSET = 0.8  # fraction of the cutoff at which contacts start to fade
 _NUM_ELEMENTS = MAX_ATOMIC_NUMBER + 1  # 0 is not used
 
@@ -39,7 +39,7 @@ class ElementEmbedding(nn.Embedding):
     With `descriptors`, vectors start at 0, and a smooth function of
     `molflt.graph.elements.descriptors`, W sin(K x + b), is added. This function describes elements
     not seen in training by their place in the periodic table; without it, vectors of such elements
-    keep random initial values. Each training step leaves out the vectors of a random half of the
+    keep random initial values. Each training step drops the vectors of a random half of the
     elements, and the function learns to describe elements without vectors.
     """
 
@@ -76,7 +76,7 @@ class ElementEmbedding(nn.Embedding):
         if self.described and (unknown := ~self.get_buffer("has_descriptors")[numbers]).any():
             raise ValueError(
                 f"element {int(numbers[unknown][0])} does not have descriptors; expected other "
-                "elements; leave such structures out, or train with --model.descriptors false"
+                "elements; remove such structures, or train with --model.descriptors false"
             )
 
 
@@ -88,7 +88,7 @@ def by_contact(model: nn.Module) -> tuple[bool, bool]:
 
 
 def undescribed(model: nn.Module) -> frozenset[int]:
-    """Returns atomic numbers that a model or one of its members cannot describe."""
+    """Returns the atomic numbers that a model or one of its members cannot describe."""
     missing: set[int] = set()
     for part in model.modules():
         if isinstance(part, ElementEmbedding) and part.described:
@@ -103,7 +103,7 @@ class AtomEmbedding(nn.Module):
     neighbors. Layers of messages add directions; see `molflt.graph.messages.EquivariantMessages`.
 
     Args:
-        num_basis: size of the radial basis b; 0 leaves the summary out.
+        num_basis: size of the radial basis b; 0 omits the summary.
         cutoff: radius of the neighborhood, Å.
         descriptors, messages, message_pairs: see `EnergyRegressor`.
     """
@@ -177,7 +177,7 @@ class EnergyReadout(nn.Module):
 
     Attributes:
         by_contact: (2,) bool, buffer; True if slab atoms, or adsorbate atoms, count by contact.
-            Weights of earlier versions lack it and count all atoms fully.
+            Weights of earlier versions do not contain it and count all atoms fully.
     """
 
     by_contact: Tensor
@@ -203,8 +203,8 @@ class EnergyReadout(nn.Module):
         """Computes the contribution of each atom to the energy.
 
         Takes tokens (atoms, dim), graphs with tags and, if some atoms count by contact, the pairs
-        within the cutoff. Returns energies (atoms,), and bonds -log(1 - s(d)) across the interface,
-        (pairs,) or None if all atoms count fully.
+        within the cutoff. Returns energies (atoms,) and bonds -log(1 - s(d)) across the interface,
+        (pairs,), or None if all atoms count fully.
         """
         counted = geometry.above_subsurface()
         assert geometry.tags is not None
@@ -234,8 +234,8 @@ class EnergyReadout(nn.Module):
     ) -> Tensor:
         """Distributes energies of slab atoms over the adsorbate atoms in contact with them.
 
-        Takes the results of `forward` and adsorbate (atoms,) bool. Returns (atoms,), with the same
-        sums over graphs and 0 for slab atoms that count by contact.
+        Takes the results of `forward` and a mask of adsorbate atoms, (atoms,). Returns energies
+        (atoms,), with the same sum for each graph and 0 for slab atoms that count by contact.
         """
         center, neighbor = neighbors.center, neighbors.neighbor
         total = _sum_by(bonds, center, len(energies))
@@ -249,7 +249,8 @@ class PositionHead(nn.Module):
     """Predicts displacements to relaxed positions: sum over neighbors of w_ij (r_j - r_i), in Å.
 
     The weights w_ij = MLP(h_i, h_j, b(|r_ij|)) depend only on invariants. The result therefore
-    rotates with the structure, as accurately as h is invariant. Pairs fade smoothly at the cutoff.
+    rotates with the structure, to the accuracy with which h is invariant. Pairs fade smoothly at
+    the cutoff.
 
     Args:
         hidden: width of the pair network.

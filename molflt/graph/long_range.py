@@ -58,9 +58,9 @@ class ChargeShare(nn.Module):
     """Distributes the total charge Q of each graph over its atoms: Q_i = Q w_i / sum_j w_j.
 
     The weights are w_i = max(0, 1 + s . h_i)^4, with separate s for cations and anions. Weights are
-    local: atoms of weight 0, such as atoms of a neutral molecule far from the ion, get no charge
-    and do not change the charges of other atoms. A supercell with the corresponding multiple of the
-    charge has the same atomic charges.
+    local: atoms of weight 0, such as atoms of a neutral molecule far from the ion, receive no
+    charge and do not change the charges of other atoms. A supercell with the corresponding multiple
+    of the charge has the same atomic charges.
     """
 
     def __init__(self, dim: int) -> None:
@@ -78,7 +78,8 @@ class ChargeShare(nn.Module):
 
 
 class LongRange(nn.Module):
-    """Energies of latent charges, which derive from linear functions a_i of atom features.
+    """Energies of latent charges, which are derived from linear functions a_i of atom features.
+
     For p = 1 and 2, sums over a crystal converge only for neutral cells. Charges of these two
     powers flow between neighbors: q_i = sum_j w(r_ij) (a_j - a_i), where w falls smoothly from 1 to
     0 at 5 Å. Flows cancel in pairs. A group of atoms more than 5 Å from all other atoms is
@@ -127,19 +128,19 @@ class LongRange(nn.Module):
         not_negative(smearing=smearing)
         if not powers or len(set(powers)) < len(powers):
             raise ValueError(
-                f"powers of 1 / r^p must be given, each once; got {list(powers)}; leave it out for "
-                "no long range"
+                f"expected one or more powers of 1 / r^p, each once; got {list(powers)}; omit "
+                "long_range for no long-range energy"
             )
         for power in powers:
-            InversePower(power, _DEPTH / cutoff)  # refuses other powers
+            InversePower(power, _DEPTH / cutoff)  # rejects other powers
         if smearing >= cutoff / (_DEPTH * 2**0.5):
             raise ValueError(
                 f"smearing must be below {cutoff / (_DEPTH * 2**0.5):.3g} Å, the width that the "
-                f"nodes see with a cutoff of {cutoff:g} Å; got {smearing:g}; raise the cutoff"
+                f"nodes resolve with a cutoff of {cutoff:g} Å; got {smearing:g}; raise the cutoff"
             )
         if total_charge and not (neutral and 1 in powers):
             raise ValueError(
-                "total_charge needs the power 1, and charges that are neutral without it; got "
+                "total_charge needs the power 1 and charges that are neutral without it; got "
                 f"long_range={list(powers)}, long_range_neutral={neutral}; change one of them"
             )
         self.powers, self.channels = tuple(powers), channels
@@ -150,7 +151,7 @@ class LongRange(nn.Module):
         signs = torch.ones(len(powers), channels)
         signs[[power > 1 for power in powers], ::2] = -1.0
         self.register_buffer("signs", signs, persistent=False)
-        # part of the weights; weights of earlier versions, which lack it, are not neutral
+        # part of the weights; weights of earlier versions, which do not contain it, are not neutral
         self.register_buffer("neutral", torch.tensor(neutral))
         self.share = ChargeShare(dim) if total_charge else None
 
@@ -181,7 +182,7 @@ class LongRange(nn.Module):
 
 
 def dipole(charges: Tensor, geometry: Geometry) -> Tensor:
-    """Computes dipoles about mean positions, charges (atoms,) -> (graphs, 3); NaN if periodic."""
+    """Computes dipoles about mean positions: charges (atoms,) -> (graphs, 3); NaN if periodic."""
     batch, pos = geometry.batch, geometry.pos
     center = geometry.sum(pos) / geometry.ptr.diff()[:, None]
     moment = geometry.sum(charges[:, None] * (pos - center[batch]))
@@ -203,7 +204,7 @@ def inverse_power_sums(
         charges: (atoms, powers, channels).
         geometry: the atoms.
         powers, cutoff, smearing: see `LongRange`.
-        neighbors: pairs within the cutoff; searched for if None.
+        neighbors: pairs within the cutoff; None to search for them.
 
     Returns:
         Two tensors (graphs, powers, channels), float64, in charge^2 Å^-p, twice differentiable.

@@ -22,7 +22,7 @@ def use_mesh_(model: nn.Module, order: int = 5) -> None:
     if not found or any(type(one) not in (Reciprocal, OnMesh, Auto) or one.smooth for one in found):
         raise ValueError(
             f"mesh_order={order} computes sums over reciprocal nodes on a mesh; got "
-            f"{type(model).__name__} with periodic={schemes}; leave it out"
+            f"{type(model).__name__} with periodic={schemes}; remove it"
         )
     for part in parts:
         if isinstance(part.periodic, Reciprocal):

@@ -1,4 +1,4 @@
-"""Equivariant messages between neighbors, which describe environments of atoms with angles."""
+"""Equivariant messages between neighbors, which describe atomic environments with angles."""
 
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -42,7 +42,7 @@ class _Matrices(NamedTuple):
 
     @classmethod
     def of(cls, edges: _Edges, geometry: Geometry) -> "_Matrices | None":
-        """Builds the matrices; None in compiled code or if they are much larger than the pairs."""
+        """Builds matrices, or returns None in compiled code or if they far exceed the pairs."""
         if torch.compiler.is_compiling():
             return None
         mask = atom_mask(geometry)

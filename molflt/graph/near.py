@@ -67,7 +67,7 @@ class _Found(NamedTuple):
     on_mesh: Tensor | None = None
 
     def counts(self) -> Tensor:
-        """Returns the number of nodes of each graph up to the last nonzero weight, (graphs,)."""
+        """Returns the number of nodes of each graph up to the last nonzero weight: (graphs,)."""
         assert self.nodes is not None
         place = torch.arange(1, self.nodes.xi.shape[1] + 1, device=self.nodes.xi.device)
         return ((self.nodes.weights.detach() != 0) * place).amax(dim=1)
@@ -89,7 +89,7 @@ class _Found(NamedTuple):
 
 
 def _all_pairs(geometry: Geometry, graphs: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns query and key indices, (pairs,), of all pairs of atoms in graphs of a mask."""
+    """Returns the queries and keys (pairs,) of all pairs of atoms in the graphs of a mask."""
     counts = geometry.ptr.diff()
     member = torch.arange(len(geometry.pos), device=counts.device)[graphs[geometry.batch]]
     count = counts[geometry.batch[member]]

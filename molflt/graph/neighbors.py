@@ -38,7 +38,7 @@ class Neighbors(NamedTuple):
 
 
 def expect_lattice(geometry: Geometry) -> None:
-    """Raises ValueError, naming the graph, if lattice planes are less than 0.5 Å apart."""
+    """Raises ValueError with the index of the graph if lattice planes are below 0.5 Å apart."""
     boxes, periodic = _numbers(geometry.cell).astype(np.float64), _numbers(geometry.pbc)
     _check_heights(lattice_heights(boxes, periodic), boxes, periodic)
 
@@ -46,7 +46,7 @@ def expect_lattice(geometry: Geometry) -> None:
 def neighbor_list(geometry: Geometry, cutoff: float) -> Neighbors:
     """Finds all pairs within `cutoff`, Å, with vesin, for each graph in its reduced cell.
 
-    Indices are those of the atoms of the batch, and each pair appears in both directions. Raises
+    Indices refer to the atoms of the batch, and each pair appears in both directions. Raises
     MemoryError if the pairs do not fit into memory.
     """
     pos, cell = geometry.pos, geometry.cell
@@ -68,7 +68,7 @@ def _unknown_pairs(
 def _neighbors(
     pos: Tensor, cell: Tensor, pbc: Tensor, ptr: Tensor, cutoff: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns center and neighbor (2, pairs), cell offsets (pairs, 3) and graph (pairs,)."""
+    """Returns centers and neighbors (2, pairs), cell offsets (pairs, 3) and graphs (pairs,)."""
     from vesin import NeighborList  # imported here because reading signatures must not load it
 
     points, boxes = _numbers(pos).astype(np.float64), _numbers(cell).astype(np.float64)
@@ -123,7 +123,7 @@ def nearest_images(geometry: Geometry, query: Tensor, key: Tensor) -> Tensor:
 
 @uncompiled
 def images_are_far(geometry: Geometry, distance: float) -> Tensor:
-    """Returns True for graphs with all lattice planes more than a distance apart, Å: (graphs,)."""
+    """Returns True for graphs whose lattice planes are all over `distance` Å apart: (graphs,)."""
     heights = lattice_heights(_numbers(geometry.cell).astype(np.float64), _numbers(geometry.pbc))
     return torch.from_numpy((heights > distance).all(axis=1)).to(geometry.pbc.device)
 

@@ -26,7 +26,7 @@ from molflt.graph.near import NearPairs
 from molflt.graph.neighbors import expect_lattice, images_are_far
 
 _FADE = 1.0  # Å before the cutoff, over which an image fades out
-_MOST_PAIRED = 1000  # all pairs are computed in molecules with at most this number of atoms
+_MOST_PAIRED = 1000  # all pairs are computed in molecules with up to this number of atoms
 _MOST_BY_NODES = 1000  # `Auto` uses a mesh if atoms and nodes both exceed this number
 _ALONE = 200.0  # Å of vacuum beyond which the kernel of an image is below 1e-8
 _IN_PLANE = [(a, b, 0) for a, b in itertools.product((-1, 0, 1), repeat=2) if (a, b) != (0, 0)]
@@ -35,8 +35,8 @@ _IN_PLANE = [(a, b, 0) for a, b in itertools.product((-1, 0, 1), repeat=2) if (a
 class Open:
     """Open boundaries, without images of atoms, and base class of the schemes.
 
-    A new scheme overrides what differs and gets an entry in `PERIODIC`. The arguments of its
-    constructor are its options.
+    A new scheme overrides the methods that differ and is registered in `PERIODIC`. The arguments of
+    its constructor are its options.
 
     Attributes:
         needs_cell: True if the scheme reads the cell, which periodic structures must then have.
@@ -170,7 +170,7 @@ class Images(Open):
         )
 
     def images(self, geometry: Geometry) -> Tensor:
-        expect_lattice(geometry)  # checked here, where errors can name graphs
+        expect_lattice(geometry)  # checked here, where errors can refer to graphs
         if geometry.tags is not None:
             return torch.full_like(geometry.ptr[1:], len(_IN_PLANE))
         inverse = torch.linalg.pinv(geometry.cell.detach())
@@ -189,7 +189,7 @@ class Images(Open):
 
 def _unknown_images(positions: Tensor, mask: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor]:
     images = torch.library.get_ctx().new_dynamic_size()
-    kept = mask.new_empty(mask.shape[0], images)  # `len` would fix the size to an example's
+    kept = mask.new_empty(mask.shape[0], images)  # `len` would fix the size to that of the example
     return kept.long(), positions.new_empty(*kept.shape, 3), kept
 
 
@@ -243,9 +243,9 @@ class Reciprocal(Open):
 
     Args:
         max_frequency: largest |G|, cycles/Å; the number of nodes grows as its cube.
-        smooth: make nodes analytic functions of positions along nonperiodic directions. Otherwise
-            forces jump by about 1e-4 eV/Å where another atom becomes the outermost. Molecules of at
-            most 1,000 atoms, including molecules in cells larger than 200 Å along all periodic
+        smooth: make nodes analytic functions of positions along nonperiodic directions. Otherwise,
+            forces jump by about 1e-4 eV/Å when a different atom becomes the outermost. Molecules of
+            up to 1,000 atoms, including molecules in cells larger than 200 Å along all periodic
             axes, use all pairs instead of nodes; their energy does not depend on the orientation.
     """
 
@@ -317,7 +317,8 @@ class Reciprocal(Open):
 class Near(Reciprocal):
     """Scheme without a far field: attention ends at the cutoff of the near field.
 
-    It suits potentials whose long-range part acts between charges; see `molflt.graph.long_range`.
+    It is meant for potentials with long-range interactions of charges; see
+    `molflt.graph.long_range`.
     """
 
     def nodes(
@@ -336,7 +337,7 @@ class Near(Reciprocal):
 
 
 class Auto(Reciprocal):
-    """Uses nodes for small cells, as `Reciprocal`, and a mesh for large cells, as `OnMesh`.
+    """Uses nodes for small cells, like `Reciprocal`, and a mesh for large cells, like `OnMesh`.
 
     A graph uses a mesh if its numbers of atoms and of nodes both exceed `_MOST_BY_NODES`. The
     choice depends on the graph alone, not on its batch. Compiled models, and positions that a mesh
@@ -391,7 +392,7 @@ class OnMesh(Auto):
     def check(self, position: SpectralPosition, softmax: bool, near: bool) -> None:
         if softmax or not isinstance(position, MultiplicativePosition):
             raise ValueError(
-                "periodic='mesh' is for a kernel that multiplies in kernelized attention; got "
+                "periodic='mesh' needs a multiplicative kernel and kernelized attention; got "
                 f"{'mixing=softmax' if softmax else type(position).__name__}; use "
                 "position='multiplicative', or periodic='reciprocal'"
             )

@@ -30,7 +30,7 @@ _FIXED = {"message_pairs", "subsurface", "position_head", "move_atoms", "readout
 
 
 class Potential(EnergyRegressor):
-    """`EnergyRegressor` whose energy is smooth, extensive and exactly periodic.
+    """`EnergyRegressor` with a smooth, extensive and exactly periodic energy.
 
     The energy is a sum over all atoms, regardless of their tags. It has two continuous derivatives,
     because pairs, images and nodes only appear or disappear with weight 0. Forces -dE/dr and the
@@ -49,10 +49,10 @@ class Potential(EnergyRegressor):
         position: must be "multiplicative".
         periodic: must be "reciprocal".
         max_frequency: largest frequency of the reciprocal nodes, 0.25 cycles/Å by default.
-        radial_basis: size of the radial summary; 0 leaves it out.
+        radial_basis: size of the radial summary; 0 omits it.
         far_field: False ends attention at `near_field`. With L layers and R refinements, an atom
-            sees atoms at a distance of at most L R near fields, but not across a gap wider than one
-            near field. `long_range` covers larger distances.
+            depends on atoms at distances of up to L R near fields, but not across a gap wider than
+            one near field. `long_range` covers larger distances.
         long_range: powers p from 1 (charges), 2, 4 and 6 (dispersion), which add energies of 1 /
             r^p between latent charges and all their images; see
             `molflt.graph.long_range.LongRange`.
@@ -62,7 +62,7 @@ class Potential(EnergyRegressor):
         long_range_neutral: with True (the default), charges of p = 1 and 2 flow between atoms
             closer than 5 Å, and separate molecules are neutral. Use False for data with ions.
         total_charge: take the total charge of each graph, `charge`, as an input to the tokens and
-            to the charges of p = 1; see `ChargeShare`. Otherwise charged data are refused.
+            to the charges of p = 1; see `ChargeShare`. Otherwise, charged data are rejected.
         options: further arguments of `EnergyRegressor`.
 
     Attributes:
@@ -135,8 +135,8 @@ class Potential(EnergyRegressor):
         """Computes energies and derivatives; in training mode, these are differentiable.
 
         Args:
-            batch: as for `EnergyRegressor.forward`, but tags are ignored. With `total_charge`, also
-                charge (graphs,), e, which is 0 by default.
+            batch: see `EnergyRegressor.forward`; tags are ignored. With `total_charge`, also charge
+                (graphs,), e, which is 0 by default.
 
         Returns:
             "energy": (graphs,) float64, eV; "forces": (atoms, 3), eV/Å; "embedding": (atoms, dim),
@@ -170,11 +170,11 @@ class Potential(EnergyRegressor):
         return out if self.training else {name: x.detach() for name, x in out.items()}
 
     def energy(self, batch: "Data") -> Tensor:
-        """Returns only energies, (graphs,) float64, eV, differentiable in tensors of `batch`."""
+        """Returns energies alone, differentiable in tensors of `batch`: (graphs,), float64, eV."""
         return _sum(self.parts(batch))
 
     def parts(self, batch: "Data") -> dict[str, Tensor]:
-        """Returns the parts of energies, (graphs,) float64, eV, each differentiable.
+        """Returns contributions to the energies, each differentiable: (graphs,), float64, eV.
 
         These are "local", from elements and attention, and with `long_range` also "near" and "far",
         the sharp and smooth parts of the interaction of latent charges.
@@ -233,22 +233,22 @@ def _strained(batch: "Data") -> tuple["Data", Tensor, Tensor | None]:
 
 def _refuse_rough(given: Mapping[str, Any], far_field: bool) -> None:
     if fixed := _FIXED & given.keys():
-        raise TypeError(f"Potential sets the argument {min(fixed)!r} itself; leave it out")
+        raise TypeError(f"Potential sets the argument {min(fixed)!r} itself; remove it")
     kernel, products = given.get("position_options") or {}, given["feature_map"] == "polynomial"
     rules = {
         "position": (
             given["position"] == "multiplicative",
-            "'multiplicative'; energies of others jump with the cell or do not see distances",
+            "'multiplicative'; with others, energies jump with the cell or ignore distances",
         ),
         "periodic": (
             given["periodic"] == "reciprocal",
-            "'reciprocal', also for molecules, with pbc of False; energies of others depend on the "
-            "choice of the cell or of a mesh",
+            "'reciprocal', also for molecules, with pbc of False; with others, energies depend on "
+            "the choice of the cell or mesh",
         ),
         "mixing": (
             given.get("mixing") not in ("softmax", "triton"),
             "linear, quadratic or auto; softmax takes a logarithm of the kernel, cut off at 1e-9, "
-            "and triton lacks second derivatives, which training on forces needs",
+            "and triton has no second derivatives, which training on forces needs",
         ),
         "feature_map": (
             given["feature_map"] in (None, *_SMOOTH_MAPS),
@@ -279,5 +279,5 @@ def _refuse_rough(given: Mapping[str, Any], far_field: bool) -> None:
     for name, (fits, wanted) in rules.items():
         if not fits:
             raise ValueError(
-                f"{name} of a potential must be {wanted}; got {name}={given[name]!r}; leave it out"
+                f"{name} of a potential must be {wanted}; got {name}={given[name]!r}; omit it"
             )

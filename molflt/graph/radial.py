@@ -30,9 +30,9 @@ def radial_bumps(distance: Tensor, number: int, cutoff: float) -> Tensor:
 def radial_waves(distance: Tensor, number: int, cutoff: float) -> Tensor:
     """Returns standing waves that fade out: (pairs,), Å -> (pairs, number).
 
-    These are DimeNet's Bessel functions (arXiv:2003.03123, eq. 7) with another envelope, c / r
-    sin(n pi u) exp(-u^2 / (1 - u^2)) for n = 1, ..., number and u = r / c. They resolve different
-    lengths of a bond, which all lie within one of the `radial_bumps`.
+    These are DimeNet's Bessel functions (arXiv:2003.03123, eq. 7) with a different envelope, c / r
+    sin(n pi u) exp(-u^2 / (1 - u^2)) for n = 1, ..., number and u = r / c. They resolve differences
+    of bond lengths that lie within one of the `radial_bumps`.
     """
     u = distance / cutoff
     rest = 1 - u * u

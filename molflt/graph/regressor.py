@@ -31,17 +31,17 @@ _ENERGIES = ("energy_mean", "energy_std", "element_energies")  # buffers in floa
 class EnergyRegressor(nn.Module):
     """Transformer that predicts the relaxed energy of an initial structure.
 
-    It has element and tag embeddings, attention blocks with a relative encoding that is learned per
-    head and shared by all layers, several passes with shared weights, and a tag-weighted sum over
-    atoms. This is FLT's OC20 model (arXiv:2302.01925) with 3D-Graphormer's recipe
-    (arXiv:2203.04810). The default is the best form in docs/results. Unlike FLT's model, it has a
-    multiplicative kernel that is exactly periodic and exact for near pairs.
+    The model has element and tag embeddings, attention blocks with a relative encoding that is
+    learned per head and shared by all layers, several passes with shared weights, and a
+    tag-weighted sum over atoms. This is FLT's OC20 model (arXiv:2302.01925) with 3D-Graphormer's
+    recipe (arXiv:2203.04810). The default is the best form in docs/results. Unlike FLT's model, it
+    has a multiplicative kernel that is exactly periodic and exact for near pairs.
 
     Args:
         dim: width of tokens.
         heads: number of attention heads; must divide `dim`.
-        mixing: "linear" (O(atoms)), "quadratic" (same result through the matrix, cheaper for few
-            atoms), "auto" (the cheaper of these two), "softmax" (exact mask, O(atoms^2)) or
+        mixing: "linear" (O(atoms)), "quadratic" (the same result from the attention matrix, cheaper
+            for few atoms), "auto" (the cheaper of these two), "softmax" (exact mask, O(atoms^2)) or
             "triton" (the linear form of a multiplicative position on a GPU).
         feature_map: feature map phi of kernelized attention, "positive" by default.
         num_features: number of features m per head, 64 by default.
@@ -66,17 +66,17 @@ class EnergyRegressor(nn.Module):
             features; for feature maps that estimate exp(q.k).
         neighbor_cutoff: neighborhood radius of embedding, readout and position head, 5 Å by
             default.
-        radial_basis: size of the embedding's radial summary; 0 leaves it out.
+        radial_basis: size of the embedding's radial summary; 0 omits it.
         messages: number of layers of PaiNN's equivariant messages between neighbors before
             attention, which add angles to tokens; see `molflt.graph.messages.EquivariantMessages`.
-            0 leaves them out.
+            0 omits them.
         message_pairs: neighbors that exchange messages: "all" (default), or "adsorbate" for pairs
             that include an adsorbate atom. Messages among slab atoms identify metals by their
             lattice constants, which is misleading for unseen metals.
         descriptors: also describe elements by period, group, radius, electronegativity and valence
             electrons, which generalizes to unseen elements; see `ElementEmbedding`.
-        subsurface: False leaves out the atoms with tag 0, which are half of a slab. Predictions
-            then do not depend on these atoms (as in PhAST, arXiv:2211.12020).
+        subsurface: False omits the atoms with tag 0, which are half of a slab. Predictions then do
+            not depend on these atoms (as in PhAST, arXiv:2211.12020).
         position_head: predict displacements to the relaxed positions as an auxiliary task.
         move_atoms: after each pass except the last, move each free atom by less than 1 Å, as
             predicted by the position head, and recompute the mask.
@@ -97,9 +97,10 @@ class EnergyRegressor(nn.Module):
         added_later: names of buffers missing from weights of earlier versions, where they are set
             to defaults.
         of_data: names of buffers that each run computes from its data, even if it starts from the
-            weights of another run.
+            weights of a different run.
         seen_by: for each buffer that records the training data of a weight, the name of that
-            weight. Another run copies either both the buffer and the weight, or neither.
+            weight. A run that starts from these weights copies either both the buffer and the
+            weight, or neither.
     """
 
     added_later: tuple[str, ...] = ("element_energies", "readout.by_contact", "adds_baseline")
@@ -153,7 +154,7 @@ class EnergyRegressor(nn.Module):
         if message_pairs == "adsorbate" and readout == "all":
             raise ValueError(
                 "message_pairs='adsorbate' is for energies of adsorbates; got readout='all', which "
-                "also takes structures without tags; leave one out"
+                "also takes structures without tags; change one of them"
             )
         kind = dict[str, Any](mixing=mixing, feature_map=feature_map, num_features=num_features)
         if not far_field:
@@ -186,7 +187,7 @@ class EnergyRegressor(nn.Module):
         passes = blocks.refinements
         if move_atoms and not (position_head and passes > 1 and self.encoding is not None):
             raise ValueError(
-                "move_atoms moves atoms between passes, for the mask; got "
+                "move_atoms moves atoms between passes to recompute the mask; got "
                 f"position_head={position_head}, refinements={passes} and position={position!r}; "
                 "use a position head, 2 passes or more and a position"
             )
@@ -221,17 +222,17 @@ class EnergyRegressor(nn.Module):
 
         Args:
             batch: PyG structure or batch with pos (atoms, 3), Å, and atomic_numbers (atoms,).
-                Optional: cell (graphs, 3, 3), or (3, 3) for one structure, Å, not for molecules;
-                pbc (graphs, 3) bool, by default all periodic if there is a cell; tags (atoms,), by
-                default unknown; with `move_atoms` also fixed (atoms,) bool, by default all False;
-                with `adds_baseline` y_baseline (graphs,), eV, required.
+                Optional: cell (graphs, 3, 3), or (3, 3) for one structure, Å, omitted for
+                molecules; pbc (graphs, 3) bool, by default all periodic if a cell is given; tags
+                (atoms,), by default unknown; with `move_atoms`, also fixed (atoms,) bool, by
+                default all False; with `adds_baseline`, y_baseline (graphs,), eV, is required.
 
         Returns:
             "energy": (graphs,) float64, eV; "embedding": (atoms, dim), the final tokens. With a
             position head, "displacement": (atoms, 3), Å, from the initial to the relaxed position.
             With `move_atoms`, "displacement_by_pass": (passes, atoms, 3), Å, the displacement after
-            each pass. Atoms that are left out do not move and have an embedding of 0. In evaluation
-            mode, unless `readout` is "all", also "adsorbate_energy": (atoms,) float64, eV, the
+            each pass. Omitted atoms do not move and have an embedding of 0. In evaluation mode,
+            unless `readout` is "all", also "adsorbate_energy": (atoms,) float64, eV, the
             contribution of each adsorbate atom and of the slab atoms in contact with it; the sum
             over an adsorbate is its energy. Models with a baseline do not return it.
         """
@@ -254,15 +255,15 @@ class EnergyRegressor(nn.Module):
         __call__ = forward
 
     def baseline(self, batch: "Data") -> Tensor | float:
-        """Returns the baseline energies to add, (graphs,), eV; 0 for a model without a baseline."""
+        """Returns the baseline energies to add: (graphs,), eV; 0 for models without a baseline."""
         if not self.adds_baseline:
             return 0.0
         found = batch.get("y_baseline")
         if found is None or not bool(found.isfinite().all()):
             raise ValueError(
                 "the model corrects a baseline energy of each structure; expected finite "
-                "y_baseline in eV; got structures without it; compute it as for the training "
-                "data, such as with molflt data baseline"
+                "y_baseline in eV; got structures without it; compute it in the same "
+                "way as for the training data, for example with molflt data baseline"
             )
         baseline: Tensor = found.double()
         return baseline
@@ -363,7 +364,7 @@ def _best_form(
         if scheme not in ("auto", "reciprocal") or not near_field:
             raise ValueError(
                 "far_field=False needs a multiplicative position with a near field and periodic="
-                f"'reciprocal'; got periodic={scheme!r} and near_field={near_field}; leave one out"
+                f"'reciprocal'; got periodic={scheme!r} and near_field={near_field}; change one"
             )
         scheme = Near()
     return {"periodic": scheme, "near_field": near_field}

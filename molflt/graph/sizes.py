@@ -10,7 +10,7 @@ from molflt.attention.encodings import Encoding
 from molflt.graph.dense import DenseAtoms, padded, places_of
 from molflt.graph.geometry import Geometry
 
-# Number of padded atoms that cost as much time as starting another class. On a CPU, 64 to 256 were
+# Number of padded atoms that cost as much time as starting one more class. On a CPU, 64 to 256 were
 # the fastest of 32 to 512; on GPUs, starting an operation takes longer relative to computing it.
 _START = {"cpu": 64}
 _START_ELSEWHERE = 8192
@@ -35,14 +35,14 @@ class SizeClass(NamedTuple):
         return cls(dense, encoding, places_of(geometry, dense.mask))
 
     def apply(self, layer: Callable[..., Tensor], x: Tensor) -> Tensor:
-        """Applies a layer as in `SizeClasses.apply`; x are the atoms of this class."""
+        """Applies a layer like `SizeClasses.apply`; x contains the atoms of this class."""
         tokens = padded(x, self.dense.mask, self.places)
         out = layer(tokens, encoding=self.encoding, **self.dense.keys)
         return out.flatten(0, 1).index_select(0, self.places)
 
 
 class SizeClasses(NamedTuple):
-    """Batch, sorted into classes of graphs of similar size."""
+    """Batch sorted into classes of graphs of similar size."""
 
     classes: list[SizeClass]
     atoms: Tensor | None = None
@@ -59,9 +59,9 @@ class SizeClasses(NamedTuple):
         """Sorts a batch into classes.
 
         `encode` builds a class from the geometry and the indices of its graphs, which are None for
-        a class with all graphs. `columns` are nodes, images or keys per atom of each graph,
-        (graphs,), if any. Graphs in the mask `apart`, (graphs,), do not share a class with other
-        graphs.
+        a class with all graphs. `columns` is the number of nodes, images or keys per atom of each
+        graph, (graphs,), if any. Graphs in the mask `apart`, (graphs,), do not share a class with
+        other graphs.
         """
         if torch.compiler.is_compiling():  # one computation graph for all sizes
             return cls([encode(geometry, None)])

@@ -15,22 +15,23 @@ _TIE = 1e-4  # Å; smaller differences in distance count as ties
 class PBCRadiusGraph(BaseTransform):
     """Adds edges between all atoms within a radius, including across periodic boundaries.
 
-    This transform is like `torch_geometric.transforms.RadiusGraph`, but periodic and without a
-    compiled extension. Each periodic image within the radius is a separate edge. This includes
-    images of the atom itself, but not the atom at distance 0. Edges point from the neighbor to the
-    atom, `edge_index[0]` to `edge_index[1]`, as in message passing, and are sorted by atom.
+    This transform is similar to `torch_geometric.transforms.RadiusGraph`, but supports periodic
+    structures and does not need a compiled extension. Each periodic image within the radius is a
+    separate edge. This includes images of the atom itself, but not the atom at distance 0. Edges
+    point from the neighbor to the atom, `edge_index[0]` to `edge_index[1]`, as in message passing,
+    and are sorted by atom.
 
     It sets `edge_index` (2, edges); `edge_weight` (edges,), the distance, Å; `edge_vec` (edges, 3),
     from atom to neighbor, Å; and `edge_shift` (edges, 3) int64, the cell n of the neighbor:
-    edge_vec = pos[edge_index[0]] + n @ cell - pos[edge_index[1]]. Distances and vectors carry
-    gradients of `pos` and `cell`. It removes the `edge_attr` of earlier edges, which `Distance` and
-    other transforms set.
+    edge_vec = pos[edge_index[0]] + n @ cell - pos[edge_index[1]]. Distances and vectors are
+    differentiable with respect to `pos` and `cell`. It removes the `edge_attr` of earlier edges,
+    which `Distance` and other transforms set.
 
     Args:
         r: radius, Å.
         max_neighbors: largest number of edges per atom; keeps the nearest neighbors and all ties
-            with the farthest of these. None keeps all. With a number, some edges may exist in one
-            direction only.
+            with the farthest of these. None keeps all. With a number, some edges may exist in only
+            one direction.
     """
 
     def __init__(self, r: float, max_neighbors: int | None = None) -> None:
@@ -45,8 +46,8 @@ class PBCRadiusGraph(BaseTransform):
 
         Args:
             data: pos (atoms, 3), Å; optional cell (graphs, 3, 3) or (3, 3), lattice vectors in
-                rows, Å; optional pbc (graphs, 3) or (3,) bool, by default all periodic if there is
-                a cell; for a batch also `batch` (atoms,), ascending.
+                rows, Å; optional pbc (graphs, 3) or (3,) bool, by default all periodic if a cell is
+                given; for a batch also `batch` (atoms,), ascending.
         """
         geometry = Geometry.of_data(data)
         lattice = geometry.cell.double(), geometry.pbc, geometry.ptr
