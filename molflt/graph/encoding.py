@@ -205,7 +205,7 @@ class GraphEncoding(nn.Module):
         return _Found(nodes, alone, NearPairs.of(geometry, neighbors, alone), large)
 
     def _columns(self, geometry: Geometry, found: _Found) -> Tensor | None:
-        """Returns the cost per atom in each graph: number of nodes, images or, for matrices, atoms."""
+        """Returns the number of nodes, images or keys per atom of each graph: (graphs,)."""
         if found.nodes is None:
             return self.periodic.images(geometry)
         atoms, nodes = geometry.ptr.diff(), found.counts()

@@ -26,8 +26,8 @@ class ImageClassifier(nn.Module):
     The model consists of a linear embedding of non-overlapping patches, an absolute encoding of
     their positions, attention blocks with one relative encoding for all layers, and a linear
     classifier of the mean of all tokens (or of a class token). It follows ViT (arXiv:2010.11929),
-    section 3.1. Masks learned through their Fourier transform are those of FLT's image experiments
-    (arXiv:2302.01925); 2-D Toeplitz kernels with the mean of all tokens are those of NPRF
+    section 3.1. Masks learned through their Fourier transform follow FLT's image experiments
+    (arXiv:2302.01925); 2-D Toeplitz kernels with the mean of all tokens follow NPRF
     (arXiv:2106.12566), appendix A.4. One layer with several `refinements` is the weight-shared
     Universal Transformer of FLT, fig. 3.
 
@@ -83,7 +83,7 @@ class ImageClassifier(nn.Module):
         at_least_one(dim=dim)
         if classes is None or channels is None or image_size is None:
             raise ValueError(
-                f"expected numbers; got {classes=}, {channels=}, {image_size=}; give them, or let "
+                f"expected numbers; got {classes=}, {channels=}, {image_size=}; pass them, or let "
                 "`molflt train` take them from the data"
             )
         at_least_one(classes=classes, channels=channels, image_size=image_size)
@@ -138,7 +138,7 @@ class ImageClassifier(nn.Module):
         self.image_std.copy_(std)
 
     def tokens(self, images: Tensor) -> Tensor:
-        """Returns embedded patches, row by row, after the class token if any: (batch, tokens, dim).
+        """Returns embedded patches row by row, after any class token: (batch, tokens, dim).
 
         Args:
             images: (batch, channels, image_size, image_size), real numbers in [0, 1] or bytes.
@@ -167,9 +167,9 @@ class ImageClassifier(nn.Module):
 
     @property
     def places(self) -> Tensor:
-        """Rows and columns of patches relative to the center, (1, tokens, 2).
+        """Rows and columns of patches relative to the center, of shape (1, tokens, 2).
 
-        With one-dimensional encodings, indices 0, 1, 2, ..., (1, tokens, 1).
+        For one-dimensional encodings, the indices 0, 1, 2, ..., of shape (1, tokens, 1).
         """
         axes = 2 if self.stack.position is None else self.stack.position.dim
         tokens, dtype = self.side**2 + (self.class_token is not None), torch.get_default_dtype()
@@ -187,7 +187,7 @@ class ImageClassifier(nn.Module):
         return (places * scale).to(at_least_float32(self.embed.weight))
 
     def forward(self, images: Tensor) -> Tensor:
-        """Returns the logits of the classes, (batch, classes); see `tokens` for the images."""
+        """Returns the class logits, of shape (batch, classes); see `tokens` for the images."""
         positions = None if self.stack.position is None else self.positions
         x = self.stack(self.tokens(images), positions)
         pooled = x.mean(dim=1) if self.pool == "mean" else x[:, 0]
@@ -213,14 +213,14 @@ def _refuse_misfits(
     one_of("absolute", absolute, ABSOLUTE)
     if absolute == "sinusoidal" and dim % 4:
         raise ValueError(
-            f"absolute='sinusoidal' needs a dim that 4 divides, sine and cosine of both axes; got "
-            f"dim={dim}; use absolute='learned' or another dim"
+            f"absolute='sinusoidal' needs a dim divisible by 4, for sine and cosine of both axes; "
+            f"got dim={dim}; use absolute='learned' or another dim"
         )
     if position is None:
         return
     name = type(position).__name__
     if position.dim == 1 and scale != 1:
-        no_effect("in one dimension, where patches are counted", position_scale=scale)
+        no_effect("in one dimension, where positions are indices", position_scale=scale)
     if position.grid and position.dim == 2 and pool == "token":
         raise ValueError(
             f"{name} is a table of the offsets between patches, and pool='token' adds a token that "
@@ -228,7 +228,7 @@ def _refuse_misfits(
         )
     if position.grid and scale != 1:
         raise ValueError(
-            f"{name} is a table of whole offsets; got position_scale={scale:g}; leave it at 1"
+            f"{name} is a table of integer offsets; got position_scale={scale:g}; leave it at 1"
         )
 
 

@@ -61,7 +61,7 @@ class CoordinateOptimizer(nn.Module):
     Before training, d and s are small random numbers, and the updates are close to Adam's.
 
     Args:
-        memory: kind of memory, "attention", "lstm" (arXiv:1606.04474) or "state_space"
+        memory: kind of memory: "attention", "lstm" (arXiv:1606.04474) or "state_space"
             (arXiv:2206.11893).
         dim: width of the memory.
         layers: number of layers of the memory.
@@ -127,7 +127,7 @@ class CoordinateOptimizer(nn.Module):
     def forward(
         self, features: Tensor, direction: Tensor, memory: MemoryState = (), start: int = 0
     ) -> Tensor:
-        """Computes the updates of all steps at once, (coordinates, steps).
+        """Computes the updates of all steps at once, of shape (coordinates, steps).
 
         Args:
             features, direction: stacked results of `observe`, (coordinates, steps, features) and
@@ -140,7 +140,7 @@ class CoordinateOptimizer(nn.Module):
     def step(
         self, gradient: Tensor, state: OptimizerState | None = None
     ) -> tuple[Tensor, OptimizerState]:
-        """Computes the update of one step, (coordinates,), and the next state.
+        """Computes the update of one step, of shape (coordinates,), and the next state.
 
         `gradient` is (coordinates,), and `state` is None at the start.
         """
@@ -150,7 +150,7 @@ class CoordinateOptimizer(nn.Module):
         return update, OptimizerState(done + 1, seen.moments, memory)
 
     def react(self, seen: Observed, memory: MemoryState, start: int) -> tuple[Tensor, MemoryState]:
-        """Computes the update for an observed gradient, and the next state of the memory."""
+        """Computes the update for an observed gradient and the next state of the memory."""
         hidden, memory = self.memory.step(self.take_in(seen.features), memory, start)
         return self._decide(hidden, seen.direction), memory
 

@@ -59,7 +59,7 @@ class LearnedOptimizer(Optimizer):
     ) -> Self:
         """Creates the optimizer from the folder of a run of the recipe `learned_optimizer`.
 
-        `checkpoint` is best, last, or a safetensors file. For the other arguments, see the class.
+        `checkpoint` is best, last, or a safetensors file. See the class for the other arguments.
         """
         from molflt.training.checkpoint import load_run
 
@@ -85,9 +85,9 @@ class LearnedOptimizer(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Updates all parameters that have a gradient, and returns the result of the closure.
+        """Updates all parameters that have a gradient and returns the result of the closure.
 
-        The closure recomputes the loss and its gradients, and returns the loss. Raises ValueError,
+        The closure recomputes the loss and its gradients and returns the loss. Raises ValueError,
         before any parameter changes, if a gradient is not finite.
         """
         with torch.enable_grad():

@@ -32,14 +32,14 @@ class Memory(nn.Module, ABC):
 
     @abstractmethod
     def forward(self, x: Tensor, state: MemoryState = (), start: int = 0) -> Tensor:
-        """Computes the hidden vectors of all steps of `x`, (coordinates, steps, dim) each.
+        """Maps `x` (coordinates, steps, dim) to one hidden vector per step, of the same shape.
 
         `state` is the state after `start` earlier steps.
         """
 
     @abstractmethod
     def step(self, x: Tensor, state: MemoryState, start: int) -> tuple[Tensor, MemoryState]:
-        """Computes the hidden vector of one step, (coordinates, dim), and the next state."""
+        """Computes the hidden vector (coordinates, dim) of one step and the next state."""
 
     def redraw_(self, generator: torch.Generator | None = None) -> None:
         """Draws new random features in place, if the memory uses them."""
@@ -121,7 +121,7 @@ class AttentionMemory(Memory):
         self.softmax = mixing == "softmax"
         if window is not None and (not self.softmax or encoding is not None):
             raise ValueError(
-                f"window={window} needs mixing='softmax' and position='none'; leave it out"
+                f"window={window} needs mixing='softmax' and position='none'; remove it"
             )
         at_least_one(window=1 if window is None else window)
         self.window = window

@@ -1,4 +1,4 @@
-"""Learned population that minimizes functions from their values alone."""
+"""Learned population that minimizes functions using only their values."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ START_SCALE = 2.5
 
 
 class Populations:
-    """Batch of independent populations, each determined by its seed and not by the batch.
+    """Batch of independent populations, each determined by its seed alone.
 
     `center`, (d,) or a number, is the mean of the initial positions, and `scale` is the standard
     deviation of their coordinates. `state` is on the device of the model. The noise is drawn on the
@@ -50,13 +50,13 @@ class Populations:
         self.state = self.model(self.state, values, Noise(pairs, vectors))
 
     def _normal(self, *shape: int) -> Tensor:
-        """Draws float64 numbers, (batch, *shape), on the CPU."""
+        """Draws float64 numbers of shape (batch, *shape) on the CPU."""
         draws = [randn64(shape, generator=each) for each in self.generators]
         return torch.stack(draws).to(self.device)
 
 
 class Best(NamedTuple):
-    """Smallest value so far, and its position."""
+    """Smallest value so far and its position."""
 
     position: Tensor
     """(d,) float64"""
@@ -121,8 +121,8 @@ class PopulationOptimizer:
     ) -> PopulationOptimizer:
         """Creates the optimizer from the folder of a run of the recipe `population_optimizer`.
 
-        By default, `dimension` and `members` are as in training. `checkpoint` is best, last, or a
-        safetensors file. For the other arguments, see the class.
+        By default, `dimension` and `members` have the values used in training. `checkpoint` is
+        best, last, or a safetensors file. See the class for the other arguments.
         """
         from molflt.training.checkpoint import load_run
 

@@ -71,13 +71,13 @@ class PopulationMask(SpectralPosition):
         return head_dim + 2 * self.num_nodes
 
     def evaluate(self, mixing: str, positions: Tensor, waves: Tensor) -> Encoding:
-        """Computes the encoding of positions, (batch, members, d)."""
+        """Computes the encoding of positions (batch, members, d)."""
         if mixing == "softmax":
             return Bias(self.bias(differences(positions, positions)))
         return Factors(*self.factors(positions, positions, self.nodes_of(waves)))
 
     def nodes_of(self, waves: Tensor) -> GraphNodes:
-        """Returns nodes (batch, r, d) and weights for normal numbers `waves`, (batch, r, d)."""
+        """Returns nodes (batch, r, d) and weights for normal numbers `waves` (batch, r, d)."""
         sigma = self.get_buffer("log_sigma").to(waves)
         each = torch.arange(len(sigma), device=waves.device)
         place = torch.arange(self.num_nodes, device=waves.device) % len(sigma)
@@ -173,7 +173,7 @@ class PopulationModel(nn.Module):
         return mask.num_nodes if isinstance(mask, PopulationMask) and not exact else 0
 
     def of_dimension(self, dimension: int) -> PopulationModel:
-        """Returns a model with the same weights for functions of another dimension."""
+        """Returns a model with the same weights for functions of a different dimension."""
         at_least_one(dimension=dimension)
         if dimension == self.dimension:
             return self
@@ -201,7 +201,7 @@ class PopulationModel(nn.Module):
     def forward(self, state: PopulationState, values: Tensor, noise: Noise) -> PopulationState:
         """Computes one generation and returns the state with the next positions to evaluate.
 
-        `values` are those of the functions at `state.position`, (batch, members) float64.
+        `values` contains the function values at `state.position`: (batch, members), float64.
         """
         state, improved = _told(state, values)
         tokens, rank = self._tokens(state, values, improved)
@@ -231,7 +231,7 @@ class PopulationModel(nn.Module):
     def _tokens(
         self, state: PopulationState, values: Tensor, improved: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Returns the features of members, (batch, members, features), and ranks of best values."""
+        """Returns the features (batch, members, features) of members and ranks of best values."""
         best, value = state.best_position.detach(), state.best_value.detach()
         spread, rank = _spread(best), _rank(value)
         first = value.argmin(dim=1)[:, None, None].expand(-1, 1, best.shape[2])
@@ -275,7 +275,7 @@ class PopulationModel(nn.Module):
 
 
 def _told(state: PopulationState, values: Tensor) -> tuple[PopulationState, Tensor]:
-    """Updates the best positions, and returns 1 for members that improved and 0 for others."""
+    """Updates the best positions and returns 1 for members that improved and 0 for others."""
     better = values < state.best_value
     best = torch.where(better[..., None], state.position, state.best_position)
     begun = (state.generation > 0)[:, None]

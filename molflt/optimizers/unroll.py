@@ -28,7 +28,7 @@ class Unrolled(NamedTuple):
 def unroll(
     model: CoordinateOptimizer, problems: Sequence[Problem], steps: int, before: int = 0
 ) -> Unrolled:
-    """Optimizes all problems in parallel, and computes a loss for the weights of the model.
+    """Optimizes all problems in parallel and computes a loss for the weights of the model.
 
     Gradients of the problems are treated as constants, as in arXiv:1606.04474, section 2.1: an
     update affects later losses, but not the gradients that are inputs of the model. The steps are
@@ -39,7 +39,8 @@ def unroll(
 
     Args:
         model: model to train.
-        problems: problems to optimize; the model sees their concatenated parameters as coordinates.
+        problems: problems to optimize; the model treats their concatenated parameters as
+            coordinates.
         steps: number of steps that enter the loss.
         before: number of earlier steps, which do not enter the loss.
     """
@@ -81,7 +82,7 @@ def unroll(
 def _slopes(
     problems: Sequence[Problem], parts: Sequence[Tensor], step: int
 ) -> tuple[Tensor, Tensor]:
-    """Returns losses (problems,), float64, and their concatenated gradients (coordinates,)."""
+    """Returns the losses (problems,) in float64 and their concatenated gradients (coordinates,)."""
     losses: list[Tensor] = []
     gradients: list[Tensor] = []
     with torch.enable_grad(), torch.autocast(parts[0].device.type, enabled=False):

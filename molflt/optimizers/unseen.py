@@ -1,4 +1,4 @@
-"""Test problems outside the training distribution: other functions and larger networks."""
+"""Test problems outside the training distribution: different functions and larger networks."""
 
 from __future__ import annotations
 
@@ -71,9 +71,9 @@ UNSEEN: dict[str, _Made] = {
 
 
 def image_problems(source: Path) -> dict[str, _Made]:
-    """Returns problems on images: a network with one hidden layer, and a convolutional network.
+    """Returns problems on images: a network with one hidden layer and a convolutional network.
 
-    At most 16,384 images are read from `source` by `molflt.data.images.files.open_images`.
+    Reads up to 16,384 images from `source` with `molflt.data.images.files.open_images`.
     """
     images = open_images(source)
     count = min(len(images), _IMAGES)

@@ -16,7 +16,7 @@ class Hypothesis(NamedTuple):
     """A complete target."""
 
     tokens: list[int]
-    """ids, without the start and the end token"""
+    """ids, without start and end tokens"""
     score: float
     """log p / length^penalty; the length includes the end token"""
 
@@ -35,7 +35,7 @@ def beam_search(
 ) -> list[Hypothesis]:
     """Finds the best complete target of each source.
 
-    The search keeps `beam` unfinished hypotheses for each source, and ends when `beam` hypotheses
+    The search keeps `beam` unfinished hypotheses for each source and ends when `beam` hypotheses
     are complete (as in fairseq and, with `early_stopping`, in `transformers`). The result has the
     largest log p / length^length_penalty (arXiv:1609.08144, section 7, without its constants). A
     beam of 1 selects the most probable token at each step. Mechanisms without a state recompute the

@@ -14,7 +14,7 @@ from molflt.sequence.places import TokenModel, expect_targets
 
 
 class Translating(NamedTuple):
-    """Decoding state: the source and the target tokens so far."""
+    """Decoding state: the source and the target tokens decoded so far."""
 
     length: int
     """number of target tokens"""
@@ -99,12 +99,12 @@ class EncoderDecoder(TokenModel):
     def forward(self, source: Tensor, target: Tensor, source_mask: Tensor | None = None) -> Tensor:
         """Returns the hidden states of the target, (batch, t, dim).
 
-        Each hidden state depends on the source and on the target tokens so far.
+        Each hidden state depends on the source and on the target tokens up to its position.
 
         Args:
             source: ids (batch, n).
             target: ids (batch, t); the first id is the start token.
-            source_mask: as for `encode`.
+            source_mask: see `encode`.
         """
         return self.decode(target, self.encode(source, source_mask), source_mask)
 
@@ -121,7 +121,7 @@ class EncoderDecoder(TokenModel):
     def advance(self, tokens: Tensor, state: Translating) -> tuple[Tensor, Translating]:
         """Computes hidden states of new tokens without recomputing earlier tokens.
 
-        Returns (batch k, new, dim), and the state after the last token.
+        Returns hidden states (batch k, new, dim) and the state after the last token.
 
         Args:
             tokens: ids (batch k, new), k rows for each source of the state.
@@ -139,10 +139,10 @@ class EncoderDecoder(TokenModel):
     def log_likelihood(
         self, hidden: Tensor, targets: Tensor, smoothing: float = 0.0
     ) -> tuple[Tensor, Tensor]:
-        """Computes log p of each target, and its mean under smoothed labels.
+        """Computes log p of each target and its mean under smoothed labels.
 
-        Returns log p and sum_k label_k log p_k, (targets,) each, in at least float32. Targets of -1
-        are left out; the other targets are in the order of rows and positions.
+        Returns log p and sum_k label_k log p_k, each of shape (targets,), in at least float32.
+        Targets of -1 are omitted; the other targets are in the order of rows and positions.
 
         Args:
             hidden: (batch, t, dim), from `forward`.

@@ -111,7 +111,7 @@ class LanguageModel(TokenModel):
     ) -> tuple[Tensor, LanguageState]:
         """Computes log-probabilities after new tokens without recomputing earlier tokens.
 
-        Returns (batch, new, vocabulary), and the state after the last token.
+        Returns log-probabilities (batch, new, vocabulary) and the state after the last token.
 
         Args:
             tokens: new ids (batch, new); a single token or a whole prompt.
@@ -124,7 +124,7 @@ class LanguageModel(TokenModel):
     def advance(
         self, tokens: Tensor, state: LanguageState | None = None
     ) -> tuple[Tensor, LanguageState]:
-        """Computes hidden states (batch, new, dim) and the next state, as `decode` without head."""
+        """Computes hidden states (batch, new, dim) and the next state; see `decode`."""
         start = 0 if state is None else state.length
         x, positions = self._embed(tokens, start)
         hidden, last = self.stack.decode(x, positions, None if state is None else state.stack)

@@ -61,7 +61,7 @@ class MaskedLanguageModel(EncoderModel):
         return self.head.log_probabilities(hidden)
 
     def log_likelihood(self, hidden: Tensor, targets: Tensor) -> Tensor:
-        """Returns log p of the masked tokens, (masked tokens,), in at least float32, row by row.
+        """Returns log p of the masked tokens, row by row, in at least float32: (masked tokens,).
 
         Logits are computed only for masked tokens.
 

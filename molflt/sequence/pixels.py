@@ -83,7 +83,7 @@ class PixelModel(LanguageModel):
     def image_log_likelihood(self, images: Tensor) -> Tensor:
         """Returns log p of each byte given the preceding bytes, in nats: (batch, `longest`).
 
-        The order is that of `bytes_of`.
+        Bytes are in the order of `bytes_of`.
 
         Args:
             images: (batch, channels, image_size, image_size), bytes.

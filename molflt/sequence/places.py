@@ -24,7 +24,7 @@ class TokenModel(nn.Module):
     """Base class of token sequence models: a stack of blocks over embeddings and positions.
 
     Relative encodings use the position index times `position_scale`. Subclasses build further
-    layers, the embeddings, and last `places` with `_set_places`.
+    layers and the embeddings and finally call `_set_places` for `places`.
 
     Args:
         vocabulary: number of token ids; `molflt train` takes it from the data.
@@ -93,7 +93,7 @@ class TokenModel(nn.Module):
         if made.position is not None and made.position.dim not in self._axes:
             raise ValueError(
                 f"position_options dim must be {' or '.join(map(str, self._axes))}; got "
-                f"{made.position.dim}; leave it out for 1, the index of the token"
+                f"{made.position.dim}; omit it for 1, the index of the token"
             )
         self.embedding_dropout = nn.Dropout(embedding_dropout)
 
@@ -127,7 +127,7 @@ class TokenModel(nn.Module):
                 part.redraw_(generator)
 
     def _ids(self, name: str, tokens: Tensor, start: int = 0) -> tuple[Tensor, Tensor]:
-        """Checks ids (batch, n), and returns them with their indices (n,) from `start` on."""
+        """Checks ids (batch, n) and returns them with their indices (n,) from `start` on."""
         tensors(**{name: tokens})
         if tokens.ndim != 2:
             raise ValueError(
@@ -137,7 +137,7 @@ class TokenModel(nn.Module):
         end, longest = start + tokens.shape[1], self.longest
         if longest is not None and end > longest:
             raise ValueError(
-                f"the model takes at most {longest} tokens; got {end}; cut the sequence, or train "
+                f"the model takes at most {longest} tokens; got {end}; shorten it, or train "
                 "with a larger max_length (or max_tokens of the position)"
             )
         return tokens.long(), torch.arange(start, end, device=tokens.device)
@@ -151,7 +151,7 @@ class TokenModel(nn.Module):
         return x
 
     def _positions(self, index: Tensor) -> Tensor | None:
-        """Returns positions (1, n, l) of token indices (n,); None if no relative encoding."""
+        """Returns positions (1, n, l) of token indices (n,); None without a relative encoding."""
         if self._relative is None:
             return None
         # float16 cannot represent odd numbers above 2048, and bfloat16 cannot above 256

@@ -47,7 +47,7 @@ def is_transformers(weights: Mapping[str, object]) -> bool:
 
 
 def renamed(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Renames tensors to the names of this package; keeps unknown names.
+    """Renames tensors to the names used in this package; keeps unknown names.
 
     The result fits `molflt.sequence.MaskedLanguageModel` and `SequenceClassifier`, built with
     `options_of`. Tensors are not copied.
@@ -68,12 +68,12 @@ def _own(name: str) -> str:
 
 
 def options_of(weights: Mapping[str, Tensor], config: Mapping[str, object]) -> dict[str, object]:
-    """Returns the options of the model that renamed weights fit.
+    """Returns the options of the model to which renamed weights belong.
 
     Args:
         weights: result of `renamed`.
         config: content of the config.json of `transformers`. Missing entries are derived from the
-            shapes, with heads of width 64, or have the values of the papers.
+            shapes, with heads of width 64, or take the values of the papers.
     """
     vocabulary, dim = weights["encoder.words.weight"].shape
     layers = sum(name.endswith(".ffn.0.weight") for name in weights)
@@ -81,14 +81,14 @@ def options_of(weights: Mapping[str, Tensor], config: Mapping[str, object]) -> d
     activation = str(config.get("hidden_act", "gelu" if attends else "gelu_new"))
     if activation not in _ACTIVATIONS:
         raise ValueError(
-            f"hidden_act={activation!r}; expected one of {', '.join(_ACTIVATIONS)}; use other "
+            f"hidden_act={activation!r}; expected one of {', '.join(_ACTIVATIONS)}; use different "
             "weights"
         )
     places = str(config.get("position_embedding_type", "absolute"))
     if places != "absolute" or config.get("is_decoder"):
         raise ValueError(
             f"position_embedding_type={places!r}, is_decoder={bool(config.get('is_decoder'))}; "
-            "expected an encoder with absolute positions; use other weights"
+            "expected an encoder with absolute positions; use different weights"
         )
     options: dict[str, object] = {
         "vocabulary": vocabulary,

@@ -66,7 +66,7 @@ REGRESSORS: list[tuple[dict[str, Any], *Words]] = [
         *("message_pairs", "energies of adsorbates", "readout='all'"),
     ),
     ({"move_atoms": True}, "move_atoms", "2 passes or more", "refinements=1"),
-    ({"far_field": False, "near_field": 0}, "far_field", "leave one out", "near_field=0"),
+    ({"far_field": False, "near_field": 0}, "far_field", "change one", "near_field=0"),
 ]
 
 # options of Potential, option, expected, got
@@ -101,7 +101,7 @@ LAYER_INPUT: list[tuple[dict[str, Any], *Words]] = [
     ({"cell": None, "pbc": None}, "cell, (graphs, 3, 3), Å", "pbc of False"),
     ({"batch": (0 * ONE).to(META)}, "batch", "on cpu", "on meta"),
     ({"batch": torch.tensor([0, 1, 0, 1, 1, 1])}, "batch", "ascending", "after a later one"),
-    ({"cell": CELL.expand(2, 3, 3)}, "without batch", "one graph", "2 by cell or pbc"),
+    ({"cell": CELL.expand(2, 3, 3)}, "without batch", "one graph", "2 in cell or pbc"),
     ({"batch": ONE, "cell": torch.zeros(6, 3)}, "cell", "store (1, 3, 3) in the", "(6, 3)"),
 ]
 
