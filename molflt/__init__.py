@@ -1,4 +1,4 @@
-"""Linear-cost Transformers (FourierLearner-Transformer) on 3-D atomic structures."""
+"""Linear-cost Transformers (FourierLearner-Transformer) for 3-D atomic structures."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING

@@ -6,7 +6,7 @@ from molflt.attention.layer import Scaling
 
 
 def convert_weights_(source: nn.Module, target: nn.Module) -> list[str]:
-    """Copies the parameters that both models have, such as softmax and kernelized models.
+    """Copies the parameters that two models share, such as a softmax and a kernelized model.
 
     Queries, keys, values and outputs have the same meaning in every mechanism, as in Performer's
     backward compatibility (FAVOR, arXiv:2006.03555, section 4.2) and NPRF's conversion

@@ -114,7 +114,7 @@ class Encoding:
 
 
 class Bias(Encoding):
-    """Bias f(r_i - r_j), (b, h, queries, keys), added to the logits of softmax (FLT, eq. 1)."""
+    """Bias f(r_i - r_j) (b, h, queries, keys), added to the logits of softmax (FLT, eq. 1)."""
 
     faces = (SOFTMAX,)
     bias: Tensor

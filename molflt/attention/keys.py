@@ -73,7 +73,7 @@ def without_masked(
     key_index: Tensor | None = None,
     context: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Returns the tokens for queries, (batch, tokens, dim), and for keys, (batch, keys, dim).
+    """Returns the tokens for queries (batch, tokens, dim) and for keys (batch, keys, dim).
 
     Masked keys are set to 0, because 0 times infinity would be NaN in sums and gradients. For
     queries, only infinite and NaN entries of masked tokens are set to 0. Takes the same arguments

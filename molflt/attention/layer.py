@@ -50,7 +50,7 @@ class Scaling(nn.Module):
         self.log_temperature = None if start is None else nn.Parameter(start)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Scales queries or keys, (batch, heads, tokens, d)."""
+        """Scales queries or keys (batch, heads, tokens, d)."""
         if not self.normalize:
             return x * self.head_dim**-0.25
         out = unit(at_least_float32(x))

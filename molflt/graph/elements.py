@@ -55,7 +55,7 @@ def _valence(number: int) -> tuple[int, int, int, int]:
 
 
 def descriptors() -> Tensor:
-    """Returns descriptors of the elements, (119, 8) float32, by atomic number.
+    """Returns descriptors of the elements by atomic number, of shape (119, 8), float32.
 
     Every column has mean 0 and standard deviation 1 over the elements with all descriptors. The
     rows of number 0 and of elements without known bonds (helium, neon, argon, and elements from 104

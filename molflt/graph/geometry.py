@@ -84,7 +84,7 @@ class Geometry(NamedTuple):
 
     @classmethod
     def of_data(cls, data: "Data") -> "Geometry":
-        """Builds the geometry of a PyG structure or batch, with tags if they exist."""
+        """Builds the geometry of a PyG structure or batch, with tags if present."""
         if not hasattr(data, "stores"):  # all PyG data have `stores`; avoids loading PyG
             raise TypeError(
                 f"expected PyG Data or Batch; got {type(data).__name__}; use Data(**mapping), "
@@ -164,7 +164,7 @@ def _points(pos: Tensor | None, atoms: int | None) -> Tensor:
 
 
 def _in_order(batch: Tensor, atoms: Tensor, graphs: int | None) -> Tensor:
-    """Checks `batch`, (atoms,); `atoms` has one row per atom."""
+    """Checks `batch` of shape (atoms,); `atoms` has one row per atom."""
     if batch.device != atoms.device or batch.shape != atoms.shape[:1]:
         raise ValueError(
             f"batch must have shape ({len(atoms)},), the graph of each atom, on {atoms.device}; "

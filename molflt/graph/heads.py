@@ -160,7 +160,7 @@ class EnergyReadout(nn.Module):
     """Computes the energy as a sum over atoms of MLP(h) times a learned factor per tag.
 
     An atom counts either fully or by its contact with atoms on the other side of the interface
-    between adsorbate and slab,
+    between adsorbate and slab, with weight
 
         c_i = 1 - prod_j (1 - s(d_ij)),
 

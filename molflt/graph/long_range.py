@@ -46,7 +46,7 @@ _LEAST = 1e-12  # added to each weight of the total charge; shares are equal if 
 
 
 class LongRangeEnergy(NamedTuple):
-    """Sharp and smooth parts of the energies, (graphs,) float64, eV, and the latent charges."""
+    """Sharp and smooth parts of the energies (graphs,), float64, eV, and the latent charges."""
 
     near: Tensor
     far: Tensor

@@ -164,7 +164,7 @@ def _closed(
 def _check_shapes(
     closed: _Array, boxes: _Array, periodic: NDArray[np.bool_], cutoff: float
 ) -> None:
-    """Raises ValueError for boxes, (graphs, 3, 3), that would exhaust memory or crash vesin."""
+    """Raises ValueError for boxes (graphs, 3, 3) that would exhaust memory or crash vesin."""
     heights = lattice_heights(closed, np.ones_like(periodic))
     _check_heights(heights, boxes, periodic)
     cells = np.maximum(heights // cutoff, 1)

@@ -67,7 +67,7 @@ class Open:
         return None
 
     def images(self, geometry: Geometry) -> Tensor | None:
-        """Estimates the number of images per atom in each graph, (graphs,), or returns None."""
+        """Estimates the number of images per atom of each graph, (graphs,), or returns None."""
         return None
 
     def neighborhood(self, geometry: Geometry) -> Geometry:

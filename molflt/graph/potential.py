@@ -34,8 +34,8 @@ class Potential(EnergyRegressor):
 
     The energy is a sum over all atoms, regardless of their tags. It has two continuous derivatives,
     because pairs, images and nodes only appear or disappear with weight 0. Forces -dE/dr and the
-    stress dE/d(strain) / volume are computed by automatic differentiation. Options whose energy is
-    not smooth or not extensive raise ValueError.
+    stress dE/d(strain) / volume are computed by automatic differentiation. Options that make the
+    energy not smooth or not extensive raise ValueError.
 
     Two layers of `messages` in place of the radial summary are recommended
     (configs/potential.yaml). Without messages, as in earlier versions, angles enter only through

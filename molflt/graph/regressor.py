@@ -34,8 +34,8 @@ class EnergyRegressor(nn.Module):
     The model has element and tag embeddings, attention blocks with a relative encoding that is
     learned per head and shared by all layers, several passes with shared weights, and a
     tag-weighted sum over atoms. This is FLT's OC20 model (arXiv:2302.01925) with 3D-Graphormer's
-    recipe (arXiv:2203.04810). The default is the best form in docs/results. Unlike FLT's model, it
-    has a multiplicative kernel that is exactly periodic and exact for near pairs.
+    recipe (arXiv:2203.04810). The defaults are the best variant in docs/results. Unlike FLT's
+    model, it has a multiplicative kernel that is exactly periodic and exact for near pairs.
 
     Args:
         dim: width of tokens.
@@ -355,7 +355,7 @@ def _bounded(step: Tensor) -> Tensor:
 def _best_form(
     position: str, periodic: str | Open | None, near_field: float | None, far_field: bool
 ) -> dict[str, Any]:
-    """Fills in missing options of the encoding with the best form of docs/results."""
+    """Fills in missing options of the encoding with the best values in docs/results."""
     multiplies = position == "multiplicative"
     scheme = periodic or ("auto" if multiplies else "none")
     if near_field is None and multiplies and scheme != "images":

@@ -36,9 +36,9 @@ class ImageClassifier(nn.Module):
     cosFormer's, use the index in the sequence of patches, row by row, from 0.
 
     Args:
-        classes: number of classes; null takes it from the data.
-        channels: number of color channels; null takes it from the data.
-        image_size: side length of the square images, in pixels; null takes it from the data.
+        classes: number of classes; inferred from the data if null.
+        channels: number of color channels; inferred from the data if null.
+        image_size: side length of the square images, in pixels; inferred from the data if null.
         patch_size: side length of a patch, in pixels; a divisor of `image_size`.
         dim: width of tokens.
         dropout: dropout of embedded patches and of blocks.
@@ -126,7 +126,7 @@ class ImageClassifier(nn.Module):
         self.register_buffer("image_std", torch.ones(channels))
 
     def set_normalizer(self, mean: Sequence[float] | Tensor, std: Sequence[float] | Tensor) -> None:
-        """Sets the mean and standard deviation, (channels,) each, that normalize images."""
+        """Sets the mean and standard deviation that normalize images, each of shape (channels,)."""
         mean, std = torch.as_tensor(mean), torch.as_tensor(std)
         if {mean.shape, std.shape} != {self.image_mean.shape} or not bool((std > 0).all()):
             raise ValueError(

@@ -154,7 +154,7 @@ class AttentionMemory(Memory):
         return hidden[:, 0], tuple(tensor for states in parts for one in states for tensor in one)
 
     def _positions(self, start: int, steps: int, x: Tensor) -> Tensor | None:
-        """Returns the positions of new steps, (1, steps, 1), relative to the first step."""
+        """Returns the positions of new steps relative to the first step, of shape (1, steps, 1)."""
         if self.stack.position is None:
             return None
         index = torch.arange(start, start + steps, device=x.device)

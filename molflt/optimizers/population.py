@@ -44,7 +44,7 @@ class Populations:
         self.state = model.start(position, self._normal(model.waves, model.dimension))
 
     def tell(self, values: Tensor) -> None:
-        """Moves the members, using the values at `state.position`, (batch, members)."""
+        """Moves the members, using the values (batch, members) at `state.position`."""
         pairs = self._normal(self.members, self.members)
         vectors = self._normal(self.members, self.model.dimension)
         self.state = self.model(self.state, values, Noise(pairs, vectors))
@@ -133,7 +133,7 @@ class PopulationOptimizer:
         return cls(model, trained if members is None else members, seed, start, scale)
 
     def ask(self) -> Tensor:
-        """Returns the points to evaluate, (members, d) float64; they change only in `tell`."""
+        """Returns the points to evaluate, (members, d), float64; they change only in `tell`."""
         self._asked = True
         return self._populations.state.position[0].cpu().clone()
 

@@ -16,7 +16,7 @@ class SequenceClassifier(EncoderModel):
 
     Args:
         vocabulary: number of token ids; `molflt train` sets it from the data.
-        classes: number of classes; 1 for a real-valued score; null takes it from the data.
+        classes: number of classes; 1 for a real-valued score; inferred from the data if null.
         pool: input of the classifier: the first "token", as in BERT, or the "mean" of all tokens.
         head_dropout: dropout before the classifier.
         encoder: further arguments of `molflt.sequence.TokenEncoder`.

@@ -82,7 +82,7 @@ class TokenEncoder(TokenModel):
     def forward(
         self, tokens: Tensor, types: Tensor | None = None, key_mask: Tensor | None = None
     ) -> Tensor:
-        """Returns the hidden states of all tokens, (batch, length, dim).
+        """Returns the hidden states of all tokens, of shape (batch, length, dim).
 
         Args:
             tokens: ids (batch, length).

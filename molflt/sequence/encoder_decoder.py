@@ -83,7 +83,7 @@ class EncoderDecoder(TokenModel):
         return self.decoder.decodes
 
     def encode(self, source: Tensor, source_mask: Tensor | None = None) -> Tensor:
-        """Returns the hidden states of the source, (batch, n, dim).
+        """Returns the hidden states of the source, of shape (batch, n, dim).
 
         Args:
             source: ids (batch, n).
@@ -97,7 +97,7 @@ class EncoderDecoder(TokenModel):
         return hidden
 
     def forward(self, source: Tensor, target: Tensor, source_mask: Tensor | None = None) -> Tensor:
-        """Returns the hidden states of the target, (batch, t, dim).
+        """Returns the hidden states of the target, of shape (batch, t, dim).
 
         Each hidden state depends on the source and on the target tokens up to its position.
 
@@ -109,7 +109,7 @@ class EncoderDecoder(TokenModel):
         return self.decode(target, self.encode(source, source_mask), source_mask)
 
     def decode(self, target: Tensor, encoded: Tensor, source_mask: Tensor | None = None) -> Tensor:
-        """Computes `forward` for an encoded source, (batch, n, dim)."""
+        """Computes `forward` for an encoded source (batch, n, dim)."""
         x, positions = self._embed("target", target, 0)
         hidden: Tensor = self.decoder(x, encoded, positions, source_mask)
         return hidden

@@ -87,5 +87,6 @@ def expect_finite(log_p: Tensor) -> None:
     """Raises ValueError if a log-probability is not finite."""
     if not bool(log_p.isfinite().all()):
         raise ValueError(
-            "the probability of a token is not finite; expected a number; use a different model"
+            "the probability of a token is not finite; expected a number; use a different "
+            "checkpoint"
         )

@@ -18,7 +18,7 @@ class MaskedLanguageModel(EncoderModel):
     Args:
         vocabulary: number of token ids; `molflt train` takes it from the data.
         next_sentence: also predict from the first token whether the second part follows the first
-            (arXiv:1810.04805, "next sentence prediction"); null takes it from the data.
+            (arXiv:1810.04805, "next sentence prediction"); inferred from the data if null.
         encoder: further arguments of `molflt.sequence.TokenEncoder`.
 
     Attributes:

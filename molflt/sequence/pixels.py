@@ -26,8 +26,8 @@ class PixelModel(LanguageModel):
     byte, times `position_scale`.
 
     Args:
-        channels: channels of an image, 1 or 3; null takes them from the data.
-        image_size: side length of the square images, in pixels; null takes it from the data.
+        channels: channels of an image, 1 or 3; inferred from the data if null.
+        image_size: side length of the square images, in pixels; inferred from the data if null.
         absolute: encoding of the positions of bytes: "learned", "sinusoidal" or "none"; see
             `molflt.sequence.LanguageModel`.
         language: further arguments of `molflt.sequence.LanguageModel`.

@@ -137,7 +137,7 @@ class TokenModel(nn.Module):
         end, longest = start + tokens.shape[1], self.longest
         if longest is not None and end > longest:
             raise ValueError(
-                f"the model takes at most {longest} tokens; got {end}; shorten it, or train "
+                f"expected at most {longest} tokens; got {end}; shorten the sequence, or train "
                 "with a larger max_length (or max_tokens of the position)"
             )
         return tokens.long(), torch.arange(start, end, device=tokens.device)
@@ -170,7 +170,7 @@ def embedding(count: int, dim: int, std: float) -> nn.Embedding:
 
 
 def expect_targets(hidden: Tensor, targets: Tensor, vocabulary: int) -> Tensor:
-    """Returns a mask, (batch, length), that is False where the target is -1.
+    """Returns a mask (batch, length) that is False where the target is -1.
 
     The shape of `hidden` is (batch, length, ...).
     """

@@ -67,7 +67,7 @@ class Features(NamedTuple):
         return Features(self.values, factor if self.log_scale is None else self.log_scale + factor)
 
     def kronecker(self, factors: Tensor) -> "Features":
-        """Multiplies phi_i . phi_j by factors_i . factors_j, (batch, heads, tokens, p)."""
+        """Multiplies phi_i . phi_j by the products of factors (batch, heads, tokens, p)."""
         p = factors.shape[-1]
         values, log_scale = self
         ones = factors.new_ones(()).expand(*factors.shape[:-1], self.width)
@@ -134,7 +134,7 @@ class FeatureMap(nn.Module):
 
     paper = ""  #: source of the map: arXiv number and location
     cost = "N m d"  #: for N tokens, m features and head width d
-    random = False  #: True if the map owns a random projection that `redraw_` renews
+    random = False  #: True if the map owns a random projection that `redraw_` replaces
     learned = False  #: True if the map learns a projection that is drawn at random initially
     signed = False  #: True if features can be negative
     positive_kernel = True  #: True if all phi(q) . phi(k), and thus all normalizers, are positive

@@ -23,7 +23,7 @@ from molflt.attention.features.projections import PROJECTIONS, Projection
 
 _WIDEST = 2**14  # largest number of features per head; softmax is faster for fewer tokens than that
 _TERMS = 6  # levels of the continued fraction
-_LEAST = 0.04  # relative margin of the conditions on the weights, see `harmonics`
+_LEAST = 0.04  # relative margin of the conditions on the weights; see `harmonics`
 
 
 class _PolynomialFeatures(FeatureMap):

@@ -35,7 +35,7 @@ def softmax(
         key_mask: broadcastable to (batch, heads, keys), True where a key exists. Rows without any
             key are 0.
         dropout: probability of dropping an attention weight.
-        causal: each query sees the keys up to its position; the last query sees all keys.
+        causal: each query attends to keys up to its position, and the last query to all keys.
     """
     queries, keys = query.shape[-2], key.shape[-2]
     if keys == 0:
@@ -91,7 +91,7 @@ def quadratic(
         query: (batch, heads, queries, m).
         key: (batch, heads, keys, m), zero for excluded keys.
         value: (batch, heads, keys, dv).
-        causal: each query sees the keys up to its position; the last query sees all keys.
+        causal: each query attends to keys up to its position, and the last query to all keys.
         kernel: positional kernel, broadcastable to (batch, heads, queries, keys).
         log_kernel: logarithm of a positive kernel, with the same shape.
         log_decay: (batch, heads, keys), at most 0; requires `causal` and as many queries as keys.

@@ -24,7 +24,7 @@ class Pattern(NamedTuple):
 
     @classmethod
     def of(cls, row: Tensor, column: Tensor, rows: int, columns: int) -> "Pattern":
-        """Builds the pattern from the rows and columns, (n,) int64, of entries sorted by row."""
+        """Builds the pattern from the rows and columns (n,) of entries sorted by row, int64."""
         order = column.argsort(stable=True)
         starts = _begin(row, rows), _begin(column, columns)
         return cls(starts[0], column.int(), order.int(), starts[1], row[order].int())

@@ -89,7 +89,7 @@ def _per_token(features: Features) -> tuple[Tensor, Tensor | None]:
 
 
 def _causal_mask(queries: int, keys: int, device: torch.device | None = None) -> Tensor:
-    """Returns a causal mask (queries, keys) in which the last query sees all keys."""
+    """Returns a causal mask (queries, keys) in which the last query attends to all keys."""
     return torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
 
 

@@ -144,7 +144,7 @@ def token_kernel(
 
 @triton.jit
 def sum_kernel(x, ends, out, size, BLOCK: tl.constexpr):
-    """Sums consecutive pieces of each graph, (pieces, size) -> (graphs, size), in order."""
+    """Sums consecutive pieces of each graph in order: (pieces, size) -> (graphs, size)."""
     graph = tl.program_id(0).to(tl.int64)
     place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = place < size

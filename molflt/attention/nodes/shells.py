@@ -29,7 +29,7 @@ class _Directions(NamedTuple):
 
 @functools.lru_cache(maxsize=64)
 def _directions(dim: int, degree: int) -> _Directions:
-    """Returns half of an antipodal sphere quadrature, exact for even polynomials up to a degree."""
+    """Returns half of an antipodal sphere quadrature, exact for even polynomials up to `degree`."""
     if dim == 1 or degree <= 1:
         return _Directions(torch.eye(dim, **_DOUBLE)[-1:], torch.ones(1, **_DOUBLE))
     if dim == 2:
@@ -56,9 +56,9 @@ class ShellNodes(Nodes):
 
     S_l is the surface area of the unit sphere. The mask is rotationally invariant up to the
     accuracy of the directions. A wave of frequency k over the distance |z| <= diameter needs the
-    degree x = 2 pi k diameter. Outer shells matter less, and 0.8 x + 3 is enough. `suggest_nodes`
-    chooses all sizes for a given mask and error. Only one point of each antipodal pair is kept,
-    with twice the weight; see `hermitian`.
+    degree x = 2 pi k diameter. Outer shells contribute less, and a degree of 0.8 x + 3 is
+    sufficient. `suggest_nodes` chooses all sizes for a given mask and error. Only one point of each
+    antipodal pair is kept, with twice the weight; see `hermitian`.
 
     Args:
         diameter: largest distance |z| at which the mask must be accurate, in units of length.

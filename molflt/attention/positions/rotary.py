@@ -15,10 +15,10 @@ from molflt.attention.positions.base import Position, _real, check_tokens
 class RotaryPosition(Position):
     """Rotary encoding: rotates pairs of coordinates by angles proportional to the position.
 
-    Pair p of axis a turns by theta_p r_a, where theta_p = base^(-p / P) for P pairs per axis. This
-    is RoFormer (arXiv:2104.09864), section 3.2.2, with adjacent pairs as in its eq. 34. In several
-    dimensions, the pairs are divided evenly among the axes; the remaining coordinates do not
-    rotate.
+    Pair p of axis a is rotated by theta_p r_a, where theta_p = base^(-p / P) for P pairs per axis.
+    This is RoFormer (arXiv:2104.09864), section 3.2.2, with adjacent pairs as in its eq. 34. In
+    several dimensions, the pairs are divided evenly among the axes; the remaining coordinates do
+    not rotate.
 
     The product of a rotated query and key depends only on r_i - r_j, and so does softmax attention.
     Feature maps receive queries and keys separately. Maps that estimate exp(q . k) without bias

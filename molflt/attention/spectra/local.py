@@ -131,7 +131,7 @@ class Local(SmoothLocal):
 
 
 def _product(factors: Tensor) -> Tensor:
-    """Computes products over the last axis, with finite gradients at 0, without reading values."""
+    """Multiplies over the last axis with finite gradients at 0 and without reading values."""
     return functools.reduce(torch.mul, factors.unbind(dim=-1))
 
 
