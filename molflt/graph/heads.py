@@ -38,9 +38,9 @@ class ElementEmbedding(nn.Embedding):
 
     With `descriptors`, vectors start at 0, and a smooth function of
     `molflt.graph.elements.descriptors`, W sin(K x + b), is added. This function describes elements
-    not seen in training by their place in the periodic table; without it, vectors of such elements
-    keep random initial values. Each training step drops the vectors of a random half of the
-    elements, and the function learns to describe elements without vectors.
+    not seen in training by their position in the periodic table; without it, vectors of such
+    elements keep random initial values. Each training step drops the vectors of a random half of
+    the elements, and the function learns to describe elements without vectors.
     """
 
     def __init__(self, dim: int, descriptors: bool = False) -> None:

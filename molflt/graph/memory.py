@@ -27,7 +27,7 @@ def _expect_memory(weights: Tensor, geometry: Geometry, heads: int) -> None:
 
 
 def expect_memory(size: float, what: str, advice: str) -> None:
-    """Raises MemoryError for a size in bytes beyond free memory; `what` is a plural noun."""
+    """Raises MemoryError if a size in bytes exceeds free memory; `what` is a plural noun."""
     free = available_memory() if size > _SMALL else None
     if free is not None and size > free:
         need, left = size / 1e9, free / 1e9

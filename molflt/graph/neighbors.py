@@ -174,7 +174,7 @@ def _check_shapes(
     if thin.any():
         graph = int(thin.argmax())
         raise ValueError(
-            f"graph {graph}: it spans {heights[graph].max():.3g} Å along one direction, too many "
+            f"graph {graph} spans {heights[graph].max():.3g} Å along one direction, too many "
             f"cutoffs of {cutoff:g} Å; check units (Å)"
         )
 

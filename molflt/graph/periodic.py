@@ -39,7 +39,8 @@ class Open:
     its constructor are its options.
 
     Attributes:
-        needs_cell: True if the scheme reads the cell, which periodic structures must then have.
+        needs_cell: True if the scheme reads the cell, which is then required for periodic
+            structures.
         lattice: True if the scheme computes nodes for each batch and the position has no nodes.
     """
 
@@ -62,7 +63,7 @@ class Open:
     ) -> GraphNodes | None:
         """Returns the nodes of each graph in float64, or None if the scheme has no `lattice`.
 
-        Weights are 0 in the graphs of the mask `left_out`, (graphs,).
+        Weights are 0 for the graphs in the mask `left_out`, (graphs,).
         """
         return None
 

@@ -33,7 +33,7 @@ class Potential(EnergyRegressor):
     """`EnergyRegressor` with a smooth, extensive and exactly periodic energy.
 
     The energy is a sum over all atoms, regardless of their tags. It has two continuous derivatives,
-    because pairs, images and nodes only appear or disappear with weight 0. Forces -dE/dr and the
+    because pairs, images and nodes appear or disappear only with weight 0. Forces -dE/dr and the
     stress dE/d(strain) / volume are computed by automatic differentiation. Options that make the
     energy not smooth or not extensive raise ValueError.
 

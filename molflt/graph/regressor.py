@@ -58,9 +58,9 @@ class EnergyRegressor(nn.Module):
         max_frequency: largest frequency of the reciprocal nodes, 0.25 cycles/Å by default; the
             number of nodes grows as its cube.
         mesh_order: order of the mesh splines: 4, 5 (default), 6 or 8; higher orders are more
-            accurate and slower.
+            accurate but slower.
         near_field: distance, Å, within which a multiplicative kernel is exact, computed with a
-            neighbor list; by default 5, or 0 with images. With 0, the kernel only uses Fourier
+            neighbor list; by default 5, or 0 with images. With 0, the kernel uses only Fourier
             nodes.
         near_exact: make exp(q.k) exact within the near field, as in softmax, without random
             features; for feature maps that estimate exp(q.k).

@@ -81,7 +81,7 @@ class KeySums(NamedTuple):
 
 
 def absorb(key: Operand, value: Tensor, right: Tensor | None = None) -> KeySums:
-    """Sums over keys, with `value` (batch, heads, keys, dv) and the kernel factor V, `right`."""
+    """Sums over keys with `value` (batch, heads, keys, dv); `right` is the kernel factor V."""
     phi = key.features().at_least_float32()
     with torch.autocast(value.device.type, enabled=False):
         value = F.pad(at_least_float32(value), (0, 1), value=1.0)

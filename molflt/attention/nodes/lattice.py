@@ -83,7 +83,7 @@ def _largest(x: Tensor, graph: Tensor, graphs: int) -> Tensor:
 
 
 def _sorted_rows(cell: Tensor, pbc: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns lattice vectors, then unit normals, in rows (b, 3, 3); mask (b, 3) of the vectors."""
+    """Returns lattice vectors, then unit normals, (b, 3, 3), and a mask (b, 3) of the vectors."""
     cell = _reduced(at_least_float32(cell), pbc)  # skewed cells lose digits in cross products
     order = (~pbc).to(torch.uint8).argsort(dim=1, stable=True)
     given = cell.gather(1, order[..., None].expand(-1, -1, 3))

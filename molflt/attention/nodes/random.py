@@ -24,7 +24,7 @@ class GaussianNodes(Nodes):
     unbiased for every sigma for which its expectation exists. Source: FLT (arXiv:2302.01925), eq. 5
     and OC20 experiment. The paper's language models use `sigma=1.0, learn_sigma=False`.
 
-    The variance is finite only if g falls faster than sqrt(p). For a Gaussian mask of width w this
+    The variance is finite only if g falls faster than sqrt(p). For a Gaussian mask of width w, this
     requires sigma > 1 / (2 sqrt(2) pi w). For spectra with power-law tails it is never finite.
 
     Args:

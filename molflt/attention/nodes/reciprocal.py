@@ -97,7 +97,7 @@ def tapered_mask(
 
 
 def _half_space_indices(bounds: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns graphs (t,), triples (t, 3) with |n_i| <= bound_i: (0, 0, 0) and one of n and -n."""
+    """Returns graphs (t,) and n (t, 3) with |n_i| <= bound_i: (0, 0, 0) and one of n and -n."""
     sides = 2 * bounds + 1
     # In this order, n and -n are equally far from 0, which is in the middle; take the second half.
     half = sides.prod(dim=1) // 2
@@ -120,7 +120,7 @@ def _unknown_indices(lattice: Tensor, dual: Tensor, max_frequency: float) -> tup
 @searched(_unknown_indices)
 @torch.no_grad()
 def _indices(lattice: Tensor, dual: Tensor, max_frequency: float) -> tuple[Tensor, Tensor]:
-    """Returns triples n (b, r, 3), padded with 0, of |n . dual| < max_frequency; mask (b, r)."""
+    """Returns zero-padded n (b, r, 3) with |n . dual| < max_frequency, and a mask (b, r)."""
     lattice, dual = lattice.double(), dual.double()
     bounds = (max_frequency * lattice.norm(dim=-1)).floor()  # n_i = G . a_i
     candidates = (2 * bounds + 1).prod(dim=1) / 2

@@ -108,7 +108,7 @@ class MultiplicativePosition(SpectralPosition):
     def on_mesh(
         self, positions: Tensor, mask: Tensor, lattice: Lattice, max_frequency: float, order: int
     ) -> MeshKernel:
-        """Computes h on meshes, equal to h of `reciprocal_nodes` up to the interpolation error.
+        """Computes h on meshes, equal to h with `reciprocal_nodes` up to the interpolation error.
 
         Positions (batch, tokens, 3) are in Å, the end of the spectrum is in cycles/Å, and the mask
         is True where a token exists. See `OVERSAMPLING` for the order of the splines.

@@ -35,8 +35,8 @@ _Code = Callable[[Tensor], Tensor]
 class _StochasticPosition(Position):
     """Base class with the noise, the gate, and their products with queries and keys.
 
-    A subclass overrides `_code` and `_position_kernel`, and chooses the shape of the standard
-    normal noise. The noise of the gate is shared by all positions, queries and keys.
+    A subclass overrides `_code` and `_position_kernel` and chooses the shape of the standard normal
+    noise. The noise of the gate is shared by all positions, queries and keys.
     """
 
     weighs = False
