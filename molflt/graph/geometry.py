@@ -274,8 +274,8 @@ def _charges(data: "Data", geometry: Geometry, charged: bool) -> Tensor | None:
     """Returns total charges (graphs,), e, or None if not `charged` or missing; NaN counts as 0."""
     found = None
     for name, usual, hint in (
-        ("multiplicity", 1.0, "no model reads it"),
-        ("charge", 0.0, "train a potential with long_range=[1] and total_charge=True"),
+        ("multiplicity", 1.0, "because no model reads it"),
+        ("charge", 0.0, "or train a potential with long_range=[1] and total_charge=True"),
     ):
         values = data.get(name)
         if values is None:
@@ -293,6 +293,6 @@ def _charges(data: "Data", geometry: Geometry, charged: bool) -> Tensor | None:
             graph = int((values != usual).nonzero()[0])
             raise ValueError(
                 f"{name} of this model must be {usual:g}; got {float(values[graph]):g} of graph "
-                f"{graph}; remove it, or {hint}"
+                f"{graph}; remove it, {hint}"
             )
     return found
