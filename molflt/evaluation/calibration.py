@@ -1,10 +1,10 @@
 """Calibrated uncertainty of ensembles: intervals that cover 68 % of new errors.
 
 The method is split conformal prediction (Papadopoulos et al. 2002; Lei et al., arXiv:1604.04173)
-with the score |error| / sqrt(spread² + floor²). It is calibrated on half of a split and evaluated
-on all other systems, and does not assume a distribution of the errors. Structures with elements
-that the training data lack are calibrated separately, because members agree on wrong energies of
-such structures.
+with the score |error| / sqrt(spread² + floor²). It makes no assumption about the distribution of
+the errors. It is calibrated on half of a split and evaluated on all other systems. Structures with
+elements that do not occur in the training data are calibrated separately, because the members agree
+on wrong energies for such structures.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ LEVEL = 0.68
 CALIBRATION = "uncertainty.json"
 """Name of the calibration file in the folder of an evaluation."""
 
-_LEAST = 20  # systems for a calibration; with fewer, the coverage is uncertain by more than 10 %
+_LEAST = 20  # minimum number of systems; with fewer, the coverage is uncertain by more than 10 %
 EVALUATE = (  # advice in messages
     "evaluate these runs with molflt evaluate RUN --also RUN2 ... and at least "
     f"{2 * _LEAST} held-out systems with labels"
 )
-ONE_RUN = "a single run has no spread; name other runs with --also"
+ONE_RUN = "a single run has no spread; add other runs with --also"
 _SEED = 0  # part of the hash that selects the half for the calibration
 _FLOORS = np.logspace(-2, 2, 33)  # floors to try, in units of the root mean square spread
 _LEVELS = np.arange(5, 100, 5) / 100  # levels in the figure
@@ -67,11 +67,11 @@ class Calibration:
     Attributes:
         factor: dimensionless factor.
         floor: spread that is added in quadrature, eV, because members may agree by chance.
-        split: name of the split with the systems of the calibration.
-        systems: number of systems of the calibration.
+        split: name of the split that was used for the calibration.
+        systems: number of systems that were used for the calibration.
         members: sha256 of the weights of each member, sorted.
-        new: calibration for structures with elements that the training data lack; None if too few
-            such systems with labels were evaluated.
+        new: calibration for structures with elements that do not occur in the training data; None
+            if too few such systems with labels were evaluated.
     """
 
     factor: float
@@ -83,11 +83,11 @@ class Calibration:
 
     @staticmethod
     def fit(error: _Array, spread: _Array, split: str, members: Sequence[str]) -> Calibration:
-        """Fits a calibration to systems that are set aside.
+        """Fits a calibration to held-out systems.
 
-        `conformal_factor` gives the factor. The floor minimizes the interval score, a proper
-        scoring rule for central intervals (Gneiting and Raftery 2007, eq. 43). If the spread does
-        not predict the error, the floor is large and all intervals are nearly equal.
+        The factor is computed by `conformal_factor`. The floor minimizes the interval score, a
+        proper scoring rule for central intervals (Gneiting and Raftery 2007, eq. 43). If the spread
+        does not predict the error, the floor is large and all intervals are nearly equal.
 
         Args:
             error: signed errors of the ensemble's energies, (systems,), eV.
@@ -98,14 +98,14 @@ class Calibration:
         if len(error) < _LEAST:
             raise ValueError(
                 f"{split}: expected at least {_LEAST} systems with labels in the half that "
-                f"calibrates the uncertainty; got {len(error)}; name a larger split with "
+                f"calibrates the uncertainty; got {len(error)}; select a larger split with "
                 "--calibration_split"
             )
         scale = float(np.sqrt(np.mean(np.square(spread))))
         if scale == 0:
             raise ValueError(
                 f"{split}: all members predict the same energies; expected a spread above 0; got "
-                "0 eV; name different training runs"
+                "0 eV; use different training runs"
             )
         error = np.abs(error)
         floor = min(scale * _FLOORS, key=lambda one: _interval_score(error, np.hypot(spread, one)))
@@ -115,15 +115,15 @@ class Calibration:
     def uncertainty(self, spread: _Array, new: NDArray[np.bool_] | bool = False) -> _Array:
         """Returns the uncertainties in eV; NaN for new elements without a calibration.
 
-        `spread` contains standard deviations over the members, (systems,), eV; `new` is True for
-        structures with elements that the training data lack.
+        `spread` contains standard deviations over the members, in eV, of shape (systems,). `new` is
+        True for structures with elements that do not occur in the training data.
         """
         own = self.factor * np.hypot(spread, self.floor)
         return np.where(new, np.nan if self.new is None else self.new.uncertainty(spread), own)
 
     @property
     def label(self) -> str:
-        """Returns the numbers of the calibration as text."""
+        """Formats the parameters of the calibration as text."""
         new = "" if self.new is None else f"/{self.new.label}"
         return f"{self.factor:.9g}/{self.floor:.9g}{new}"
 
@@ -136,7 +136,7 @@ class Calibration:
 
     @staticmethod
     def read(path: Path) -> Calibration:
-        """Reads a file that :meth:`save` wrote."""
+        """Reads a file written by :meth:`save`."""
         if not path.is_file():
             raise FileNotFoundError(f"{path}: no such calibration; {EVALUATE}")
         return Calibration.from_json(read_json(path, "a calibration in JSON", EVALUATE), str(path))
@@ -145,14 +145,14 @@ class Calibration:
         """Returns the calibration; raises ValueError if it belongs to other weights."""
         if self.members != tuple(sorted(model.weights)):
             raise ValueError(
-                f"{name}: belongs to other weights ({len(self.members)} members; expected these "
-                f"{len(model.weights)}); {EVALUATE}"
+                f"{name}: belongs to different weights ({len(self.members)} members; expected "
+                f"these {len(model.weights)}); {EVALUATE}"
             )
         return self
 
     @staticmethod
     def from_json(content: Any, name: str) -> Calibration:
-        """Returns the calibration in the content of a file; `name` is its path, for messages."""
+        """Parses the content of a calibration file; `name` is its path, for error messages."""
         try:
             factor, floor = float(content["factor"]), float(content["floor_eV"])
             split, systems = str(content["split"]), int(content["systems"])
@@ -170,13 +170,13 @@ class Calibration:
 
 
 def conformal_factor(scores: _Array, level: float = LEVEL) -> float:
-    """Returns an upper bound of the score of a new system that holds with probability >= `level`.
+    """Returns an upper bound for the score of a new system that holds with probability >= `level`.
 
     The bound is the ceil((n + 1) level)-th smallest of n scores, because every rank of the new
     score is equally likely (Lei et al., arXiv:1604.04173, section 2.2).
 
     Args:
-        scores: |error| / width of the systems that were set aside, (systems,).
+        scores: |error| / width of the held-out systems, (systems,).
         level: probability, in (0, 1) and at most n / (n + 1).
     """
     rank = math.ceil((len(scores) + 1) * level)
@@ -190,13 +190,13 @@ def _interval_score(error: _Array, width: _Array) -> float:
 
 
 def is_set_aside(sid: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """Selects half of the systems for the calibration, by a hash of each sid."""
+    """Selects half of the systems for the calibration, using a hash of each sid."""
     digests = (hashlib.blake2b(f"{_SEED}:{one}".encode(), digest_size=1) for one in sid.tolist())
     return np.array([digest.digest()[0] % 2 == 0 for digest in digests], dtype=bool)
 
 
 def check_calibration_split(model: nn.Module, split: str | None, splits: Sequence[str]) -> None:
-    """Raises ValueError for a calibration split that cannot be used."""
+    """Raises ValueError if the calibration split cannot be used."""
     if split is None:
         return
     if not isinstance(model, EnsembleRegressor):
@@ -211,22 +211,22 @@ def check_calibration_split(model: nn.Module, split: str | None, splits: Sequenc
 def assess(
     model: nn.Module, found: Mapping[str, Predictions], out: Path, split: str | None, learned: str
 ) -> tuple[Results, dict[str, dict[str, _Array]], str]:
-    """Calibrates the uncertainty of an ensemble, and writes uncertainty.json and uncertainty.png.
+    """Calibrates the uncertainty of an ensemble and writes uncertainty.json and uncertainty.png.
 
-    Without systems to calibrate on, only spreads are returned. For systems with new elements, the
-    uncertainty is calibrated on such systems if these contain at least two different new elements.
-    To compute the coverage, each of these systems is evaluated with a calibration that is fitted to
-    systems with other new elements.
+    If no systems are available for the calibration, only spreads are returned. For systems with new
+    elements, the uncertainty is calibrated on such systems if they contain at least two different
+    new elements. To compute the coverage, each of these systems is evaluated with a calibration
+    that is fitted to systems with different new elements.
 
     Args:
         model: an ensemble; other models are ignored.
         found: predictions by split.
-        out: folder to write.
+        out: folder to write to.
         split: split to calibrate on; by default the first split with labels except `learned`.
-        learned: the training split, whose errors are too small.
+        learned: name of the training split, whose errors are too small for a calibration.
 
     Returns:
-        Metrics by split, results of `uncertainty_of` by split, and a table of the metrics.
+        The metrics by split, the results of `uncertainty_of` by split, and a table of the metrics.
     """
     if not isinstance(model, EnsembleRegressor):
         return {}, {}, ""
@@ -276,14 +276,14 @@ def _calibrating(found: Mapping[str, Predictions], learned: str) -> str | None:
     if counts:
         name, count = next(iter(counts.items()))
         warn(
-            f"{name}: only {count} systems with labels and without elements that the "
-            "training data lack in the half that would calibrate "
-            f"the uncertainty; expected at least {_LEAST}; only the spread, spread_eV, is known; "
-            "hold out more systems, or name a larger split with --calibration_split"
+            f"{name}: the half that would calibrate the uncertainty contains only {count} systems "
+            "with labels and without elements that are missing from the training data; "
+            f"expected at least {_LEAST}; only the spread, spread_eV, is reported; "
+            "hold out more systems, or select a larger split with --calibration_split"
         )
     else:
         why = f" except those of {learned}, the training split" if learned in found else ""
-        warn(f"no labels to calibrate the uncertainty with{why}; only the spread is known")
+        warn(f"no labels to calibrate the uncertainty with{why}; only the spread is reported")
     return None
 
 
@@ -298,10 +298,10 @@ def _aside(part: Predictions) -> NDArray[np.bool_]:
 def _with_new(
     calibration: Calibration, found: Mapping[str, Predictions]
 ) -> tuple[Calibration, dict[str, _Array]]:
-    """Calibrates for new elements, and returns uncertainties by split, (systems,), eV.
+    """Calibrates for new elements and returns the uncertainties by split, in eV: (systems,).
 
     The uncertainty of a system with new elements is computed with a calibration that is fitted to
-    systems with other new elements.
+    systems with different new elements.
     """
     new = [(part, part.labeled & part.is_new) for part in found.values()]
     columns = ((*_errors(part, own), part.new_elements[own]) for part, own in new)
@@ -345,7 +345,7 @@ def _row(
         error, width = judged
         n = len(error)
         row["coverage_percent"] = 100 * float((error <= width).mean())
-        # The nominal level is used, because the estimate is 0 at a coverage of 0 or 100 %.
+        # The nominal level is used because the estimate would be 0 at a coverage of 0 or 100 %.
         row["coverage_se_percent"] = 100 * float(np.sqrt(LEVEL * (1 - LEVEL) / n))
         row["coverage_n"] = n
         if np.ptp(width) > 0 and np.ptp(error) > 0:
@@ -354,7 +354,7 @@ def _row(
 
 
 def _crossed(calibration: Calibration, aside: _Errors, rest: _Errors) -> float | None:
-    """Returns the coverage, %, if each half calibrates the other; None if either is too small."""
+    """Returns the coverage in % if each half calibrates the other; None if either is too small."""
     if len(rest[0]) < _LEAST:
         return None
     other = Calibration.fit(*rest, calibration.split, calibration.members)
@@ -377,9 +377,9 @@ def _draw(calibration: Calibration, aside: _Errors, judged: dict[str, _Judged], 
 def uncertainty_of(
     model: nn.Module, found: Predictions, calibration: Calibration | None
 ) -> dict[str, _Array]:
-    """Returns spread_eV and, if calibrated, uncertainty_eV of an ensemble, each (systems,), eV.
+    """Returns spread_eV and, if calibrated, uncertainty_eV of an ensemble: (systems,) each.
 
-    Uncertainties are NaN for new elements if the calibration has no factor for them.
+    Uncertainties are NaN for new elements if the calibration does not include a factor for them.
     """
     if not isinstance(model, EnsembleRegressor):
         return {}

@@ -42,26 +42,28 @@ _Sized = TypeVar("_Sized", bound=Sized)
 def chosen_splits(
     there: Collection[str], splits: Sequence[str] | None, usual: Sequence[str], other: Path | None
 ) -> list[str]:
-    """Returns the splits to evaluate, by default `usual`; `other` is the value of --data."""
+    """Returns the splits to evaluate, `usual` by default; `other` is the value of --data."""
     if splits and other is not None:
         raise ValueError("expected either --splits or --data; got both")
     wanted = list(dict.fromkeys(splits or usual))
     for name in wanted:
         if name not in there:
-            raise ValueError(f"the run has no split {name!r}; expected some of {', '.join(there)}")
+            raise ValueError(
+                f"the run has no split {name!r}; expected one or more of {', '.join(there)}"
+            )
     return wanted
 
 
 def named_sources(
     own: Mapping[str, object], splits: list[str] | None = None, data: Path | None = None
 ) -> dict[str, str]:
-    """Returns the texts to evaluate, files or hf: names, by name of the split or file.
+    """Returns the texts to evaluate, as files or hf: names, by the name of the split or file.
 
     Args:
         own: data options of the run.
-        splits: any of train, val and test; by default val, and test if the run has one.
-        data: another text to evaluate instead: a file or an hf: name; for translations, the path of
-            two files without the extensions of the languages.
+        splits: any of train, val and test; by default val, and test if the run has a test split.
+        data: a different text to evaluate: a file or an hf: name; for translations, the path of
+            the two files without the language extensions.
     """
     named = {name: str(own[name]) for name in ("train", "val", "test") if own[name]}
     usual = [name for name in named if name != "train"]
@@ -83,7 +85,7 @@ def named_images(
         kind: class of the data.
         own: data options of the run.
         splits: train, val or both; by default val.
-        data: other images to evaluate instead: a folder with a subfolder for each class, or an idx
+        data: different images to evaluate: a folder with a subfolder for each class, or an idx
             file.
     """
     wanted = chosen_splits(("train", "val"), splits, ["val"], data)
@@ -100,13 +102,13 @@ def evaluate(
 ) -> Evaluation:
     """Evaluates a run with the metrics of its task on the validation set, as in training.
 
-    This is the evaluation of recipes without a function of their own.
+    It is used for recipes without their own evaluation function.
 
     Args:
-        batch_size: items in a batch; by default as in training.
+        batch_size: number of items per batch; defaults to the value used in training.
 
     Returns:
-        For "val", the metrics of the task and n, the number of items.
+        For the split "val", the metrics of the task and n, the number of items.
     """
     recipe = Recipe.of(config)
     task: Task[Any, Any] = recipe.load("task")(model, **config["task"])
@@ -132,8 +134,8 @@ def batches(
 ) -> Iterator[Iterable[_Batch]]:
     """Yields the batches of a source for inference, on the device of a model, with a progress bar.
 
-    An out-of-memory error becomes a ValueError that mentions the size of a `batch`, such as "64
-    images".
+    An out-of-memory error becomes a ValueError that states the size of a batch, given by `batch`,
+    such as "64 images".
     """
     what, device = f"{name}: a batch of {batch}", device_of(model)
     with torch.inference_mode(), within_memory(lambda: what, "lower --batch-size"):
@@ -142,7 +144,7 @@ def batches(
 
 
 def _on(device: torch.device, batch: Any) -> Any:
-    """Returns a batch, a tensor or a list of tensors on a device."""
+    """Moves a batch, a tensor or a list of tensors to a device."""
     if isinstance(batch, tuple | list):
         return [_on(device, part) for part in batch]
     return batch.to(device) if hasattr(batch, "to") else batch
@@ -151,11 +153,11 @@ def _on(device: torch.device, batch: Any) -> Any:
 def expect_finite(name: str, values: Tensor, what: str = "the probability of a token") -> None:
     """Raises ValueError if values, such as losses or logits, are not finite."""
     if not bool(values.isfinite().all()):
-        raise ValueError(f"{name}: {what} is not finite; use another checkpoint")
+        raise ValueError(f"{name}: {what} is not finite; use a different checkpoint")
 
 
 def total_of(task: Task[Any, Any], source: Iterable[object], name: str, batch: str) -> Tensor:
-    """Returns the sums of a task over all batches, (fields,), for `Task.summarize`."""
+    """Returns the sums of a task over all batches, of shape (fields,), for `Task.summarize`."""
     total = torch.zeros((), dtype=torch.float64)
     with batches(source, task.model, name, batch) as loaded:
         for one in loaded:
@@ -167,9 +169,9 @@ def total_of(task: Task[Any, Any], source: Iterable[object], name: str, batch: s
 def logits_of(
     model: nn.Module, source: Iterable[Sequence[Tensor]], name: str, batch: str
 ) -> tuple[Tensor, Tensor]:
-    """Returns logits, (items, classes) in float64, and labels, (items,), the last parts of batches.
+    """Returns logits, of shape (items, classes) in float64, and labels, of shape (items,).
 
-    See `batches` for `name` and `batch`.
+    The labels are the last part of each batch. See `batches` for `name` and `batch`.
     """
     logits, labels = [], []
     with batches(source, model, name, batch) as loaded:
@@ -191,8 +193,8 @@ def draw_stack(
 ) -> None:
     """Draws the attention of the last layer, averaged over the batch, and the relative encoding.
 
-    Parts that do not exist are not drawn. See `attention_of` for `run` and `draw_encoding` for
-    `scale`, `tokens` and `what`.
+    Parts that the model does not have are not drawn. See `attention_of` for `run` and
+    `draw_encoding` for `scale`, `tokens` and `what`.
     """
     if matrices := attention_of(stack, run, last=1):
         plots.attention_matrices(matrices[-1].mean(dim=0), out / "attention.png", title=title)
@@ -202,10 +204,10 @@ def draw_stack(
 def draw_encoding(
     position: Position | None, scale: float, tokens: int, png: Path, what: str = "tokens"
 ) -> None:
-    """Plots a relative encoding against the offset of tokens, unless it is None or has no bias.
+    """Plots a relative encoding against the token offset, unless it is None or has no bias.
 
-    `tokens` is the number of tokens along each axis, `scale` is their distance, and `what` is their
-    name in the label.
+    `tokens` is the number of tokens along each axis, `scale` is the distance between neighboring
+    tokens, and `what` is the name of a token in the label.
     """
     if position is not None and plots.has_bias(position):
         unit = what if scale == 1 else f"{1 / scale:g} {what}"
@@ -216,10 +218,10 @@ def draw_encoding(
 def attention_of(
     stack: nn.Module, run: Callable[[], object], last: int | None = None
 ) -> list[Tensor]:
-    """Returns the attention matrices, (batch, heads, queries, keys), of the layers in `stack`.
+    """Returns the attention matrices of the layers in `stack`: (batch, heads, queries, keys).
 
-    `run` calls the model. Each call of a layer gives one matrix. If `last` is not None, only the
-    matrices of the last calls are computed.
+    `run` calls the model. Each call of a layer contributes one matrix. If `last` is not None, only
+    the matrices of the `last` calls are computed.
     """
     calls: list[_Call] = []
 
@@ -239,9 +241,9 @@ def attention_of(
 def locality_of(matrices: list[Tensor], distances: Tensor, causal: bool) -> dict[str, float | None]:
     """Returns the share of attention on the "nearest" and "farthest" 10 % of the tokens.
 
-    Both are averages over heads and layers. They are None if the attention does not sum to 1, as
-    with normalize "none". See `attention_of` for `matrices`, and `molflt.metrics.locality` for
-    `distances`, (tokens, tokens).
+    Both shares are averages over heads and layers. They are None if the attention does not sum to
+    1, as with normalize "none". See `attention_of` for `matrices` and `molflt.metrics.locality` for
+    `distances`, of shape (tokens, tokens).
     """
     apart = distances.double().cpu().numpy()
     try:
@@ -258,21 +260,21 @@ class Kept(Protocol):
     """A trained model that contains the small files of its run."""
 
     def content(self, name: str) -> tuple[bytes, str]:
-        """Returns the content of a file, and its name for messages."""
+        """Returns the content of a file and its name for error messages."""
 
 
 def vocabulary_of(source: Path | Kept, size: int) -> Vocabulary:
-    """Reads the vocabulary of a run or a trained model, and checks its size."""
+    """Reads the vocabulary of a run or a trained model and checks its size."""
     return _sized(Vocabulary.from_json, source, "vocabulary.json", size, "tokens")
 
 
 def tokenizer_of(source: Path | Kept, size: int) -> Tokenizer:
-    """Reads the tokenizer of a run or a trained model, and checks its size."""
+    """Reads the tokenizer of a run or a trained model and checks its size."""
     return _sized(Tokenizer.from_json, source, TOKENIZER, size, "tokens")
 
 
 def classes_of(source: Path | Kept, count: int) -> list[str]:
-    """Reads the names of the classes of a run or a trained model, and checks their number."""
+    """Reads the class names of a run or a trained model and checks their number."""
     return _sized(_classes, source, CLASSES, count, "classes")
 
 
@@ -281,7 +283,7 @@ def _classes(content: bytes, name: str) -> list[str]:
     with suppress(ValueError):
         found = json.loads(content)
     if not isinstance(found, list):
-        raise ValueError(f"{name}: expected a JSON list of the names of the classes; {_RESTORE}")
+        raise ValueError(f"{name}: expected a JSON list of class names; {_RESTORE}")
     return found
 
 

@@ -61,26 +61,27 @@ def evaluate(
     force: bool = False,
     **which: Any,
 ) -> Evaluation:
-    """Evaluates an energy regressor. Splits without labels are only predicted.
+    """Evaluates an energy regressor. Splits without labels are predicted but not scored.
 
     Writes predictions.npz, predictions.csv, errors_by_group.csv, parity.png, errors.png and, with a
     relative encoding, encoding.png. For ensembles, also writes uncertainty.json and
     uncertainty.png, and adds spread_eV and uncertainty_eV to predictions.csv.
 
     Args:
-        batch_size: structures in a batch.
+        batch_size: number of structures per batch.
         submission: also write the predictions of the four test splits to this .npz file for the
             OC20 leaderboard.
         published: npz file with predictions of other models: the names of the systems (`name`) and,
             for each model, an array of energies with one column per training run. The comparison is
             written to published.csv, published_errors.csv (by split, family and metal) and
             published.png.
-        calibration_split: for ensembles, the split that calibrates the uncertainty; by default the
-            first split with labels, except the training split, whose errors are too small. Half of
-            its systems, selected by a hash of the sid, are used, and excluded from the coverage.
-        tags: convention of tags in files that ASE reads: oc20 or ase; guess derives the tags of any
-            source from the geometry; by default as in training.
-        relaxed: folder for SPLIT.extxyz with the structures that the position head predicts.
+        calibration_split: for ensembles, the split used to calibrate the uncertainty; by default
+            the first split with labels, except the training split, whose errors are too small. Half
+            of its systems, selected by a hash of the sid, are used for the calibration and excluded
+            from the coverage.
+        tags: tag convention of files read by ASE: oc20 or ase; guess derives the tags of any source
+            from the geometry; defaults to the convention used in training.
+        relaxed: folder for SPLIT.extxyz with the structures predicted by the position head.
         force: also evaluate structures with implausible tags.
         which: see `molflt.evaluation.evaluated.EvaluationData`.
 
@@ -88,11 +89,11 @@ def evaluate(
         Per split: mae_eV, ewt_percent, baseline_mae_eV (of the median training energy as a constant
         prediction, added to the baseline of each structure if the model has one) and n, the number
         of systems with a label. Without labels, the errors are None and n is the number of all
-        systems. For ensembles also member_mae_eV (mean MAE of the members), the means spread_eV and
-        uncertainty_eV, coverage_percent (share of coverage_n errors within the uncertainty; the
+        systems. For ensembles, also member_mae_eV (mean MAE of the members), the means spread_eV
+        and uncertainty_eV, coverage_percent (share of coverage_n errors within the uncertainty; the
         target is 68), coverage_se_percent (its binomial standard error), coverage_crossed_percent
         (for the calibration split, where each half calibrates the other) and rank_correlation
-        (between spread and |error|). With `relaxed` also adwt_percent, initial_adwt_percent and
+        (between spread and |error|). With `relaxed`, also adwt_percent, initial_adwt_percent and
         position_error_A.
     """
     source = EvaluationData(run, config, tags=tags or AS_TRAINED, **which)
@@ -150,14 +151,14 @@ def _expect_counts(counts: Mapping[str, int]) -> None:
 def _warn_of_labels(split: str, part: Predictions) -> None:
     absent, count = int((~part.labeled).sum()), len(part.energy)
     if absent == count:
-        warn(f"{split}: no labels; predicted only")
+        warn(f"{split}: no labels; errors are not computed")
     elif absent:
         warn(f"{split}: {absent} of {count} systems have no label; errors ignore them")
     warn_of_labels(split, part.sid, label_faults(part.target, part.natoms, required=False))
 
 
 def _metrics(found: Predictions, median: float | None, added: bool) -> dict[str, float | None]:
-    """Returns the metrics of a split; `added` is True if the model adds the baseline energies."""
+    """Returns the metrics of a split; `added` is True if the model adds baseline energies."""
     energy, target = map(torch.from_numpy, found.only_labeled())
     known, baseline = len(target) > 0, None
     ours = IS2RETask.sums.of(energy, target).metrics() if known else {}
@@ -169,7 +170,7 @@ def _metrics(found: Predictions, median: float | None, added: bool) -> dict[str,
 
 
 def _is_oc20(datasets: Mapping[str, Structures]) -> bool:
-    """Returns True if every split has as many systems as the split of OC20 with this name."""
+    """Returns True if every split has the size of the OC20 split with the same name."""
     counts = {name.removeprefix("all/"): file.records for name, file in OC20_FILES.items()}
     return all(
         len(dataset) + len(dataset.bad) == counts.get(split) for split, dataset in datasets.items()
@@ -255,7 +256,7 @@ def _draw(
 
 
 def _write_arrays(path: Path, found: Mapping[str, Predictions]) -> None:
-    """Writes SPLIT_ids and SPLIT_energy, in eV, as in submissions to the leaderboard."""
+    """Writes SPLIT_ids and SPLIT_energy, in eV, in the format of leaderboard submissions."""
     arrays: dict[str, NDArray[np.generic]] = {}
     for split, part in found.items():
         arrays |= {f"{split}_ids": part.sid.astype(np.str_), f"{split}_energy": part.energy}
@@ -265,7 +266,7 @@ def _write_arrays(path: Path, found: Mapping[str, Predictions]) -> None:
 
 
 def submission_splits(path: Path, splits: Sequence[str]) -> dict[str, str]:
-    """Returns the split of the data set that belongs to each split of the leaderboard."""
+    """Returns the split of the data set for each split of the leaderboard."""
     if path.suffix != ".npz":
         raise ValueError(f"{path}: expected a submission that ends in .npz; got {path.suffix!r}")
     for group in (TEST_SPLITS, VAL_SPLITS):

@@ -1,4 +1,4 @@
-"""Ensembles of trained runs, which predict the mean energy of their members."""
+"""Ensembles of trained runs that predict the mean energy of their members."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = ["ENSEMBLE", "EnsembleRegressor", "digest_of", "expect_same_totals"]
 __all__ += ["has_references", "load_ensemble"]
 
 ENSEMBLE = "ensemble"
-"""Name of the subfolder of the first run for the files of the ensemble."""
+"""Name of the subfolder of the first run that contains the files of the ensemble."""
 
 _RECIPE = "is2re"
 _COMPARED = 256  # structures on which references are compared
@@ -32,10 +32,10 @@ _NEGLIGIBLE = 0.01  # negligible difference between references, eV per atom
 
 
 class EnsembleRegressor(nn.Module):
-    """Mean of energy regressors, which are evaluated one after another.
+    """Mean of several energy regressors, which are evaluated one after another.
 
     Args:
-        members: two or more models, all on one device.
+        members: two or more models on the same device.
         data: training data by run, if known.
 
     Attributes:
@@ -73,9 +73,9 @@ class EnsembleRegressor(nn.Module):
 def load_ensemble(
     runs: Sequence[Path], checkpoint: str = "best", device: str = "cpu"
 ) -> tuple[EnsembleRegressor, Config]:
-    """Loads runs as one model; their seeds, data and configurations may differ.
+    """Loads several runs as one model; their seeds, data and configurations may differ.
 
-    Returns the ensemble in evaluation mode, and the configuration of the first run. `checkpoint` is
+    Returns the ensemble in evaluation mode and the configuration of the first run. `checkpoint` is
     best or last; see `molflt.training.checkpoint.load_run` for `device`.
     """
     runs = [Path(run) for run in runs]
@@ -105,7 +105,7 @@ def load_ensemble(
             )
         if own[i] in own[:i]:
             raise ValueError(
-                f"{run}: has the weights of {runs[own.index(own[i])]}; expected different "
+                f"{run}: has the same weights as {runs[own.index(own[i])]}; expected different "
                 "training runs in an ensemble"
             )
         if by_contact(models[i]) != by_contact(models[0]):
@@ -117,7 +117,7 @@ def load_ensemble(
 
 
 def digest_of(model: nn.Module) -> str:
-    """Returns the sha256 of the parameters without buffers, which may differ between versions."""
+    """Returns the sha256 of the parameters; buffers are excluded, as they depend on the version."""
     digest = hashlib.sha256()
     for name, weight in sorted(model.named_parameters()):
         digest.update(f"{name} {tuple(weight.shape)} ".encode())
@@ -129,7 +129,7 @@ def expect_same_totals(ensemble: EnsembleRegressor, dataset: Structures) -> None
     """Raises ValueError if members were trained on different kinds of energies.
 
     The compositions in the training data may not determine each reference. Therefore, the sums of
-    references, mean and baseline are compared for the structures to predict.
+    the references, the mean and the baseline are compared for the structures to predict.
     """
     indices = np.unique(np.linspace(0, len(dataset) - 1, _COMPARED).astype(np.int64))
     atoms = torch.from_numpy(dataset.compositions(indices, by_contact(ensemble)[0]))
@@ -146,12 +146,12 @@ def expect_same_totals(ensemble: EnsembleRegressor, dataset: Structures) -> None
             raise ValueError(
                 f"{name}: for the structures of {dataset.path}, the sums of references, mean and "
                 f"baseline differ from those of {names[0]} by {apart:.3g} eV; expected at most "
-                f"{most:.3g} eV; train all members on energies of one kind"
+                f"{most:.3g} eV; train all members on the same kind of energy"
             )
 
 
 def _totals(model: nn.Module, atoms: Tensor, baseline: Tensor) -> tuple[Tensor, float]:
-    """Returns references, mean and baseline, (structures,), and the sd of the energies, eV."""
+    """Returns the sums, of shape (structures,), and the sd of the energies, in eV."""
     buffers = dict(model.named_buffers())
     if not {"energy_mean", "energy_std"} <= buffers.keys():
         return atoms.new_zeros(len(atoms)), float("inf")
@@ -165,6 +165,6 @@ def _totals(model: nn.Module, atoms: Tensor, baseline: Tensor) -> tuple[Tensor, 
 
 
 def has_references(model: nn.Module) -> bool:
-    """Returns True if a model adds energies per element to its output."""
+    """Returns True if a model adds per-element energies to its output."""
     energies = getattr(model, "element_energies", None)
     return isinstance(energies, Tensor) and bool(energies.any())

@@ -1,4 +1,4 @@
-"""Data sets to evaluate: the data of a run, or other structures."""
+"""Data sets to evaluate: the data of a run or other structures."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ __all__ = ["EvaluationData", "warn_of_labels"]
 
 
 def warn_of_labels(split: str, sids: NDArray[np.int64], faults: Mapping[int, str]) -> None:
-    """Warns about the first implausible label of a split; `faults` contains reasons by index."""
+    """Warns about the first implausible label of a split; `faults` maps indices to reasons."""
     for index, reason in list(faults.items())[:1]:
         warn(
             f"{split}: sid {sids[index]}: {reason}; the errors include {len(faults)} such "
@@ -44,22 +44,22 @@ class EvaluationData:
     """Data set on which a run is evaluated.
 
     If the run was trained on a single file, only the validation part of this file is evaluated. Any
-    other single file is evaluated as a whole, as one split with the name of the file.
+    other file is evaluated as a whole, as one split with the name of the file.
 
     Args:
         run: folder of the run.
-        config: its configuration.
+        config: configuration of the run.
         splits: names of splits; by default OC20's four validation splits and the validation split
             of the run, if they exist.
-        data: folder of a data set, or one file, which is evaluated as a whole; by default the data
-            of the run, without structures that training omitted.
+        data: folder of a data set, or a file, which is evaluated as a whole; by default the data of
+            the run without the structures that training omitted.
         skip_bad: omit and list structures that cannot be used.
-        energy_key: key of the energy, eV, in files that ASE reads; by default the key used in
-            training, if the source has it; null means the usual keys, such as energy.
+        energy_key: key of the energy, eV, in files read by ASE; by default the key used in
+            training, if the source has it; null selects the usual keys, such as energy.
         reading: further options for reading files.
 
     Attributes:
-        absent: line about missing default splits, or empty.
+        absent: message about missing default splits, or an empty string.
     """
 
     def __init__(
@@ -77,8 +77,8 @@ class EvaluationData:
         if data is None and not exists(self.own.root):
             raise FileNotFoundError(
                 f"{self.own.root}: no such folder or file; expected the data.root of "
-                f"{run / 'config.yaml'}; start in the folder where the run was trained, or name "
-                "the data with --data"
+                f"{run / 'config.yaml'}; run the command in the folder where the run was trained, "
+                "or specify the data with --data"
             )
         own, reading = self.own.reading, {"energy_key": energy_key, **reading}
         given = {name: value for name, value in reading.items() if value != AS_TRAINED}
@@ -98,15 +98,15 @@ class EvaluationData:
         self.splits = self._chosen(splits)
 
     def _is_own(self, data: Path) -> bool:
-        """Returns True if `data` is the data of the run, which may be a moved file."""
+        """Returns True if `data` is the data of the run, even if the file was moved."""
         root = self.own.root
         if exists(root) or not exists(data):
             return is_same(root, data)
         if data.name != root.name or not self.own._replace(root=data).is_one:
             return False
         warn(
-            f"{data}: assumed to be the training data {root}, which no longer exist; only the part "
-            f"{self.own.val} is evaluated"
+            f"{data}: assumed to be the training data {root}, which no longer exist; only its "
+            f"{self.own.val} part is evaluated"
         )
         self.data = self.data._replace(root=data)
         return True
@@ -119,7 +119,7 @@ class EvaluationData:
             if splits and list(splits) != [self.stem]:
                 raise ValueError(
                     f"{self.data.root}: a single file has no splits; got --splits "
-                    f"{' '.join(splits)}; omit --splits, or name a folder with --data"
+                    f"{' '.join(splits)}; omit --splits, or specify a folder with --data"
                 )
             return [self.stem]
         if splits:
@@ -136,7 +136,7 @@ class EvaluationData:
         return there
 
     def open(self, model: nn.Module, domain: Domain | None = None) -> dict[str, Structures]:
-        """Returns structures by split, and warns about omissions; see `check_structures`."""
+        """Returns structures by split and warns about omissions; see `check_structures`."""
         runs = model.data if isinstance(model, EnsembleRegressor) else {self.run: self.own}
         self._expect_same_unseen(runs)
         if self.stem is not None:
@@ -159,11 +159,11 @@ class EvaluationData:
                 raise ValueError(
                     f"{learned[0]}: was trained on {split} of {self.data.root}, unlike other runs "
                     "of this ensemble; expected splits on which all runs or no runs were trained; "
-                    "name other splits with --splits, or other structures with --data"
+                    "select other splits with --splits, or other structures with --data"
                 )
 
     def _expect_held_out(self, run: Path, own: DataSet) -> None:
-        """Raises ValueError if a run was trained on some of the structures to evaluate."""
+        """Raises ValueError if a run was trained on any of the structures to evaluate."""
         if not (held := read_provenance(run).get("data", {}).get("val")):
             return  # unknown in runs of earlier versions
         config = self.config if run == self.run else read_config(run)
@@ -174,16 +174,16 @@ class EvaluationData:
             batches = Recipe.of(config).load("data")(**options)
             with warnings.catch_warnings(), redirect_stderr(io.StringIO()), suppress(ValueError):
                 warnings.simplefilter("ignore")
-                batches.setup()  # may fail with the options of another run
+                batches.setup()  # may fail with the options of a different run
             return bool(batches.fingerprints().get("val") == held)
 
         same = own.root in (self.own.root, self.data.root) or is_same(own.root, self.data.root)
         if not holds(self.own) and (same or holds(own)):  # a copy of the file may have been split
             raise ValueError(
-                f"{self.data.root}: {run} held out other structures, and may have been trained on "
-                "those to evaluate, because the file has changed since, or data.split_seed or "
+                f"{self.data.root}: {run} held out other structures and may have been trained on "
+                "those to evaluate, because the file has changed since then, or data.split_seed or "
                 "data.val_fraction differ from those of the first run; restore the file, train all "
-                "runs with the same options, or name unseen structures with --data"
+                "runs with the same options, or pass unseen structures with --data"
             )
 
     def domain(self, model: nn.Module | None = None) -> Domain | None:
@@ -194,7 +194,7 @@ class EvaluationData:
         return None if found is None else replace(Domain.from_json(found, str(path)), zero=zero)
 
     def training_median(self) -> tuple[float | None, str]:
-        """Returns the median of the energies learned in training, eV, and a line about it."""
+        """Returns the median of the training energies, in eV, and a line about it."""
         source = self.own if exists(self.own.root) else self.data
         key = self.data.reading.energy_key
         if self.data.root == self.own.root and key != self.own.reading.energy_key:

@@ -23,10 +23,10 @@ _COLUMNS = {"n": ("systems", 0), "mae": ("MAE / eV", 4)}
 def errors_by_group(found: Mapping[str, Predictions]) -> dict[str, dict[str, list[GroupError]]]:
     """Computes errors by adsorbate and metal, largest groups first, and by size, smallest first.
 
-    Systems without a label are ignored. The ranges of sizes contain similar numbers of systems.
+    Systems without a label are ignored. All size ranges contain similar numbers of systems.
 
     Returns:
-        Groups by split, or "all" for all splits together, and by kind: "adsorbate", "slab" (the
+        Groups by split ("all" for all splits together) and by kind: "adsorbate", "slab" (the
         elements of the slab) or "natoms".
     """
     parts = {}
@@ -51,14 +51,14 @@ def errors_by_group(found: Mapping[str, Predictions]) -> dict[str, dict[str, lis
 
 
 def size_edges(natoms: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Returns the start of each range of sizes and the end of the last range, from quantiles."""
+    """Returns the start of each size range and the end of the last range, from quantiles."""
     return np.unique(np.quantile(natoms, np.linspace(0, 1, _SIZE_BINS + 1)).astype(int))
 
 
 def groups_by_size(
     natoms: NDArray[np.int64], error: NDArray[np.float64], edges: NDArray[np.int64]
 ) -> list[GroupError]:
-    """Returns a group for each nonempty range of sizes; see `size_edges`."""
+    """Returns a group for each nonempty size range; see `size_edges`."""
     # Each range includes its start; the last range also includes its end.
     bins = np.searchsorted(edges[1:-1], natoms, side="right")
     groups = []
@@ -82,7 +82,7 @@ def _group(name: str, error: NDArray[np.float64]) -> GroupError:
 def write_groups(
     out: Path, groups: Mapping[str, Mapping[str, Sequence[GroupError]]], metric: str
 ) -> None:
-    """Writes errors_by_group.csv; `metric` is the name of the column with the MAE."""
+    """Writes errors_by_group.csv; `metric` is the name of the MAE column."""
     rows = [
         {"split": split, "kind": kind, "group": one.group, "n": one.n, metric: one.mae}
         for split, kinds in groups.items()
@@ -93,7 +93,7 @@ def write_groups(
 
 
 def group_tables(groups: Mapping[str, Sequence[GroupError]]) -> str:
-    """Formats tables of errors by adsorbate and by metal, for the largest groups, and by size."""
+    """Formats tables of the errors by adsorbate and metal, for the largest groups, and by size."""
     tables = []
     for kind, title in {"adsorbate": "adsorbate", "slab": "slab", "natoms": "atoms"}.items():
         shown = groups[kind][:_PRINTED]

@@ -40,7 +40,7 @@ _COLUMNS = {
     "nearest": ("nearest 10 %", 3),
     "farthest": ("farthest 10 %", 3),
 }
-_NOTE = "10 %: attention on this share of the patches, averaged over heads and layers"
+_NOTE = "10 %: attention to this share of the patches, averaged over heads and layers"
 _BITS = {
     "n": ("n", 0),
     "bits_per_dim": ("bits/dim", 3),
@@ -65,12 +65,12 @@ def evaluate(
     relative encoding, encoding.png.
 
     Args:
-        batch_size: images in a batch.
+        batch_size: number of images per batch.
         which: see `molflt.evaluation.common.named_images`.
 
     Returns:
         Per split: top1_percent, top5_percent, cross_entropy (nats), n, nearest and farthest. The
-        last two are the attention on the nearest and farthest 10 % of the patches, averaged over
+        last two are the attention to the nearest and farthest 10 % of the patches, averaged over
         heads, layers and 16 images.
     """
     classes = common.classes_of(run, model.classes)
@@ -113,7 +113,7 @@ def _locality(model: ImageClassifier, images: LabeledImages) -> dict[str, float 
     some = [images[i][0] for i in range(min(16, len(images)))]
     batch = torch.stack(some).to(common.device_of(model))
     places = model.places[0].double()
-    # Without matrix products, whose rounding errors would make equal distances differ.
+    # Matrix products are avoided because their rounding errors would make equal distances differ.
     distances = torch.cdist(places, places, compute_mode="donot_use_mm_for_euclid_dist")
     matrices = common.attention_of(model.stack, lambda: model(batch))
     return common.locality_of(matrices, distances, causal=False)
@@ -147,18 +147,18 @@ def evaluate_pixels(
 ) -> Evaluation:
     """Evaluates an autoregressive image model: bits per dimension.
 
-    The baselines are a uniform distribution over the values of a byte (8 bits) and a histogram for
-    each position, with the frequencies of the values in the training images after every count is
-    increased by one. Writes losses.png (loss against the position in the sequence), attention.png
-    (each head of the last layer, for the first image) and, with a relative encoding, encoding.png.
+    The baselines are a uniform distribution over the values of a byte (8 bits) and, for each
+    position, a histogram of the values in the training images with add-one smoothing. Writes
+    losses.png (loss against the position in the sequence), attention.png (each head of the last
+    layer, for the first image) and, with a relative encoding, encoding.png.
 
     Args:
-        batch_size: images in a batch.
+        batch_size: number of images per batch.
         which: see `molflt.evaluation.common.named_images`.
 
     Returns:
         Per split: bits_per_dim, uniform_bits_per_dim, histogram_bits_per_dim (null without the
-        training images), n and bytes (in all images).
+        training images), n and bytes (total over all images).
     """
     own, named = common.named_images(PixelData, config["data"], **which)
     for images in named.values():
@@ -196,7 +196,7 @@ def evaluate_pixels(
 def _histograms(
     own: PixelData | None, options: Mapping[str, object], model: PixelModel
 ) -> tuple[Tensor | None, str]:
-    """Returns the bits of each value, (bytes of an image, 256), if known, and a line about them."""
+    """Returns the bits of each value: (bytes per image, 256), or None, and a line about them."""
     if own is None:
         own = PixelData(**options)  # type: ignore[arg-type]  # as in `named_images`
         try:
@@ -220,7 +220,7 @@ def _histograms(
 def _judge(
     model: PixelModel, images: LabeledImages, tables: Tensor | None, batch_size: int, name: str
 ) -> tuple[Tensor, float | None]:
-    """Returns the mean nats at each position, (bytes of an image,), and the mean of `tables`."""
+    """Returns the mean nats at each position: (bytes per image,), and the mean of `tables`."""
     nats, bits = torch.zeros(model.longest, dtype=torch.float64), 0.0
     place = torch.arange(model.longest)
     batch_of = f"{batch_size} images of {model.longest:,} bytes"

@@ -49,7 +49,7 @@ _OF_RESIDUES = {
     "unigram_accuracy_percent": ("unigram accuracy / %", 2),
     "residues": ("residues", 0),
 }
-_NOTE = "10 %: attention on this share of the preceding tokens, averaged over heads and layers"
+_NOTE = "10 %: attention to this share of the preceding tokens, averaged over heads and layers"
 
 
 def evaluate(
@@ -65,17 +65,17 @@ def evaluate(
     Each block has the length used in training and is evaluated without the preceding text, as in
     the literature. Writes losses.png (loss against the position in the block), attention.png (each
     head of the last layer, for the first tokens) and, with a relative encoding, encoding.png. For
-    protein models, also compares the metrics of residues with a unigram model of the training file,
+    protein models, also compares the metrics of residues with a unigram model of the training file
     and writes substitutions.png.
 
     Args:
-        batch_size: blocks in a batch.
+        batch_size: number of blocks per batch.
         which: see `molflt.evaluation.common.named_sources`.
 
     Returns:
         Per split: perplexity, bits_per_token, tokens, nearest and farthest. The last two are the
-        attention on the nearest and farthest 10 % of the tokens of the first block, averaged over
-        heads and layers. For proteins also residue_perplexity, residue_accuracy_percent, residues
+        attention to the nearest and farthest 10 % of the tokens of the first block, averaged over
+        heads and layers. For proteins, also residue_perplexity, residue_accuracy_percent, residues
         (the number of residues, without ends of records), unigram_perplexity and
         unigram_accuracy_percent.
     """
@@ -114,7 +114,7 @@ def evaluate(
 
 
 def metrics_of(losses: NDArray[np.float64]) -> dict[str, float]:
-    """Returns perplexity and bits per token for negative log-likelihoods of tokens in nats."""
+    """Computes perplexity and bits per token from the negative log-likelihoods in nats."""
     return LanguageTask.sums(torch.tensor(losses.sum()), torch.tensor(len(losses))).metrics()
 
 
@@ -125,10 +125,10 @@ def token_losses(
     name: str,
     right: list[NDArray[np.bool_]] | None = None,
 ) -> NDArray[np.float64]:
-    """Returns the negative log-likelihood of each token, nats, (blocks, length); NaN for padding.
+    """Returns the negative log-likelihoods of tokens in nats: (blocks, length), NaN for padding.
 
-    For each batch, a mask of the tokens that the model found most probable, (batch, length), is
-    appended to the list `right`. Without such a list, logits are not kept in memory.
+    For each batch, a mask of the correctly predicted tokens, of shape (batch, length), is appended
+    to the list `right`. Without this list, logits are not kept in memory.
     """
     loader, batch, found = DataLoader(blocks, batch_size), f"{batch_size} x {blocks.length:,}", []
     with common.batches(loader, model, name, f"{batch} tokens") as loaded:
@@ -164,19 +164,19 @@ def evaluate_masked(
 ) -> Evaluation:
     """Evaluates a masked language model: perplexity and accuracy of masked tokens (gaps).
 
-    The gaps are those of validation, and depend only on the sequence. Writes attention.png (each
-    head of the last attention layer) and, with a relative encoding, encoding.png. For protein
-    models, also compares the metrics of residues with a unigram model of the training file, and
+    The gaps are the same as in validation and depend only on the sequence. Writes attention.png
+    (each head of the last attention layer) and, with a relative encoding, encoding.png. For protein
+    models, also compares the metrics of residues with a unigram model of the training file and
     writes substitutions.png.
 
     Args:
-        batch_size: sequences in a batch, among which second parts are exchanged; by default as in
-            training.
+        batch_size: number of sequences per batch, among which second parts are exchanged; defaults
+            to the value used in training.
         which: see `molflt.evaluation.common.named_sources`.
 
     Returns:
         Per split: perplexity, accuracy_percent, next_sentence_percent if the model predicts it, and
-        gaps (the number of gaps). For proteins also residue_perplexity, residue_accuracy_percent
+        gaps (the number of gaps). For proteins, also residue_perplexity, residue_accuracy_percent
         and residues (the number of residues), with the mask token in every gap, and
         unigram_perplexity and unigram_accuracy_percent.
     """
@@ -185,7 +185,7 @@ def evaluate_masked(
     names = ("mask_rate", "mask_share", "random_share")
     shares = {name: float(str(config["task"][name])) for name in names}
     task = MaskedTask(model, **shares)
-    # In training, a tenth of the gaps show the right token.
+    # In training, a tenth of the gaps show the correct token.
     always = MaskedTask(model, shares["mask_rate"], mask_share=1.0, random_share=0.0)
     size = int(str(options["batch_size"])) if batch_size is None else batch_size
     letters, residues = tokenizer.letters, None
@@ -224,7 +224,7 @@ def evaluate_masked(
 
 
 def _targets(task: MaskedTask, loader: Iterable[Sequence[Tensor]]) -> NDArray[np.int64]:
-    """Returns the masked tokens of a text, (gaps,)."""
+    """Returns the masked tokens of a text, of shape (gaps,)."""
     found = []
     for batch in loader:
         tokens, types, there = (part.to(common.device_of(task.model)) for part in batch)
@@ -234,11 +234,11 @@ def _targets(task: MaskedTask, loader: Iterable[Sequence[Tensor]]) -> NDArray[np
 
 
 class Residues:
-    """Metrics of residues and, if the training file exists, those of a unigram model of this file.
+    """Metrics of residues, also for a unigram model of the training file if this file exists.
 
-    The unigram model has p_i = (n_i + 1) / (n + ids), which is positive for tokens that do not
+    The unigram model uses p_i = (n_i + 1) / (n + ids), which is positive for tokens that do not
     occur in the file. `read` returns the token ids of the file `source`, and `possible` is a mask
-    of the ids that can be predicted, (ids,).
+    of the ids that can be predicted, of shape (ids,).
     """
 
     def __init__(
@@ -254,7 +254,7 @@ class Residues:
     def judge(
         self, perplexity: float | None, accuracy: float | None, targets: NDArray[np.integer]
     ) -> dict[str, float | None]:
-        """Returns the metrics of the model and the unigram model for residues `targets`, (n,)."""
+        """Returns the metrics of the model and the unigram model for the residues `targets`."""
         metrics: dict[str, float | None] = {
             "residue_perplexity": perplexity,
             "residue_accuracy_percent": accuracy,
@@ -268,7 +268,7 @@ class Residues:
         return metrics
 
     def report(self, results: Results, head: Head, ids: Mapping[str, int], png: Path) -> str:
-        """Draws the similarities of amino acids, and returns a table of metrics with notes."""
+        """Draws the similarities of amino acids and returns a table of metrics with notes."""
         table = results_table("per residue", _OF_RESIDUES, results)
         return f"\n\n{table}\n\n{self._note}\n{draw_substitutions(head, ids, png)}"
 
@@ -276,7 +276,7 @@ class Residues:
 def draw_substitutions(head: Head, ids: Mapping[str, int], png: Path) -> str:
     """Draws the similarity of the output embeddings of amino acids next to BLOSUM62.
 
-    The similarity is the cosine between embeddings after subtraction of their mean, similar to the
+    The similarity is the cosine between embeddings after their mean is subtracted, similar to the
     appendix of Performer (arXiv:2009.14794). Without Biopython, which provides BLOSUM62, only the
     learned table is drawn. Returns a line with the correlation between the tables.
     """
@@ -299,7 +299,7 @@ def draw_substitutions(head: Head, ids: Mapping[str, int], png: Path) -> str:
 
 
 def correlation(one: NDArray[np.float64], other: NDArray[np.float64]) -> float:
-    """Returns the Pearson correlation of two symmetric tables without their diagonals."""
+    """Computes the Pearson correlation of two symmetric tables, excluding their diagonals."""
     above = np.triu_indices(len(one), 1)
     return float(np.corrcoef(one[above], other[above])[0, 1])
 

@@ -1,4 +1,4 @@
-"""Evaluation of learned optimizers of coordinates and of populations on unseen problems."""
+"""Evaluation of learned optimizers for coordinates and populations on unseen problems."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ __all__ = ["Raced", "curve_rows", "evaluate", "evaluate_population", "final_loss
 __all__ += ["tuned_adam"]
 
 _RATES = tuple(round(10 ** (-4 + i / 3), 6) for i in range(10))  # 1e-4 to 0.1
-_END = 0.1  # fraction of the steps, at the end, over which the final loss is averaged
+_END = 0.1  # fraction of the last steps over which the final loss is averaged
 _ROWS = 200  # intervals of a curve in the file
 _REACH = 200  # steps in the figure of the encoding
 _Curve = NDArray[np.float64]
@@ -53,7 +53,7 @@ class Raced(NamedTuple):
     """Loss curves of an optimizer on a task."""
 
     curves: _Curve  # loss before each step, (repeats, steps); infinite after divergence
-    setting: str = ""  # tuned learning rate, for tables
+    setting: str = ""  # tuned learning rate, shown in tables
 
 
 def evaluate(
@@ -86,7 +86,7 @@ def evaluate(
 
     Returns:
         Per task: final_loss, the geometric mean over repeats of the mean loss of the last 10 % of
-        the steps, and final_loss_sd, the standard deviation of its decimal logarithm; with Adam
+        the steps, and final_loss_sd, the standard deviation of its decimal logarithm; with Adam,
         also adam_final_loss, adam_final_loss_sd and adam_lr.
     """
     for name, value in (("steps", steps), ("repeats", repeats)):
@@ -135,9 +135,9 @@ def tasks_of(names: Sequence[str] | None, data: Path | None) -> dict[str, _Made]
     known = [*UNSEEN, *of_images]
     for name in names or ():
         if name not in known:
-            raise ValueError(f"--tasks {name!r}: expected some of {', '.join(known)}")
+            raise ValueError(f"--tasks {name!r}: expected one or more of {', '.join(known)}")
         if name in of_images and data is None:
-            raise ValueError(f"--tasks {name}: needs images; name them with --data")
+            raise ValueError(f"--tasks {name}: needs images; pass them with --data")
     wanted = names or [name for name in known if data is not None or name in UNSEEN]
     if data is not None and not set(wanted) & {*of_images}:
         raise ValueError(f"--data {data} has no effect on {', '.join(wanted)}; omit it")
@@ -163,7 +163,7 @@ def tuned_adam(
 
 
 def _loss_curve(problem: Problem, opened: _Opened, steps: int) -> _Curve:
-    """Returns the loss before each step, (steps,); infinite after divergence."""
+    """Returns the loss before each step, of shape (steps,); infinite after divergence."""
     theta = nn.Parameter(problem.start.detach().clone())
     optimizer = opened([theta])
     curve = np.full(steps, np.inf)
@@ -181,7 +181,7 @@ def _loss_curve(problem: Problem, opened: _Opened, steps: int) -> _Curve:
 
 
 def final_loss(curves: _Curve) -> tuple[float, float]:
-    """Returns the geometric mean of the final losses, and the standard deviation of their log10."""
+    """Returns the geometric mean of the final losses and the standard deviation of their log10."""
     count = max(1, round(_END * curves.shape[1]))
     ends = np.log10(np.maximum(curves[:, -count:].mean(axis=1), 1e-30))
     mean, spread = _mean_and_sd(ends)
@@ -192,7 +192,7 @@ _Ends = Mapping[str, tuple[float, float]]  # by optimizer: mean, and sd or NaN
 
 
 def _metrics(ends: _Ends, name: str) -> dict[str, float | None]:
-    """Returns mean and standard deviation of a metric; the first optimizer has no prefix."""
+    """Returns the mean and the sd of a metric; names for the first optimizer have no prefix."""
     found: dict[str, float | None] = {}
     for place, (optimizer, (mean, sd)) in enumerate(ends.items()):
         prefix = f"{optimizer.lower()}_" if place else ""
@@ -205,7 +205,7 @@ def _shown(sd: float) -> str:
 
 
 def _intervals(curves: _Curve) -> tuple[_Curve, _Curve]:
-    """Returns the middle step, (n,), and the mean losses, (repeats, n), of each interval."""
+    """Returns the middle step of each interval: (n,), and its mean losses: (repeats, n)."""
     steps = curves.shape[1]
     edges = np.linspace(0, steps, min(steps, _ROWS) + 1).round().astype(int)
     means = [curves[:, a:b].mean(axis=1) for a, b in itertools.pairwise(edges)]
@@ -239,7 +239,7 @@ def evaluate_population(
 ) -> Evaluation:
     """Evaluates a population optimizer, with CMA-ES and random search as baselines.
 
-    Writes best_values.csv and best_values.png. Each run has its own shifted and rotated function,
+    Writes best_values.csv and best_values.png. Each run uses its own shifted and rotated function,
     which is the same for all optimizers. Populations start from N(0, 2.5^2), as in training. CMA-ES
     (the package cma with its defaults, stopped only by the number of evaluations) starts from a
     uniformly distributed point in [-5, 5]^d with step size 2. Random search draws uniformly
@@ -248,10 +248,10 @@ def evaluate_population(
     Args:
         functions: keys of `molflt.optimizers.functions.FAMILIES`; by default the families that
             training does not use: ellipsoid, rosenbrock, ackley, griewank and levy.
-        evaluations: number of function evaluations in a run of an optimizer.
-        runs: number of functions of each kind.
-        dimension: dimension of the functions; by default as in training.
-        members: size of the population; by default as in training.
+        evaluations: number of function evaluations per run of an optimizer.
+        runs: number of functions of each family.
+        dimension: dimension of the functions; defaults to the value used in training.
+        members: size of the population; defaults to the value used in training.
         baselines: optimizers to compare with, by default cma-es and random; an empty list omits
             them.
 
@@ -321,7 +321,7 @@ def _by_model(
 
 
 def _cma_es(functions: Functions, seeds: list[int], evaluations: int) -> _Curve:
-    """Runs CMA-ES with its default population size, for one function after another."""
+    """Runs CMA-ES with its default population size on one function after another."""
     cma, found = require("cma", "CMA-ES", "bench"), []
     never: dict[str, float] = dict.fromkeys(("tolfun", "tolfunhist", "tolfunrel", "tolx"), 0)
     never |= {"tolstagnation": 10**9, "tolflatfitness": 10**9, "tolconditioncov": 1e300}
@@ -350,18 +350,18 @@ def _random(functions: Functions, seeds: list[int], evaluations: int) -> _Curve:
 
 
 BASELINES: dict[str, _Search] = {"cma-es": _cma_es, "random": _random}
-"""Searches by name, which return all values in the order of evaluation, (runs, evaluations)."""
+"""Baselines by name; each returns all values in the order of evaluation: (runs, evaluations)."""
 
 
 def _uniform(count: int, functions: Functions, generator: torch.Generator) -> Tensor:
-    """Draws uniformly distributed points of the search domain, (count, d)."""
+    """Draws uniformly distributed points in the search domain, of shape (count, d)."""
     d = functions.minimizer.shape[1]
     return HALF_WIDTH * (2 * torch.rand(count, d, generator=generator, dtype=torch.float64) - 1)
 
 
 def _best(values: _Curve) -> _Curve:
-    """Returns log10 of the best value so far, (runs, evaluations)."""
-    # NaN from a diverged model is not an improvement.
+    """Returns log10 of the best value so far, of shape (runs, evaluations)."""
+    # NaN from a diverged model does not count as an improvement.
     known = np.where(np.isnan(values), np.inf, values)
     found: _Curve = np.log10(np.maximum(np.minimum.accumulate(known, axis=1), _SMALLEST))
     return found

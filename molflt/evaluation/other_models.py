@@ -1,4 +1,4 @@
-"""Comparison of a run with published predictions of other models for the same systems."""
+"""Comparison of a run with published predictions of other models on the same systems."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ _Array = NDArray[np.float64]
 class Published(NamedTuple):
     """Published energies of other models."""
 
-    path: Path  # file of the energies
+    path: Path  # file with the energies
     rows: dict[str, int]  # row of each system, by name
-    models: dict[str, _Array]  # energies by name of a model, (systems, training runs), eV
+    models: dict[str, _Array]  # energies in eV by model name, (systems, training runs)
     systems: dict[int, System]  # systems of the evaluated data set, by sid
 
 
 def read_published(path: Path, root: Path) -> Published:
-    """Reads an npz file with ``name``, (n,), and the energies of each model, (n,) or (n, k), eV.
+    """Reads an npz file with ``name``, (n,), and energies in eV of each model, (n,) or (n, k).
 
-    Arrays of integers are ignored. systems.csv in the data set `root` contains the same names.
+    Integer arrays are ignored. systems.csv in the data set `root` contains the same names.
     """
     arrays = read_arrays(path, ("name",))
     names = arrays["name"]
@@ -57,9 +57,9 @@ def read_published(path: Path, root: Path) -> Published:
 
 
 def compare(published: Published, found: Mapping[str, Predictions], out: Path) -> str:
-    """Compares models on the systems that all models predicted, and returns tables.
+    """Compares models on the systems that all of them predicted, and returns tables.
 
-    Writes published.csv, published_errors.csv and published.png into `out`.
+    Writes published.csv, published_errors.csv and published.png to `out`.
     """
     systems, energies = _common(published, found)
     total = sum(len(part.energy) for part in found.values())
@@ -90,7 +90,8 @@ def _common(
 ) -> tuple[list[dict[str, Any]], dict[str, _Array]]:
     """Returns the labeled systems that all models predicted, and their energies by model.
 
-    A system is a row of published.csv without energies. Energies are (systems, training runs), eV.
+    Each system is a row of published.csv without energies. The energies, in eV, have the shape
+    (systems, training runs).
     """
     finite = np.all([np.isfinite(array).all(1) for array in published.models.values()], axis=0)
     systems, ours, rows = [], [], []
@@ -117,7 +118,7 @@ def _error_rows(
 ) -> Iterator[dict[str, Any]]:
     """Yields errors by group and model.
 
-    They are the mean MAE of the training runs and the MAE of their averaged predictions.
+    The errors are the mean MAE of the training runs and the MAE of their averaged predictions.
     """
     for kind, names in groups.items():
         where = {name: np.array(names) == name for name in dict.fromkeys(names)}

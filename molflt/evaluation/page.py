@@ -40,12 +40,12 @@ _DRAWN, _LISTED = 6, 15  # worst predictions in figures and in the table
 _NAMES = {
     "bleu": "BLEU ↑",
     "chrf": "chrF ↑",
-    "nearest": "attention on the nearest 10 % of the tokens",
-    "farthest": "attention on the farthest 10 % of the tokens",
+    "nearest": "attention to the nearest 10 % of the tokens",
+    "farthest": "attention to the farthest 10 % of the tokens",
 }
 _NAMED_BY = {"learned_optimizer": "--tasks", "population_optimizer": "--functions"}
 _LARGEST_PNG = 500_000  # bytes; larger figures are reduced to a palette
-_BUDGET = 2_500_000  # bytes of all figures, for a page of at most 3 MB
+_BUDGET = 2_500_000  # total bytes of all figures, for a page of up to 3 MB
 _EXPECTED = {  # files of a finished run, and the consequences if they are missing
     "checkpoints/last.ckpt": "time and data of the training are unknown",
     "checkpoints/best.safetensors": "the best weights are lost, or the run was never validated",
@@ -60,7 +60,7 @@ class Page:
     """Contents of a run folder for its report.
 
     Attributes:
-        missing: a line for each missing or damaged part.
+        missing: one line for each missing or damaged part.
     """
 
     def __init__(self, path: Path) -> None:
@@ -127,7 +127,7 @@ class Page:
 
 
 def _png(content: bytes, name: str) -> tuple[bytes, int]:
-    """Returns a PNG file, reduced to a palette if it is large, and its width on the page."""
+    """Reduces a large PNG file to a palette; returns the file and its width on the page."""
     from PIL import Image
 
     try:
@@ -152,13 +152,13 @@ def _table(
     text_columns: int = 1,
     most: int = 30,
 ) -> _Part:
-    """Returns a table of at most `most` rows, with numbers after `text_columns` columns of text."""
+    """Returns a table of up to `most` rows with `text_columns` columns of text, then numbers."""
     parts = {"head": head, "rows": rows, "caption": caption}
     return {**parts, "text_columns": text_columns, "most": most}
 
 
 def page_of(path: Path) -> tuple[str, list[str]]:
-    """Renders a run as one HTML page, and returns the page and lines about missing parts."""
+    """Renders a run as one HTML page; returns the page and lines about missing parts."""
     page = Page(path)
     sections = []
     for name, (title, make) in _SECTIONS.items():
@@ -215,7 +215,7 @@ def _number(value: float | None, error: float | None = None, metric: Metric | No
         return "–"
     if isinstance(value, int):
         return f"{value:,}"
-    # The format is that of evaluations and comparisons.
+    # The format is the same as in evaluations and comparisons.
     form = f".{metric.digits + (metric.digits > 2)}f" if metric is not None else ".4g"
     form = ",.1f" if abs(value) >= 1000 else form
     return f"{value:{form}}" + ("" if error is None else f" ± {error:{form}}")
@@ -304,7 +304,7 @@ def _repeat(page: Page) -> list[_Part]:
 
 
 class _System(NamedTuple):
-    """Row of predictions.csv."""
+    """A row of predictions.csv."""
 
     split: str
     place: int  # index in the split
@@ -359,13 +359,13 @@ def _worst(page: Page) -> list[_Part]:
     for one in filter(structures.__contains__, worst):
         wrong = f"{one.error:{form}} {unit}"
         text = (
-            f"sid {one.sid} ({one.split}): {one.name}, {one.natoms} atoms, seen from the top and "
+            f"sid {one.sid} ({one.split}): {one.name}, {one.natoms} atoms, viewed from the top and "
         )
         text += f"from the side; {what} {wrong}"
         figures += page.drawn(text, partial(plots.structure_views, {"": structures[one]}))
     legend = (
-        "Atoms of the adsorbate (tag 2) have thick edges, fixed atoms are hatched, and dashes show "
-        "the cell. The structures are inputs of the model."
+        "Atoms of the adsorbate (tag 2) have thick edges, fixed atoms are hatched, and dashed "
+        "lines show the cell. The structures are the inputs of the model."
     )
     parts = [_table(head, rows, caption)]
     return parts + ([legend, {"parts": figures}] if figures else [])

@@ -60,20 +60,20 @@ def evaluate(
     """Evaluates a potential.
 
     Writes predictions.csv (energy and mean force error of each structure) and parity.png (energies
-    minus the mean of all structures with the same formula). With force labels, also writes
+    minus the mean over all structures with the same formula). With force labels, also writes
     forces.png (predicted against labeled components), errors_by_group.csv and errors.png (force
     errors by element and by size).
 
     Args:
-        batch_size: structures in a batch.
-        forces_key: key of the forces, eV/Å; the default is chosen as for `energy_key`.
-        stress_key: key of the stress, eV/Å^3; the default is chosen as for `energy_key`.
+        batch_size: number of structures per batch.
+        forces_key: key of the forces, eV/Å; the default is chosen in the same way as `energy_key`.
+        stress_key: key of the stress, eV/Å^3; the default is chosen in the same way.
         which: see `molflt.evaluation.evaluated.EvaluationData`.
 
     Returns:
-        Per split: the metrics of training, in meV/atom, meV/Å and meV/Å^3; the errors of the
-        baselines, which predict energies per element plus a constant per atom, and zero forces; and
-        n, the number of structures.
+        Per split: the same metrics as in training, in meV/atom, meV/Å and meV/Å^3; the errors of
+        the baselines, which predict energies per element plus a constant per atom, and zero forces;
+        and n, the number of structures.
     """
     source = EvaluationData(run, config, forces_key=forces_key, stress_key=stress_key, **which)
     results: Results = {}
@@ -104,7 +104,7 @@ def evaluate(
 
 
 def _baseline(model: nn.Module, points: SinglePoints) -> dict[str, float | None]:
-    """Returns the errors of energies per element plus a constant per atom, and of zero forces."""
+    """Returns the errors of per-element energies plus a constant per atom, and of zero forces."""
     references = model.get_buffer("element_energies").cpu().numpy()
     of_elements = points.compositions(np.arange(len(points))) @ references
     rest = (points.y_relaxed - of_elements) / points.natoms
@@ -137,7 +137,7 @@ def _draw(out: Path, found: Mapping[str, Points]) -> None:
 
 
 def _force_errors(found: Mapping[str, Points]) -> dict[str, list[GroupError]]:
-    """Computes force errors, meV/Å, over all atoms by element, and over all structures by size."""
+    """Computes force errors in meV/Å, over all atoms by element and over all structures by size."""
     from ase.data import chemical_symbols
 
     numbers = np.concatenate([part.elements for part in found.values()])
@@ -177,13 +177,13 @@ class Points(NamedTuple):
 
     energies: Predictions
     force_mae: _Numbers  # MAE of each structure, (systems,), eV/Å; NaN without labels
-    metrics: dict[str, float]  # metrics of all structures together, as in training
+    metrics: dict[str, float]  # metrics over all structures, as in training
     elements: NDArray[np.int64]  # atomic numbers of the atoms with force labels, (atoms,)
     forces: _Numbers  # labels and predictions of the same atoms, (2, atoms, 3), eV/Å
 
 
 def infer_points(model: nn.Module, dataset: SinglePoints, batch_size: int, name: str) -> Points:
-    """Runs a potential on a data set; see `molflt.evaluation.predictions.infer`."""
+    """Evaluates a potential on a data set; see `molflt.evaluation.predictions.infer`."""
     elements: list[NDArray[np.int64]] = []
     forces: list[_Numbers] = []
     force_mae = np.empty(len(dataset))

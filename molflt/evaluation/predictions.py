@@ -1,4 +1,4 @@
-"""Predictions of a trained model for a data set, with warnings about unfamiliar structures."""
+"""Predictions of a trained model for a data set, with warnings about unusual structures."""
 
 from __future__ import annotations
 
@@ -56,22 +56,22 @@ class Predictions:
 
     Attributes:
         sid: (systems,).
-        natoms: numbers of atoms, (systems,).
-        members: predicted relaxed energies of each member of an ensemble, (systems, members), or of
-            a single model, (systems, 1), eV.
-        target: labels y_relaxed, (systems,), eV; NaN if the label is missing.
-        baseline: energies y_baseline, (systems,), eV; NaN if a system has no baseline.
-        new_elements: elements of each system that the training data lack, such as "Cu-Pd"; "" if
-            all are known or the domain is unknown.
+        natoms: (systems,), number of atoms.
+        members: (systems, members), relaxed energies in eV, predicted by each member of an
+            ensemble; (systems, 1) for a single model.
+        target: (systems,), labels y_relaxed in eV; NaN if the label is missing.
+        baseline: (systems,), energies y_baseline in eV; NaN if a system has no baseline.
+        new_elements: elements of each system that do not occur in the training data, such as
+            "Cu-Pd"; "" if all elements occur or the domain is unknown.
         formula: Hill formula of each system.
         adsorbate: Hill formula of the atoms with tag 2 of each system, or "unknown".
-        outside: texts that describe how each system differs from the training data.
-        by_atom: requested outputs that the model predicts, for each system: "displacement" (atoms,
-            3), Å; "embedding" (atoms, dim); "forces" (atoms, 3), eV/Å.
+        outside: descriptions of how each system differs from the training data.
+        by_atom: requested outputs that the model predicts, for each system: "displacement", (atoms,
+            3) in Å; "embedding", (atoms, dim); "forces", (atoms, 3) in eV/Å.
         slab: elements of the atoms without tag 2 of each system, such as Cu-Pt, or "unknown" if no
             atom has tag 2.
-        by_adsorbate: energies of the adsorbates of each system, eV, which sum to its energy; None
-            for models that do not predict them.
+        by_adsorbate: energies of the adsorbates of each system, in eV, which sum to its energy;
+            None for models that do not predict them.
     """
 
     sid: NDArray[np.int64]
@@ -89,17 +89,17 @@ class Predictions:
 
     @property
     def energy(self) -> NDArray[np.float64]:
-        """Returns the predicted relaxed energies, which are means over members, (systems,), eV."""
+        """Returns the predicted relaxed energies in eV, averaged over members: (systems,)."""
         return self.members.mean(axis=1)
 
     @property
     def spread(self) -> NDArray[np.float64]:
-        """Returns the standard deviation over the members of an ensemble, (systems,), eV."""
+        """Returns the standard deviation in eV over the members of an ensemble: (systems,)."""
         return self.members.std(axis=1, ddof=1)
 
     @property
     def is_new(self) -> NDArray[np.bool_]:
-        """Returns a mask of the systems with elements that the training data lack."""
+        """Returns a mask of the systems with elements that do not occur in the training data."""
         return self.new_elements != ""
 
     @property
@@ -108,7 +108,7 @@ class Predictions:
         return np.isfinite(self.target)
 
     def only_labeled(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Returns predicted energies and labels, eV, of the systems with a label."""
+        """Returns the predicted energies and the labels, in eV, of the systems with a label."""
         return self.energy[self.labeled], self.target[self.labeled]
 
 
@@ -129,8 +129,8 @@ def check_structures(
 ) -> Structures:
     """Returns the structures that can be predicted, and warns about omitted structures.
 
-    If the data set omits bad structures, structures with unsupported elements and structures that
-    the training domain refuses are also omitted.
+    If the data set omits invalid structures, structures with unsupported elements and structures
+    that the training domain rejects are also omitted.
     """
     path = dataset.path
     dataset.verify()
@@ -144,7 +144,7 @@ def check_structures(
         warn(text)
     if len(dataset) == 0:
         raise ValueError(
-            f"{path}: expected at least one structure; got 0 ({len(dataset.bad)} omitted as bad)"
+            f"{path}: expected at least one structure; got 0 ({len(dataset.bad)} invalid, omitted)"
         )
     return dataset
 
@@ -159,7 +159,7 @@ def infer(
     force: bool = False,
     on_batch: Callable[[Sequence[int], Batch, Mapping[str, Tensor]], None] | None = None,
 ) -> Predictions:
-    """Runs a model on a data set, in batches of structures of similar size.
+    """Evaluates a model on a data set, in batches of structures of similar size.
 
     Warns about elements that did not occur in training, structures without tags or with coincident
     atoms, and structures outside the domain.
@@ -168,11 +168,11 @@ def infer(
         model: `molflt.graph.regressor.EnergyRegressor`, or an ensemble of such models, in
             evaluation mode.
         dataset: see :func:`molflt.data.structures.open_dataset`.
-        batch_size: structures in a batch.
+        batch_size: number of structures per batch.
         name: name of the data for the progress bar and messages.
         domain: domain of the training data; None skips the comparison with it.
-        by_atom: outputs per atom to keep: "displacement", "embedding", "forces".
-        force: predict structures that the domain refuses, with a warning, instead of raising an
+        by_atom: per-atom outputs to keep: "displacement", "embedding", "forces".
+        force: predict structures that the domain rejects, with a warning, instead of raising an
             error.
         on_batch: function that is called with the indices of each batch, the batch, and the output
             of the model.
@@ -188,11 +188,11 @@ def infer(
     # disable=None: no bar if stderr is a file
     bar = tqdm(total=len(dataset), desc=name, unit=" systems", leave=False, disable=None)
     with bar, torch.device("cpu"), torch.inference_mode(), warnings.catch_warnings():
-        # `_warn` gives one warning for all batches.
+        # `_warn` issues one warning for all batches.
         warnings.filterwarnings("ignore", message=".*without an atom with tag > 0.*")
         for indices in SizeBucketedBatchSampler(dataset.natoms, batch_size):
             records = [dataset[i] for i in indices]
-            for record in records:  # before the batch goes to a GPU
+            for record in records:  # before the batch is moved to a GPU
                 present = set(record.atomic_numbers.unique().tolist())
                 refuse_undescribed(present, beyond, f"{dataset.path}: sid {int(record.sid)}")
                 if domain is not None and not force:
@@ -276,14 +276,14 @@ def _warn(
     count = len(found.sid)
     if large:
         warn(
-            f"{name}: {large} of {count} structures are large; sums over reciprocal nodes use a "
-            "mesh (model.periodic auto); --mesh-order 6 or 8 is more accurate"
+            f"{name}: {large} of {count} structures are large; their sums over reciprocal nodes "
+            "use a mesh (model.periodic auto); --mesh-order 6 or 8 is more accurate"
         )
     if untagged:
         warn(
             f"{name}: {untagged} of {count} structures have no atom with a tag above 0; their "
-            "energies sum over all atoms instead of surface and adsorbate; set tags (0 subsurface, "
-            "1 surface, 2 adsorbate), or find them with --tags guess"
+            "energies are sums over all atoms instead of surface and adsorbate; set tags "
+            "(0 subsurface, 1 surface, 2 adsorbate), or find them with --tags guess"
         )
     if overlapping:
         warn(overlaps_of(name, sorted(overlapping), count))
@@ -324,7 +324,7 @@ def _expect_tags(record: Data, domain: Domain, dataset: Structures) -> None:
 def counted_reasons(outside: Sequence[Sequence[str]]) -> list[str]:
     """Returns a line for each reason with its number of structures, most frequent reasons first.
 
-    Reasons that differ only in a number are joined, for example in "atoms: 120 to 150, at most 80
+    Reasons that differ only in a number are combined, for example to "atoms: 120 to 150, at most 80
     in training (3 structures)".
     """
     found: dict[tuple[str, str], list[str]] = {}
@@ -342,7 +342,7 @@ def counted_reasons(outside: Sequence[Sequence[str]]) -> list[str]:
 
 
 def _outputs(model: nn.Module, batch: Batch, path: Path) -> Mapping[str, Tensor]:
-    """Runs the model on a batch; error messages name its largest structure."""
+    """Evaluates the model on a batch; error messages state the largest structure of the batch."""
 
     def described() -> str:
         counts = batch.ptr.diff()
@@ -359,12 +359,12 @@ def _outputs(model: nn.Module, batch: Batch, path: Path) -> Mapping[str, Tensor]
 
 
 def _energies(out: Mapping[str, Tensor], batch: Batch, path: Path) -> NDArray[np.float64]:
-    """Returns the energies of each member or of the single model, (graphs, members), eV."""
+    """Returns the energies, in eV, of each member or of the single model: (graphs, members)."""
     energy: NDArray[np.float64] = out["energy"].double().cpu().numpy()
     if len(bad := np.flatnonzero(~np.isfinite(energy))):
         raise ValueError(
             f"{path}: sid {int(batch.sid[bad[0]])}: the predicted energy is {energy[bad[0]]} eV; "
-            "expected a finite number; check this structure, or use another checkpoint"
+            "expected a finite number; check this structure, or use a different checkpoint"
         )
     if "energy_by_member" not in out:
         return energy[:, None]
@@ -392,8 +392,8 @@ def warn_of_elements(
 ) -> None:
     """Warns about elements that did not occur in training or have no reference energy.
 
-    Models of adsorption energies need references only for the elements in `adsorbed`; None means
-    all elements.
+    Models of adsorption energies need references only for the elements in `adsorbed`; None stands
+    for all elements.
     """
     from ase.data import chemical_symbols
 
@@ -407,13 +407,13 @@ def warn_of_elements(
         described = all(getattr(member, "descriptors", False) for member in members)
         effect = "rely on descriptors; expect larger errors" if described else "are meaningless"
         warn(
-            f"{name}: {unknown} did not occur in training; energies of structures that contain "
-            f"them {effect}; train on data that contain them"
+            f"{name}: {unknown} did not occur in training; energies of structures with these "
+            f"elements {effect}; train on data that contain them"
         )
     fitted = [one for one in members if has_references(one)]
     counted = present if adsorbed is None or not by_contact(model)[0] else adsorbed
     if unknown := without_buffer(fitted, "element_energies", counted):
         warn(
             f"{name}: no reference energy of {unknown}, which the training split does not contain; "
-            "total energies of structures that contain them are wrong by these references"
+            "total energies of structures with these elements are wrong by the missing references"
         )

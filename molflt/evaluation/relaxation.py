@@ -1,4 +1,4 @@
-"""Relaxation with ASE's optimizers; files of relaxed structures predicted by the position head."""
+"""Relaxation with ASE's optimizers, and files of the structures predicted by the position head."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _COLUMNS = {
 
 
 class Relaxed(NamedTuple):
-    """Result of a relaxation."""
+    """The result of a relaxation."""
 
     atoms: Atoms
     """last structure with finite energy and forces, with these results"""
@@ -62,7 +62,7 @@ class Relaxed(NamedTuple):
 
 
 def readable_structures(paths: Paths, skip_bad: bool, cell: bool) -> tuple[Structures, bool]:
-    """Opens the structures to relax; also returns True if some atoms coincide, with a warning."""
+    """Opens the structures to relax; also warns and returns True if some atoms coincide."""
     dataset = open_structures(paths, skip_bad, ANY_TAGS._replace(keep_atoms=True))
     sids = []
     for index, record in enumerate(dataset):
@@ -94,11 +94,11 @@ def relax_atoms(
         atoms: the structure.
         calculator: calculator of energies, forces and, with `cell`, stress.
         optimizer: ASE optimizer.
-        fmax: convergence threshold of the largest force on a free atom, eV/Å, and with `cell` also
-            of the virial, eV per atom.
+        fmax: convergence threshold for the largest force on a free atom, in eV/Å, and with `cell`
+            also for the virial, in eV per atom.
         steps: maximum number of steps.
         cell: also relax the cell, with `ase.filters.FrechetCellFilter`.
-        trajectory: .traj file for the structures of all steps.
+        trajectory: .traj file to which the structures of all steps are written.
         on_step: function that is called with the number of each step.
     """
     import ase.optimize
@@ -117,7 +117,7 @@ def relax_atoms(
             converged = bool(at_rest)
             last = _frame(moving, calculator)
             forces = np.linalg.norm(moving.get_forces(), axis=1)
-            # The cell acts as three more atoms.
+            # The cell is represented by three additional atoms.
             virial = np.linalg.norm(subject.get_forces()[len(moving) :], axis=1).max(initial=0.0)
             seen.append((float(calculator.results["energy"]), float(forces.max()), float(virial)))
             count = made.nsteps
@@ -151,16 +151,16 @@ def adwt(distances: _Numbers) -> float:
 
     This is the fraction of structures whose atoms are, on average, closer to their relaxed
     positions than a threshold, averaged over thresholds from 0.01 to 0.5 Å (arXiv:2010.09990,
-    section 4.2). `distances` contains the mean distance of each structure, (structures,), Å.
+    section 4.2). `distances` contains the mean distance of each structure in Å: (structures,).
     """
     return 100.0 * float((distances[:, None] < _THRESHOLDS).mean())
 
 
 def position_error(pos: NDArray[np.floating], record: Data) -> float:
-    """Returns the mean minimum-image distance, Å, of free atoms from their relaxed positions.
+    """Returns the mean minimum-image distance, in Å, of free atoms from their relaxed positions.
 
-    The result is NaN without relaxed positions or free atoms. `pos` is (N, 3), Å, and `record` is
-    the structure with its relaxed positions.
+    The result is NaN without relaxed positions or free atoms. `pos` contains positions in Å, of
+    shape (N, 3), and `record` is the structure with its relaxed positions.
     """
     from ase.geometry import find_mic
 
@@ -175,11 +175,11 @@ def position_error(pos: NDArray[np.floating], record: Data) -> float:
 def write_relaxed(
     found: Mapping[str, Predictions], datasets: Mapping[str, Structures], folder: Path | None
 ) -> tuple[Results, str]:
-    """Writes FOLDER/SPLIT.extxyz with the structures that the position head predicts.
+    """Writes FOLDER/SPLIT.extxyz with the structures predicted by the position head.
 
     Returns:
-        For each split, adwt_percent, initial_adwt_percent (of the initial positions) and
-        position_error_A, or None without relaxed positions; and a table of these metrics.
+        The metrics of each split, adwt_percent, initial_adwt_percent (of the initial positions) and
+        position_error_A, which are None without relaxed positions; and a table of these metrics.
     """
     from ase.io import write
 

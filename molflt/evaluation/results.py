@@ -28,7 +28,7 @@ RESULTS = "results.json"
 """Name of the file with the metrics of each split in the folder of an evaluation."""
 
 _NOTE = "results_of.json"
-_SPLITS = ("train", "val", "test")  # usual prefixes of the names of splits
+_SPLITS = ("train", "val", "test")  # usual prefixes of split names
 _READING = ("energy_key", "tags", "forces_key", "stress_key")  # options for reading the data
 _TABLES = ["predictions.npz", "predictions.csv", "errors_by_group.csv", "translations-*.txt"]
 _TABLES += ["published.csv", "published_errors.csv", "curves.csv", "best_values.csv"]
@@ -40,9 +40,9 @@ FIGURES = {
     "number of atoms, over all splits, and the cumulative distribution of the errors.",
     "forces": "Predicted against labeled force components, with one panel per split.",
     "encoding": "Learned relative positional encoding of each head against the offset between "
-    "two tokens. It is added to the logit or multiplied with the weight, as the axis label states.",
-    "attention": "Attention of the last layer, with queries as rows and keys as columns, and "
-    "one panel per head.",
+    "two tokens. It is added to the logit or multiplies the weight, as stated in the axis label.",
+    "attention": "Attention of the last layer, with queries as rows, keys as columns, and one "
+    "panel per head.",
     "cross-attention": "Attention of the target to the source, with one panel per head.",
     "losses": "Mean loss per token, in nats, against the number of preceding tokens.",
     "substitutions": "Learned similarity of pairs of amino acids, and BLOSUM62 if Biopython is "
@@ -63,7 +63,7 @@ Provenance = dict[str, object]
 of the run) and given (value of --data, or None)."""
 
 Results = dict[str, dict[str, float | None]]
-"""Values of metrics by split and name; None where a metric is undefined or unknown."""
+"""Values of metrics by split and name; None if a metric is undefined or unknown."""
 
 
 class Evaluation(NamedTuple):
@@ -71,7 +71,7 @@ class Evaluation(NamedTuple):
 
     results: Results
     text: str  # tables to print after the name of the run
-    files: Sequence[Path] = ()  # written files outside the folder of the evaluation
+    files: Sequence[Path] = ()  # files written outside the folder of the evaluation
 
 
 def results_table(
@@ -104,7 +104,7 @@ def align(lines: Sequence[Sequence[str]], text_columns: int = 1) -> str:
 
 
 def write_csv(path: Path, rows: Sequence[Mapping[str, object]]) -> Path:
-    """Writes rows as CSV, as `csv_text` formats them, and returns the path."""
+    """Writes rows as CSV, formatted by `csv_text`, and returns the path."""
     write_atomically(path, csv_text(rows).encode())
     return path
 
@@ -115,7 +115,7 @@ def finite_row(columns: Mapping[str, NDArray[np.float64]], i: int) -> dict[str, 
 
 
 def provenance_of(weights: Iterable[Path], checkpoint: str) -> Provenance:
-    """Returns a record of the weights to evaluate."""
+    """Describes the weights to evaluate in a record for results_of.json."""
     digests = sorted(weights_digest(path) for path in weights)
     return {"checkpoint": checkpoint, "weights": digests, "data": None}
 
@@ -130,9 +130,9 @@ def write_results(
 ) -> list[Path]:
     """Writes results.json, results_of.json and the files of an evaluation, and returns their paths.
 
-    The files are moved from the folder `made` to `out`, and replace those of an earlier evaluation.
-    Metrics that JSON cannot represent, such as an infinite perplexity, become None. `options` are
-    those of the evaluation: data, the value of --data, and options for reading it.
+    The files are moved from the folder `made` to `out` and replace those of an earlier evaluation.
+    Metrics that JSON cannot represent, such as an infinite perplexity, become None. `options`
+    contains data, the value of --data, and the options for reading it.
     """
     own, data = config["data"], options.get("data")
     known = {
@@ -168,7 +168,7 @@ def write_results(
 
 
 def _others(own: Mapping[str, object], data: object, splits: Iterable[str]) -> str | None:
-    """Returns `data` as text; None if it belongs to the run or the splits have its name."""
+    """Returns `data` as text; None if it belongs to the run or the splits contain its name."""
     sources = [str(own[key]) for key in ("root", "train", "val", "test") if own.get(key)]
     if data is None or not sources:  # the data of learned optimizers are part of a task
         return None
@@ -183,14 +183,14 @@ def _others(own: Mapping[str, object], data: object, splits: Iterable[str]) -> s
 
 
 def is_within(data: Path, source: Path) -> bool:
-    """Returns True if `data` is `source` or part of it, or if it has the name of a moved source."""
+    """Returns True if `data` is `source`, a part of it, or has the name of a moved source."""
     if source.exists():
         return source.resolve() in (data.resolve(), *data.resolve().parents)
     return data == source or data.name == source.name
 
 
 def run_weights(run: Path) -> list[Path]:
-    """Lists the file of the best weights of a run or, if it is missing, of the last weights."""
+    """Lists the file with the best weights of a run or, if it is missing, with the last weights."""
     files = [run / "checkpoints" / f"{name}.safetensors" for name in ("best", "last")]
     return [path for path in files if path.is_file()][:1]
 
@@ -198,21 +198,21 @@ def run_weights(run: Path) -> list[Path]:
 def why_of_others(folder: Path, weights: Sequence[Path]) -> str:
     """Explains why results do not belong to these weights or to the data of the run.
 
-    The text is empty if the results belong to both, or if results_of.json is missing, as in earlier
+    The text is empty if the results belong to both or if results_of.json is missing, as in earlier
     versions. Without `weights`, only the data are compared.
     """
     path = folder / RESULTS
     if not (found := _note(folder)):
         return ""
     if found["data"] is not None:
-        return f"{path}: belongs to other data, {shown(found['data'])}"
+        return f"{path}: belongs to different data, {shown(found['data'])}"
     if weights and found["weights"] != sorted(weights_digest(one) for one in weights):
-        return f"{path}: belongs to other weights, checkpoint {shown(found['checkpoint'])}"
+        return f"{path}: belongs to different weights, checkpoint {shown(found['checkpoint'])}"
     return ""
 
 
 def given_data(folder: Path) -> str | None:
-    """Returns the value of --data of the evaluation in a folder, or None."""
+    """Returns the value of --data with which the evaluation in a folder was run, or None."""
     given = _note(folder).get("given")  # missing in earlier versions
     return given if isinstance(given, str) else None
 

@@ -34,12 +34,12 @@ def _read(read: Callable[[], Any], otherwise: Any) -> Any:
 
 
 class Run:
-    """Contents of a run folder; parts are empty where files are missing.
+    """Contents of a run folder; parts whose files are missing are empty.
 
     Args:
         path: folder of the run.
         name: short, unique name.
-        attempt: function that is called with a function that reads a file, and with the value to
+        attempt: function that is called with a function that reads a file and with the value to
             use if the file is damaged; by default, errors are raised.
 
     Attributes:
@@ -52,8 +52,8 @@ class Run:
         seconds: time of training and validation; None in runs of earlier versions.
         time: `seconds` as text.
         columns: columns of metrics.csv.
-        unmeasured: reason why the results in the folder do not belong to the run.
-        results: content of results.json, if it belongs to the run.
+        unmeasured: reason why the results in the folder do not belong to the run, or empty.
+        results: content of results.json if it belongs to the run.
         predictions: rows of predictions.csv, if there are results.
         errors: |error| of the systems of each split, eV, if known.
     """
@@ -101,7 +101,7 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
 
 
 def read_results(path: Path) -> Results:
-    """Reads a results.json; the result is empty if the file does not exist."""
+    """Reads results.json; the result is empty if the file does not exist."""
     if not path.is_file():
         return {}
     expected, hint = "metrics by split in JSON", "evaluate the run again"
@@ -126,7 +126,7 @@ def read_rows(path: Path) -> Sequence[Row]:
 
 
 def _errors(rows: Sequence[Row], path: Path) -> dict[str, NDArray[np.float64]]:
-    """Returns |error_eV| by split, or an empty dictionary without this column."""
+    """Returns |error_eV| by split, or an empty dictionary if this column is missing."""
     errors: dict[str, list[float]] = {}
     try:
         for row in rows:
@@ -157,7 +157,7 @@ def standard_error(run: Run, split: str, name: str) -> float | None:
 
 
 def differences(runs: Sequence[Run]) -> dict[str, list[object]]:
-    """Returns the values of all runs, or None, for each key in which the configurations differ."""
+    """Returns, for each key in which the configurations differ, the value of each run or None."""
     flat = [dict(flat_options(run.config)) for run in runs]
     found = {}
     for key in dict.fromkeys(key for one in flat for key in one):
@@ -168,7 +168,7 @@ def differences(runs: Sequence[Run]) -> dict[str, list[object]]:
 
 
 def flat_options(config: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:
-    """Yields dotted keys of a configuration and their values."""
+    """Yields the dotted keys of a configuration and their values."""
     for name, value in config.items():
         if isinstance(value, Mapping) and value:
             yield from flat_options(value, f"{prefix}{name}.")
@@ -177,7 +177,7 @@ def flat_options(config: Mapping[str, object], prefix: str = "") -> Iterator[tup
 
 
 def measures_of(runs: Sequence[Run]) -> list[tuple[str, str]]:
-    """Returns the split and the name of each metric in the results of the runs, sorted by split."""
+    """Returns the split and name of each metric in the results of the runs, sorted by split."""
     found = ((split, name) for run in runs for split, row in run.results.items() for name in row)
     splits = dict.fromkeys(split for run in runs for split in run.results)
     return sorted(dict.fromkeys(found), key=lambda one: list(splits).index(one[0]))

@@ -43,17 +43,17 @@ def evaluate(
 ) -> Evaluation:
     """Evaluates a sentence classifier with the metrics of its task, as in GLUE.
 
-    The metrics are accuracy, F1, and the correlations of Matthews, Pearson and Spearman. Writes
+    The metrics are accuracy, F1, and the Matthews, Pearson and Spearman correlations. Writes
     predictions.csv.
 
     Args:
         splits: any of train, val, test and, for MNLI, val_mismatched; by default the val splits.
-        data: another file of the task to evaluate instead.
-        batch_size: sentences or pairs in a batch.
+        data: a different file of the task to evaluate.
+        batch_size: number of sentences or pairs per batch.
 
     Returns:
-        For each split, the metrics of the task in percent, and n, the number of items. GLUE tasks
-        also have glue_percent, the mean of these metrics, which enters the GLUE average.
+        For each split, the metrics of the task in percent and n, the number of items. GLUE tasks
+        also return glue_percent, the mean of these metrics, which enters the GLUE average.
     """
     task, length = str(config["data"]["task"]), int(str(config["data"]["length"]))
     tokenizer = common.tokenizer_of(run, model.vocabulary)
@@ -85,7 +85,7 @@ def evaluate(
 
 
 def official(task: str, predicted: _Numbers, label: _Numbers) -> dict[str, float | None]:
-    """Returns the metrics of a task in percent, and for GLUE tasks their mean, glue_percent.
+    """Computes the metrics of a task in percent and, for GLUE tasks, their mean, glue_percent.
 
     Args:
         task: key of `molflt.data.text.glue.TASKS`.
@@ -105,7 +105,7 @@ def official(task: str, predicted: _Numbers, label: _Numbers) -> dict[str, float
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # for constant predictions
         values = [float(known[name](label, predicted)) for name in TASKS[task].metrics]
-    # Constant predictions have an undefined correlation, which counts as 0, as for Matthews.
+    # The undefined correlation of constant predictions counts as 0, as in Matthews' correlation.
     values = [100 * value if np.isfinite(value) else 0.0 for value in values]
     names = [f"{name}_percent" for name in TASKS[task].metrics]
     found: dict[str, float | None] = dict(zip(names, values, strict=True))
@@ -120,13 +120,13 @@ def logits_of(
     batch_size: int,
     name: str,
 ) -> _Numbers:
-    """Returns the logits of sentences or pairs, (items, classes).
+    """Returns the logits of sentences or pairs, of shape (items, classes).
 
     Inputs of more than `length` tokens are truncated, as in training, with a warning.
     """
     rows = Sentences(examples, tokenizer, length, name)
     if rows.cut:
-        warn(f"{name}: {rows.cut:,} of {len(rows):,} were cut, because they exceed {length} tokens")
+        warn(f"{name}: {rows.cut:,} of {len(rows):,} exceed {length} tokens and were truncated")
     collate = partial(padded, pad=tokenizer.pad)
     loader = DataLoader(rows, batch_size=batch_size, collate_fn=collate)
     found, _ = common.logits_of(model, loader, name, f"{batch_size} x {length:,} tokens")

@@ -1,9 +1,9 @@
-"""Files of predictions in shards, and how to merge them.
+"""Sharded prediction files, and a function that merges them.
 
 Each process predicts some of the batches of the whole data set. The merged numbers are bitwise
 equal to those of a single process. Each row of a shard contains the index of its structure, the
 numbers of rows in this shard and in all shards, and digests of the model and the data. These values
-reveal missing or truncated shards, and shards of other models or data.
+reveal missing or truncated shards and shards of different models or data.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ _Row = dict[str, object]
 
 
 def noted(rows: int, total: int, made: Mapping[str, object]) -> dict[str, object]:
-    """Returns the additional column of a shard; see `made_of`."""
+    """Returns the additional column of a shard; see `made_of` for `made`."""
     return {_KEY: "; ".join([f"{rows} of {total}", *(f"{k} {made[k]}" for k in made)])}
 
 
 def made_of(model: nn.Module, dataset: Structures, **options: object) -> dict[str, object]:
-    """Returns digests of the model and the data, and options, which all shards must share."""
+    """Returns the digests of the model and the data, and the options that all shards must share."""
     members = getattr(model, "members", [model])
     weights = hashlib.sha256("".join(sorted(map(digest_of, members))).encode())
     data = hashlib.sha256(dataset.natoms.astype("<i8").tobytes())  # without omitted structures
@@ -58,7 +58,7 @@ def _frames(text: str) -> list[_Row]:
         head, atoms = next(lines, ""), list(islice(lines, int(count)))
         found = _NOTED.search(head)
         if found is None or len(atoms) < int(count):
-            raise ValueError("a structure is truncated, or lacks its index")
+            raise ValueError("a structure is truncated or has no index")
         frame = "".join([count, _NOTED.sub("", head, count=1), *atoms])
         rows.append({"index": found[1], _KEY: found[2], "frame": frame})
     return rows
@@ -73,7 +73,7 @@ ENDINGS = tuple(_FORMATS)
 
 
 def merge_shards(out: Path) -> int:
-    """Merges all shards into one file, and returns the number of structures."""
+    """Merges all shards into one file and returns the number of structures."""
     if out.suffix not in _FORMATS:
         raise ValueError(f"{out}: expected a name that ends in {', '.join(ENDINGS)}")
     read, write = _FORMATS[out.suffix]
@@ -115,8 +115,8 @@ def _shards(out: Path) -> list[Shard]:
     counts = sorted({shard.total for shard in found})
     if len(counts) != 1:
         raise ValueError(
-            f"{out}: expected shards of one division, such as {Shard(1, 8).path(out).name}, which "
-            "molflt predict --shard 1/8 --out writes; got divisions into "
+            f"{out}: expected shards of the same division, such as {Shard(1, 8).path(out).name}, "
+            "which molflt predict --shard 1/8 --out writes; got shards of divisions into "
             f"{', '.join(map(str, counts)) or 'none'}; delete the files of other divisions"
         )
     everything = [Shard(number, counts[0]) for number in range(1, counts[0] + 1)]

@@ -44,7 +44,7 @@ def evaluate(
     length_penalty: float = 1.0,
     **which: Any,
 ) -> Evaluation:
-    """Evaluates a translation model: BLEU of its translations, and perplexity of the references.
+    """Evaluates a translation model: BLEU of its translations and perplexity of the references.
 
     Writes translations-SPLIT.txt (one line per source sentence), attention.png and
     cross-attention.png (each head of the last decoder layer, for the first pair) and, with a
@@ -52,14 +52,14 @@ def evaluate(
     ignored if the tokenizer ignores it.
 
     Args:
-        batch_size: sentences in a batch.
-        beam: number of hypotheses per sentence; 1 takes the most probable token at each step.
-        length_penalty: power of the number of tokens by which log p is divided.
+        batch_size: number of sentences per batch.
+        beam: number of hypotheses per sentence; 1 selects the most probable token at each step.
+        length_penalty: exponent of the number of tokens by which log p is divided.
         which: see `molflt.evaluation.common.named_sources`.
 
     Returns:
-        Per split: bleu, chrf, perplexity, pairs (the number of pairs) and length_ratio (of
-        translations to references).
+        Per split: bleu, chrf, perplexity, pairs (the number of pairs) and length_ratio (length of
+        the translations relative to the references).
     """
     tokenizer, options = common.tokenizer_of(run, model.vocabulary), config["data"]
     languages = str(options["source"]), str(options["target"])
@@ -128,7 +128,7 @@ def translate(
     batch_size: int = 64,
     name: str = "sentences",
 ) -> list[str]:
-    """Translates sentences in batches of similar length, and returns them in the original order.
+    """Translates sentences in batches of similar length; returns them in the original order.
 
     See `molflt.sequence.beam_search` for `beam` and `length_penalty`.
     """

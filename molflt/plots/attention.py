@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 _MAX_PIXELS = 512  # pixels along each side of a heat map
 _LOG_RANGE = 1e4  # ratio of the largest to the smallest weight on a logarithmic color scale
-_MAX_NAMES = 32  # largest number of tokens named along an axis
-_NAME = 0.14  # inches for each token name
-_USUAL = 0.99  # share of signed weights within the color scale if there are outliers
+_MAX_NAMES = 32  # maximum number of token names along an axis
+_NAME = 0.14  # space for each token name in inches
+_USUAL = 0.99  # fraction of signed weights within the color scale if outliers exist
 
 _Array = NDArray[np.float64]
 _Names = tuple[Sequence[str], Sequence[str]]  # of queries, of keys
@@ -34,19 +34,18 @@ def attention_matrices(
 ) -> None:
     """Draws the attention matrix of each head, as in fig. 5 of FLT (arXiv:2302.01925).
 
-    All heads share one color scale, which is logarithmic over at most four decades if all weights
-    are nonnegative and the largest is at least 30 times the median. Weights of exactly 0, such as
-    those of masked keys, are gray. If some weights are negative, which signed features allow, the
-    scale is diverging and centered at 0, and excludes the largest 1 % of the weights if these are
-    outliers. Matrices with more than 512 queries or keys are averaged over blocks. The figure
+    All heads share one color scale, which is logarithmic over up to four decades if all weights are
+    nonnegative and the largest is at least 30 times the median. Weights of exactly 0, such as those
+    of masked keys, are gray. If some weights are negative, which is possible with signed features,
+    the scale is diverging and centered at 0, and it excludes the largest 1 % of the weights if they
+    are outliers. Matrices with more than 512 queries or keys are averaged over blocks. The figure
     states whether weights are excluded or averaged.
 
     Args:
         weights: (heads, queries, keys), such as the result of `Attention.weights` for one sequence.
         file: file to write.
         title: title of the figure, such as the name of the layer.
-        tokens: names of the queries and of the keys, which are written along the axes if there are
-            at most 32.
+        tokens: names of the queries and of the keys, written along the axes if there are up to 32.
     """
     from torch.nn.functional import avg_pool2d
 
@@ -61,7 +60,7 @@ def attention_matrices(
         notes.append(f"{100 * beyond:.1g} % of the pixels are beyond the color scale")
     if max(step) > 1:
         notes.append(f"each pixel is the mean over {step[0]} queries × {step[1]} keys")
-    # One dot per pixel, because drawing fewer dots would skip pixels.
+    # One dot per pixel, because a lower resolution would skip pixels.
     side = max(max(pixels.shape[1:]) * (_NAME if named else 1 / DPI), 2.2) + 0.2
     more = 0.5 if named else 0.0
     size, margin = (side, side + 0.15), (1.7 + more, 0.8 + more + 0.2 * len(notes))
@@ -87,13 +86,13 @@ def attention_matrices(
 
 
 def _checked(weights: ArrayLike | torch.Tensor) -> torch.Tensor:
-    """Converts weights (heads, queries, keys) to float64 and checks them."""
+    """Converts weights of shape (heads, queries, keys) to float64 and checks them."""
     import torch
 
     matrices = torch.as_tensor(weights, dtype=torch.float64).detach().cpu()
     if matrices.ndim != 3 or matrices.numel() == 0:
         raise ValueError(
-            "weights must be non-empty, (heads, queries, keys); got "
+            "weights must be non-empty, of shape (heads, queries, keys); got "
             f"{tuple(matrices.shape)}; select one item of a batch with weights[0]"
         )
     if bad := int((~matrices.isfinite()).sum()):
@@ -102,7 +101,7 @@ def _checked(weights: ArrayLike | torch.Tensor) -> torch.Tensor:
 
 
 def _weight_colors(pixels: _Array) -> tuple[Normalize, Colormap, str, str]:
-    """Returns the color scale of weights, its name, and the extended ends of the color bar."""
+    """Returns the color scale of weights, its name and the extended ends of the color bar."""
     from matplotlib import colormaps
     from matplotlib.colors import LogNorm, Normalize
 

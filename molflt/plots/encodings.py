@@ -20,9 +20,9 @@ _DEPTH = 12.0  # a curve ends this far below its largest value
 
 
 def has_bias(position: torch.nn.Module | None) -> bool:
-    """Returns True if a position module adds a bias to logits, which can be drawn.
+    """Returns True if a position module adds a bias to the logits, which can be drawn.
 
-    Rotations and stochastic encodings change queries and keys instead.
+    Rotations and stochastic encodings modify queries and keys instead.
     """
     if position is None:
         return False
@@ -64,21 +64,21 @@ def rpe_profiles(model: torch.nn.Module, file: Path, r_max: float = 8.0, unit: s
 def rpe_curves(
     position: torch.nn.Module, file: Path, max_offset: float, unit: str = "tokens"
 ) -> None:
-    """Draws the encoding f(r_i - r_j) of positions on a line, for offsets of both signs.
+    """Draws the encoding f(r_i - r_j) of positions on a line for offsets of both signs.
 
     Each head has its own scale. Curves have gaps where f is -inf.
 
     Args:
         position: a position module of dimension 1, or a model with one at `encoding.position`.
         file: file to write.
-        max_offset: largest offset between query and key, in `unit`; an integer for encodings on a
-            grid of tokens.
+        max_offset: largest offset between a query and a key, in `unit`; an integer for encodings on
+            a grid of tokens.
         unit: unit of positions.
     """
     module = _found(position)
     if module.dim != 1:
         raise ValueError(f"rpe_curves: expected a position of dimension 1; got {module.dim}")
-    # A fine line, which includes all integer offsets if the end is an integer.
+    # A fine grid, which includes all integer offsets if the end is an integer.
     count = 2 * math.ceil(max_offset) * max(1, -(-400 // math.ceil(max_offset))) + 1
     (offsets,), curves = _sampled(module, (max_offset,), count)
     label = f"offset $r_i - r_j$ / {unit}\n(left: keys after the query; right: before it)"
@@ -111,16 +111,16 @@ def rpe_surfaces(
 ) -> None:
     """Draws the encoding f(r_i - r_j) over the first two axes of the offset, as heat maps.
 
-    FLT (arXiv:2302.01925), fig. 4, shows such functions as surfaces. All heads share one color
-    scale centered at 0, and their titles contain their ranges. Offsets along further axes are 0. As
-    in images, the first axis points down.
+    Figure 4 of FLT (arXiv:2302.01925) shows such functions as surfaces. All heads share one color
+    scale centered at 0, and the titles state the range of each head. Offsets along further axes are
+    0. As in images, the first axis points down.
 
     Args:
         position: a position module of dimension 2 or more, or a model with one at
             `encoding.position`.
         file: file to write.
-        extent: largest offset in `unit`, as one number for both axes or one per axis; for encodings
-            on a grid of H x W tokens, (H - 1, W - 1).
+        extent: largest offset in `unit`, either one number for both axes or one number per axis;
+            for encodings on a grid of H x W tokens, (H - 1, W - 1).
         unit: unit of positions.
         points: number of values along each axis; on a grid, one value per offset is drawn instead.
     """
@@ -183,17 +183,17 @@ def _array(values: torch.Tensor) -> _Array:
 
 
 def _bias(position: torch.nn.Module, delta: torch.Tensor) -> _Array:
-    """Returns f, (heads, n), at offsets (n, l), from a query at 0 and keys at -delta."""
+    """Returns f at offsets (n, l), for a query at 0 and keys at -delta, of shape (heads, n)."""
     origin = delta.new_zeros(1, 1, delta.shape[-1])
     return _array(position("softmax", origin, -delta[None]).bias)[0, :, 0]
 
 
 def _sampled(position: Any, reach: tuple[float, ...], points: int) -> tuple[list[_Array], _Array]:
-    """Returns offsets along the first axes, up to `reach`, and f, (heads, offsets, ...)."""
+    """Returns offsets up to `reach` along the first axes, and f, of shape (heads, offsets, ...)."""
     import torch
 
     like = _like(position)
-    if position.grid:  # needs all tokens in order; each offset is read from one pair of tokens
+    if position.grid:  # needs all tokens in order; each offset is taken from one pair of tokens
         shape = tuple(int(end) + 1 for end in reach)
         axes = [np.arange(1.0 - size, size) for size in shape]
         tokens = np.indices(shape).reshape(len(shape), -1).T

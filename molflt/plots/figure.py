@@ -1,4 +1,4 @@
-"""Shared parts of figures: colors, panels, labels, and the writing of files."""
+"""Shared parts of figures: colors, panels, labels and output files."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _further: ContextVar[tuple[tuple[str, ...], list[Path]]] = ContextVar("further",
 
 @contextmanager
 def further_formats(names: Collection[str]) -> Iterator[list[Path]]:
-    """Also writes each figure in the formats `names`, and yields the list of these files."""
+    """Also writes each figure in the formats `names`; yields the list of these files."""
     written: list[Path] = []
     token = _further.set((tuple(names), written))
     try:
@@ -53,9 +53,9 @@ def expect_picture(file: Path) -> None:
 
 @contextmanager
 def picture(file: Path, **options: object) -> Iterator[Figure]:
-    """Yields a figure, and writes it at the end, also in the formats of `further_formats`.
+    """Yields a figure and writes it on exit, also in the formats of `further_formats`.
 
-    `options` are those of `matplotlib.figure.Figure`, such as figsize in inches.
+    `options`, such as figsize in inches, are passed to `matplotlib.figure.Figure`.
     """
     from matplotlib import rc_context
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -78,7 +78,7 @@ def picture(file: Path, **options: object) -> Iterator[Figure]:
 
 
 def plain(text: str) -> str:
-    """Returns a name from data as text for a figure: shortened, with dollar signs escaped."""
+    """Prepares a name from the data for a figure: shortens it and escapes dollar signs."""
     shown = "".join(one if one.isprintable() else "?" for one in text)
     shown = shown if len(shown) <= _LONGEST else f"{shown[: _LONGEST - 1]}…"
     return shown.replace("$", r"\$")
@@ -87,7 +87,7 @@ def plain(text: str) -> str:
 def label_ends(axes: Axes, height: float) -> None:
     """Writes the labels of lines next to their ends, on the right of a panel, without overlaps.
 
-    It is called after everything else is drawn. `height` is the height of the panel in inches.
+    Call it after everything else is drawn. `height` is the height of the panel in inches.
     """
     axes.set(xlim=axes.get_xlim(), ylim=axes.get_ylim())
     at = axes.transData + axes.transAxes.inverted()
@@ -119,7 +119,7 @@ def label_ends(axes: Axes, height: float) -> None:
 
 
 def plain_numbers(axis: Axis, wide: bool) -> None:
-    """Labels a logarithmic axis with numbers such as 0.2; a wide axis only at powers of ten."""
+    """Labels a logarithmic axis with numbers such as 0.2, only at powers of ten if it is wide."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     axis.set_major_locator(LogLocator(subs=(1.0,) if wide else (1.0, 2.0, 5.0)))
@@ -139,10 +139,10 @@ def panels(
     layout: str = "constrained",
     **options: Any,
 ) -> Iterator[tuple[Figure, list[Axes]]]:
-    """Yields a figure with `count` panels in at most `columns` columns, row by row.
+    """Yields a figure with `count` panels in up to `columns` columns, row by row.
 
-    `size`, `margin` and `least` are the width and height, in inches, of a panel, of the margins,
-    and of the smallest figure. `options` are those of `matplotlib.figure.Figure.subplots`.
+    `size`, `margin` and `least` are the width and height in inches of a panel, the margins and the
+    smallest figure. `options` are passed to `matplotlib.figure.Figure.subplots`.
     """
     columns = min(columns, count)
     rows = -(-count // columns)
@@ -152,7 +152,7 @@ def panels(
         grid = figure.subplots(rows, columns, squeeze=False, **options)
         for axes in grid.flat[count:]:
             axes.set_visible(False)
-        for axes in grid.flat[count - columns : count]:  # the lowest panel of each column
+        for axes in grid.flat[count - columns : count]:  # the bottom panel of each column
             axes.tick_params(labelbottom=True)
         yield figure, list(grid.flat[:count])
 
@@ -160,7 +160,7 @@ def panels(
 def legend_outside(
     figure: Figure, axes: Axes, place: str, columns: int | None = None, **options: Any
 ) -> None:
-    """Adds one legend of the names in `axes` outside the panels; `place` is lower or upper."""
+    """Adds one legend for the labels in `axes` outside the panels; `place` is lower or upper."""
     handles, labels = axes.get_legend_handles_labels()
     options |= {"loc": f"outside {place} center", "ncols": columns or len(labels)}
     figure.legend(handles, labels, **options)
@@ -170,7 +170,7 @@ def legend_outside(
 def head_panels(
     file: Path, heads: int, *sizes: tuple[float, float], share_y: bool = True
 ) -> Iterator[tuple[Figure, list[Axes]]]:
-    """Yields a figure with one panel per head; `sizes` are those of `panels`."""
+    """Yields a figure with one panel per head; `sizes` are passed to `panels`."""
     columns = 4 if heads <= 16 else 8
     with panels(file, heads, columns, *sizes, sharex=True, sharey=share_y) as (figure, shown):
         for head, axes in enumerate(shown):

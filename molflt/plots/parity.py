@@ -37,9 +37,9 @@ def parity(
     """Plots predictions against labels, with one panel per split and equal axes.
 
     Args:
-        panels: labels and predictions of each split, (systems,), in `unit`.
+        panels: labels and predictions of each split, (systems,) each, in `unit`.
         file: file to write.
-        names: names of the systems of each split; if present, the largest errors are labeled.
+        names: names of the systems of each split; if given, the largest errors are labeled.
         quantity: name of the predicted quantity.
         unit: unit of the predicted quantity.
     """
@@ -89,7 +89,7 @@ def _name_worst(
 def _parity_panel(
     axes: Axes, target: _Array, energy: _Array, low: float, high: float
 ) -> list[PolyCollection]:
-    """Draws points or, for many systems, their density, which is returned."""
+    """Draws points or, for many systems, their density; returns the density."""
     densities: list[PolyCollection] = []
     axes.plot([low, high], [low, high], color=GREY, linewidth=1, zorder=1)
     if len(target) <= _MAX_POINTS:
@@ -115,9 +115,9 @@ def calibration(
     """Plots the coverage against the nominal level, and the errors against the uncertainty.
 
     Args:
-        coverage: levels in (0, 1) and fractions of errors within their intervals, (levels,), of
-            each split.
-        errors: uncertainties and |errors| of the systems of each split, (systems,), eV.
+        coverage: levels in (0, 1), and the fractions of errors within the intervals of each split,
+            (levels,) each.
+        errors: uncertainties and |errors| of the systems of each split, in eV, (systems,) each.
         level: fraction of errors that the uncertainty should cover, in (0, 1).
         file: file to write.
     """
@@ -139,7 +139,7 @@ def calibration(
 def _binned(
     axes: Axes, errors: Mapping[str, tuple[_Array, _Array]], level: float, colors: dict[str, str]
 ) -> None:
-    """Plots the quantile of |error| against the uncertainty in bins of equal numbers of systems."""
+    """Plots quantiles of |error| against the uncertainty in bins of equal numbers of systems."""
     seen = []
     for split, (uncertainty, error) in errors.items():
         bins = min(_MOST_BINS, max(1, len(error) // _BIN))

@@ -1,4 +1,4 @@
-"""Figures of structures, seen from the top and from the side, and of their energies."""
+"""Figures of structures, viewed from the top and from the side, and of their energies."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ __all__ = ["structure_overview", "structure_views"]
 def structure_overview(
     energies: Mapping[str, np.ndarray], shown: Data, name: str, file: Path
 ) -> None:
-    """Draws a histogram of the labels of a source, and one of its structures.
+    """Draws a histogram of the labels of a source and one of its structures.
 
-    `energies` contains the labels of each split, (structures,), eV, with NaN for missing labels.
+    `energies` contains the labels of each split in eV: (structures,), NaN for missing labels.
     """
     widths = (1.2, 1, 1)
     with panels(file, 3, 3, (13 / 3, 4.2), width_ratios=widths) as (figure, (left, top, side)):
@@ -37,7 +37,7 @@ def structure_overview(
 def structure_views(structures: Mapping[str, Data], file: Path) -> None:
     """Draws records of `molflt.data.structures` by title, from the top and from the side.
 
-    The views of a single structure are next to each other. Without a title, its sid is written.
+    The views of a single structure are next to each other. An empty title is replaced by the sid.
     """
     count = len(structures)
     with panels(file, 2 * count, max(2, count), (2.9, 3.1)) as (_, shown):
@@ -69,7 +69,7 @@ def _histogram(axes: Axes, energies: Mapping[str, np.ndarray]) -> None:
 
 
 def _view(axes: Axes, structure: Data, view: str) -> None:
-    """Draws a structure, in Å, seen along -z ("top") or +y ("side"), and its cell."""
+    """Draws a structure, in Å, and its cell, viewed along -z ("top") or +y ("side")."""
     from ase.data import chemical_symbols, covalent_radii
     from ase.data.colors import jmol_colors
     from matplotlib.patches import Circle

@@ -21,7 +21,7 @@ _ROWS, _COLUMNS = 4, 8
 def losses_by_place(losses: Mapping[str, NDArray[np.float64]], file: Path) -> None:
     """Plots the mean loss against the position in a block, which is the length of the context.
 
-    `losses` contains the loss of each token of each text, nats, (blocks, length); NaN if missing.
+    `losses` contains the token losses of each text in nats: (blocks, length), NaN if missing.
     """
     with panels(file, 1, 1, (6.0, 3.4)) as (_, (axes,)):
         for (name, loss), color in zip(losses.items(), itertools.cycle(SERIES), strict=False):
@@ -39,13 +39,13 @@ def losses_by_place(losses: Mapping[str, NDArray[np.float64]], file: Path) -> No
 def image_sheet(
     images: Sequence[NDArray[np.uint8]], captions: Sequence[str], file: Path, title: str
 ) -> None:
-    """Draws up to 32 images, (channels, height, width) each, with captions."""
+    """Draws up to 32 images of shape (channels, height, width) with captions."""
     count = max(1, min(_ROWS * _COLUMNS, len(images)))
     size, margin, least = (1.3, 1.65), (0.0, 0.5), (1.3 * _COLUMNS, 0.0)
     with panels(file, count, _COLUMNS, size, margin, least) as (figure, shown):
         for axes, image, caption in zip(shown, images, captions, strict=False):
             axes.axis("off")
-            axes.imshow(image.transpose(1, 2, 0), cmap="gray")  # of a single channel
+            axes.imshow(image.transpose(1, 2, 0), cmap="gray")  # used for a single channel
             axes.set_title(caption, fontsize="x-small")
         figure.suptitle(title)
 
@@ -71,7 +71,7 @@ def confusion(counts: ArrayLike, classes: Sequence[str], file: Path) -> None:
 
 
 def substitutions(tables: Mapping[str, NDArray[np.float64]], letters: str, file: Path) -> None:
-    """Draws tables of similarities by title, (letters, letters) each, without their diagonals."""
+    """Draws similarity tables of shape (letters, letters) by title, without their diagonals."""
     count = len(tables)
     with panels(file, count, count, (4.4, 3.9), (0.6, 0.0)) as (figure, shown):
         for axes, (title, table) in zip(shown, tables.items(), strict=True):

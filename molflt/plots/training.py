@@ -46,7 +46,7 @@ _Band = tuple[_Array, _Array, _Array, _Array]  # x, y, low, high
 
 
 class GroupError(NamedTuple):
-    """Error of a group of systems, such as all systems with one adsorbate."""
+    """Error of a group of systems, such as all systems with the same adsorbate."""
 
     group: str
     n: int
@@ -66,7 +66,7 @@ def training_curve(
         metrics_csv: metrics.csv of a run, with the column `step` and any of `train_loss`, `lr`, and
             metrics with the prefix `train_` or `val_`; cells may be empty.
         file: file to write.
-        metrics: metrics of the task; each measured metric has a panel.
+        metrics: metrics of the task; each metric in the file is drawn in its own panel.
         best: metric whose best validation is marked, and the step of this validation.
     """
     columns = read_columns(Path(metrics_csv))
@@ -77,7 +77,7 @@ def training_curve(
         if lines := [line for line in lines if np.isfinite(columns.get(line, [])).any()]:
             shown[name] = lines
     if not shown:
-        raise ValueError(f"{metrics_csv}: nothing to draw; expected train_loss, lr or metrics")
+        raise ValueError(f"{metrics_csv}: nothing to plot; expected train_loss, lr or metrics")
     sizes = (7.0, 1.9), (0.0, 0.6)
     with panels_of(file, len(shown), 1, *sizes, sharex=True) as (figure, rows):
         for axes, (name, lines) in zip(rows, shown.items(), strict=True):
@@ -99,7 +99,7 @@ def training_curve(
 
 
 def read_columns(path: Path) -> dict[str, _Array]:
-    """Reads the columns of a metrics.csv, (rows,) each, with NaN for empty cells.
+    """Reads the columns of metrics.csv, of shape (rows,) each, with NaN for empty cells.
 
     Rows without a step, such as a row of units, are omitted.
     """
@@ -154,7 +154,7 @@ def overlaid_curves(
 ) -> None:
     """Plots columns of several metrics.csv files against the step, with one panel per metric.
 
-    `runs` contains the columns of each run, (rows,) each, including step, with NaN for empty cells.
+    `runs` contains the columns of each run, including step, with NaN for empty cells: (rows,) each.
     Columns without values are omitted.
     """
     shown = [
@@ -191,8 +191,8 @@ def intervals(
 ) -> None:
     """Draws values with error bars in rows, sorted by the first panel, with the best row on top.
 
-    `panels` contains the value of each row and half the length of its error bar, by label of the
-    panel and name of the row. Some panels may lack rows.
+    `panels` contains the value of each row and half the length of its error bar, by panel label and
+    row name. Rows may be missing in some panels.
     """
     first = next(iter(panels.values()))
     order = sorted(first, key=lambda name: first[name][0], reverse=not largest_is_best)
@@ -215,8 +215,8 @@ def intervals(
 def loss_curves(tasks: Mapping[str, Mapping[str, _Array]], file: Path, steps: int) -> None:
     """Plots losses against the step: the geometric mean and the range over repeats.
 
-    `tasks` contains nonnegative losses at evenly spaced steps up to `steps`, (repeats, n), by task
-    and optimizer. Infinite values are omitted.
+    `tasks` contains nonnegative losses at evenly spaced steps up to `steps`, by task and optimizer:
+    (repeats, n). Infinite values are omitted.
     """
 
     def band(losses: _Array) -> _Band:
@@ -236,8 +236,8 @@ def best_values(
 ) -> None:
     """Draws the mean of log10 of the best value with a band of one standard deviation.
 
-    `panels` contains log10 of the best value so far after each number of `evaluations`, (runs,
-    points), by function and optimizer.
+    `panels` contains log10 of the best value after each number of `evaluations`, by function and
+    optimizer: (runs, points).
     """
 
     def band(values: _Array) -> _Band:
@@ -283,7 +283,7 @@ def errors(
     Args:
         groups: groups of each kind (adsorbate, slab, element, natoms). Groups of natoms are sorted
             by size. For the other kinds, the 20 groups with the largest errors are drawn.
-        absolute: |error| of the systems of each split, (systems,), eV; may be empty.
+        absolute: |error| of the systems of each split, (systems,) in eV; may be empty.
         file: file to write.
         unit: unit of the MAE.
     """
@@ -325,7 +325,7 @@ def _subscripts(formula: str) -> str:
 
 
 def _distribution(axes: Axes, absolute: Mapping[str, _Array]) -> None:
-    """Draws the fraction of systems below each error, and the EwT threshold as a dashed line."""
+    """Draws the fraction of systems below each error and the EwT threshold as a dashed line."""
     from matplotlib.ticker import PercentFormatter
 
     floor = 1e-3

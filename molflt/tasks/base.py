@@ -24,19 +24,19 @@ _Data = TypeVar("_Data", contravariant=True)
 
 
 class _Sums(Protocol):
-    """Sums over the items of batches, as a named tuple of scalars, which are added in float64."""
+    """Sums over the items of batches: a named tuple of scalars, which are added in float64."""
 
     def __iter__(self) -> Iterator[Tensor]: ...
 
     def metrics(self) -> dict[str, float]:
-        """Returns the metrics of all items in the sums."""
+        """Computes the metrics over all items in the sums."""
 
 
 class Task(ABC, Generic[_Batch, _Data]):
     """Base class of tasks: a model, its loss, its metrics and its optimizer.
 
     Subclasses return the loss of a batch together with sums over its items. Sums of batches and
-    ranks are added, and `metrics()` of the total gives the metrics of all items.
+    ranks are added, and `metrics()` of the total returns the metrics over all items.
 
     Args:
         model: the model to train.
@@ -50,11 +50,12 @@ class Task(ABC, Generic[_Batch, _Data]):
         betas: coefficients of Adam's running averages.
         eps: constant added to the denominator of Adam.
         weight_decay: weight decay coefficient.
-        redraw_every: steps between draws of new random features; null keeps the initial features.
+        redraw_every: number of steps after which the random features are redrawn; null keeps the
+            initial features.
         freeze: names of parameters to freeze, with wildcards such as embedding.*; null freezes no
             parameters.
-        lr_factors: factors that multiply the learning rate, by parameter name with wildcards, such
-            as {"embedding.*": 0.1}; the first match applies. null sets all factors to 1.
+        lr_factors: learning rate factors by parameter name with wildcards, such as
+            {"embedding.*": 0.1}; the first match applies. null sets all factors to 1.
         seed: seed for dropout, augmentation and redrawn features.
 
     Attributes:
@@ -105,13 +106,13 @@ class Task(ABC, Generic[_Batch, _Data]):
                 parameters[name].requires_grad_(False)
         if freeze and not any(parameter.requires_grad for parameter in parameters.values()):
             raise ValueError(
-                f"task.freeze: all {len(parameters)} parameters are frozen; expected trainable "
-                "ones; remove a pattern"
+                f"task.freeze: all {len(parameters)} parameters are frozen; expected some that are "
+                "trainable; remove a pattern"
             )
         self.lr_factors = dict(lr_factors or {})
 
     def check_new(self) -> None:
-        """Raises ValueError for options that have no effect. Only new runs are checked."""
+        """Raises ValueError for options that have no effect; only called for new runs."""
         if self.redraw_every is not None and not _is_random(self.model):
             raise ValueError(
                 f"task.redraw_every={self.redraw_every}: this model does not have random features; "
@@ -126,15 +127,15 @@ class Task(ABC, Generic[_Batch, _Data]):
                 )
 
     def prepare(self, data: _Data) -> None:
-        """Sets buffers of the model from the training data, before a new run."""
+        """Sets buffers of the model from the training data before a new run."""
 
     @property
     def validates_start(self) -> bool:
-        """Returns True if initial weights are validated and may remain the best weights."""
+        """Returns True if the initial weights are validated and may remain the best weights."""
         return False
 
     def files(self) -> dict[str, bytes]:
-        """Returns the content of files that describe the data, by name, for the run folder."""
+        """Returns the files of the run folder that describe the data: content by name."""
         return {}
 
     @abstractmethod
@@ -142,7 +143,7 @@ class Task(ABC, Generic[_Batch, _Data]):
         """Returns the loss and sums of a training batch; `progress` rises from 0 to 1."""
 
     def judge(self, batch: _Batch) -> _Sums:
-        """Returns the sums of a validation batch, by default computed as in training."""
+        """Returns the sums of a validation batch, computed as in training by default."""
         return self.loss(batch, 1.0)[1]
 
     @abstractmethod
@@ -150,15 +151,15 @@ class Task(ABC, Generic[_Batch, _Data]):
         """Returns the size of a batch in `unit`."""
 
     def name(self, batch: _Batch) -> str:
-        """Describes a batch, for messages."""
+        """Describes a batch for messages."""
         return f"a batch of {self.size(batch)} {self.unit}"
 
     def blame(self, batch: _Batch, diverges: Callable[[_Batch], bool]) -> str:
-        """Names the items of a batch that diverge individually; "" if they do not."""
+        """Names the items of a batch that diverge individually; "" if no item does."""
         return ""
 
     def summarize(self, totals: Tensor) -> dict[str, float]:
-        """Computes the metrics from total sums, (fields,)."""
+        """Computes the metrics from the summed fields, of shape (fields,)."""
         make: Callable[..., _Sums] = self.sums
         return make(*totals).metrics()
 
@@ -174,7 +175,7 @@ class Task(ABC, Generic[_Batch, _Data]):
         cast(Any, self.model).redraw_(generator)
 
     def optimizer(self) -> Optimizer:
-        """Returns the optimizer of all trainable parameters, grouped by learning rate."""
+        """Returns the optimizer for all trainable parameters, grouped by learning rate."""
         groups: dict[float, list[nn.Parameter]] = {1.0: []}  # the rate of the first group is logged
         for name, parameter in self.model.named_parameters():
             fits = (f for pattern, f in self.lr_factors.items() if fnmatchcase(name, pattern))
@@ -216,7 +217,7 @@ def _named(parameters: Mapping[str, nn.Parameter], pattern: str, option: str) ->
         count = Counter(f"{name.partition('.')[0]}.*" for name in parameters)
         known = ", ".join(f"{prefix} ({number})" for prefix, number in count.items())
         raise ValueError(
-            f"task.{option} {pattern!r}: no parameter matches; expected some of {known}, such as "
-            f"{next(iter(parameters), 'none')}"
+            f"task.{option} {pattern!r}: no parameter matches; expected one or more of {known}, "
+            f"such as {next(iter(parameters), 'none')}"
         )
     return found

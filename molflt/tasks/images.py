@@ -30,7 +30,7 @@ class _ImageSums(NamedTuple):
 
     @classmethod
     def of(cls, logits: Tensor, labels: Tensor) -> _ImageSums:
-        """Computes the sums from logits, (images, classes), and labels, (images,)."""
+        """Computes the sums from logits (images, classes) and labels (images,)."""
         own = logits.gather(1, labels[:, None])
         # ties and NaN count as errors; otherwise a constant output would always be correct
         rank = (~(logits < own)).sum(dim=1)
@@ -49,11 +49,11 @@ class _ImageSums(NamedTuple):
 class ImageTask(Task[_Batch, "ImageData"]):
     """Cross-entropy of image classes.
 
-    Batches consist of images, (batch, channels, height, width) uint8, and labels, (batch,).
+    Batches consist of images (batch, channels, height, width), uint8, and labels (batch,).
 
     Args:
         model: `molflt.image.ImageClassifier`, or a model with the same `forward`.
-        label_smoothing: fraction of the target that training spreads evenly over all classes.
+        label_smoothing: fraction of the target that is spread evenly over all classes in training.
         augment: augmentation of training images; see `molflt.data.images.augment.augment`.
         optimization: further arguments of `molflt.tasks.base.Task`.
     """

@@ -47,9 +47,9 @@ class _EnergySums(NamedTuple):
         displacement: Tensor | None = None,
         known: Tensor | None = None,
     ) -> "_EnergySums":
-        """Returns the sums for predictions and labels, (structures,) in eV.
+        """Computes the sums from predictions and labels in eV, of shape (structures,) each.
 
-        The displacement error, in Å, is included if `known`, (atoms,), is True for any atom.
+        The displacement error, in Å, is included if `known`, of shape (atoms,), contains True.
         """
         expect_same_shape("energies", energy, target)
         error = (energy.double() - target.double()).abs()
@@ -87,12 +87,11 @@ class IS2RETask(OfStructures, Task["Batch", "IS2REData"]):
         energy_std: energy, eV, by which the loss divides energies; null uses the standard deviation
             of the training set.
         references: energies of elements, which are subtracted from the labels and stored with the
-            weights. fit: least squares on the training set; adapt: the same after subtraction of
-            the energies that the initial weights predict, which are scaled to fit the labels; a
-            JSON or YAML file: energies in eV by symbol; none: no references; null: fit for
-            model.readout adsorbate, otherwise none, and total energies are refused. With
-            model.readout all, references are subtracted for all atoms; otherwise, only for
-            adsorbate atoms.
+            weights. fit: least squares on the training set; adapt: the same after subtracting the
+            energies predicted by the initial weights, which are scaled to fit the labels; a JSON or
+            YAML file: energies in eV by symbol; none: no references; null: fit for model.readout
+            adsorbate, otherwise none, and total energies are rejected. With model.readout all,
+            references are subtracted for all atoms; otherwise, only for adsorbate atoms.
         rotate: random rotations and reflections of training structures: about z (the surface
             normal), or in all directions. FLT's random nodes are not rotation invariant.
         interpolate: fraction of training structures that start at a random point between their
@@ -153,7 +152,7 @@ class IS2RETask(OfStructures, Task["Batch", "IS2REData"]):
         self.repeat = repeat
 
     def prepare(self, data: "IS2REData") -> None:
-        """Stores element energies, mean and standard deviation, in eV, in buffers of the model."""
+        """Stores element energies, mean and standard deviation, in eV, in the model's buffers."""
         self.check_data(data)
         if self.interpolate:
             data.expect_relaxed(f"task.interpolate={self.interpolate:g}")
@@ -170,8 +169,8 @@ class IS2RETask(OfStructures, Task["Batch", "IS2REData"]):
             for name, given in offsets.items():
                 if given not in (None, "none"):
                     raise ValueError(
-                        f"task.{name}={given} would also be added to structures without adsorbate; "
-                        "remove it, or use --model.readout all"
+                        f"task.{name}={given} would also be added to structures without an "
+                        "adsorbate; remove it, or use --model.readout all"
                     )
             mean = 0.0
             references = "none" if adsorbate else references or "fit"
@@ -198,14 +197,14 @@ class IS2RETask(OfStructures, Task["Batch", "IS2REData"]):
         return cast("EnergyReadout", self.model.readout)
 
     def _scaled(self, data: "IS2REData", of_adsorbates: bool) -> "NDArray[np.float64]":
-        """Scales the initial readout to fit the labels, and returns its training energies, eV.
+        """Scales the initial readout to fit the labels; returns its training energies in eV.
 
         The scale and the element energies are fitted together by ridge regression. The penalty
-        corresponds to a scale of 1 ± 0.3 before the fit and errors of 0.3 eV.
+        corresponds to a prior of 1 ± 0.3 for the scale and errors of 0.3 eV.
         """
         if data.initial is None:
             raise ValueError(
-                "task.references=adapt adapts initial weights; expected weights with domain.json; "
+                "task.references=adapt requires initial weights with domain.json; "
                 "got none; add --init, or use --task.references fit"
             )
         dataset, energies = data.datasets["train"], []
@@ -226,7 +225,7 @@ class IS2RETask(OfStructures, Task["Batch", "IS2REData"]):
         scale = 1 + left[0] @ (left[1] - left[0]) / (left[0] @ left[0] + 1.0)
         if scale < _LEAST_SCALE:
             warn(
-                f"predictions of the initial weights explain little of the labels (scale "
+                f"predictions of the initial weights hardly explain the labels (scale "
                 f"{scale:.2f}); compare with a training run without --init"
             )
         self._readout.scale_(scale)
@@ -265,13 +264,13 @@ class IS2RETask(OfStructures, Task["Batch", "IS2REData"]):
 
 
 def _goal(batch: "Batch") -> tuple[Tensor, Tensor]:
-    """Returns displacements, (atoms, 3) in Å, and a mask of free atoms with known displacements."""
+    """Returns displacements in Å: (atoms, 3), and a mask of free atoms with known displacements."""
     target = batch.pos_relaxed - batch.pos
     return target, torch.isfinite(target).all(dim=1) & ~batch.fixed
 
 
 def _displacement_error(displacement: Tensor, batch: "Batch") -> Tensor:
-    """Averages absolute errors over components and free atoms, then over structures, in Å.
+    """Averages absolute errors in Å over components and free atoms, then over structures.
 
     If no structure has relaxed positions, the result is 0 and differentiable.
     """

@@ -1,8 +1,8 @@
-"""Masked language modeling of BERT (arXiv:1810.04805, section 3.1).
+"""Masked language modeling as in BERT (arXiv:1810.04805, section 3.1).
 
 The model predicts hidden tokens and, optionally, whether the second part of a pair follows the
-first. Random numbers are arguments: training draws new numbers at each step, and validation derives
-them from the tokens of each sequence, independently of the batch.
+first. Random numbers are passed as arguments: training draws new numbers at each step, and
+validation derives them from the tokens of each sequence, independently of the batch.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class _GapSums(NamedTuple):
 class MaskedTask(Task[_Batch, "TokenizedText"]):
     """Mean negative log-likelihood of hidden tokens, in nats, plus the next-sentence loss.
 
-    Batches consist of ids, types and a mask that is False for padding, (batch, length) each.
+    Batches consist of ids, types and a mask that is False for padding, all (batch, length).
     Training hides different tokens at every step; in validation, the choice depends only on the
     sequence.
 
@@ -92,7 +92,7 @@ class MaskedTask(Task[_Batch, "TokenizedText"]):
         self.shares = {"rate": mask_rate, "mask_share": mask_share, "random_share": random_share}
 
     def prepare(self, data: TokenizedText) -> None:
-        """Stores the special ids in the model, and checks that validation hides tokens."""
+        """Stores the special ids in the model and checks that validation hides tokens."""
         self.model.set_special(data.tokenizer.mask, data.tokenizer.special)
         self.expect_gaps(data.datasets["val"], data.sources["val"])
 
@@ -106,7 +106,7 @@ class MaskedTask(Task[_Batch, "TokenizedText"]):
         return batch[0].numel()
 
     def expect_gaps(self, blocks: PieceBlocks, name: str) -> None:
-        """Raises ValueError for a text without hidden tokens, which would have perplexity 1."""
+        """Raises ValueError for a text without hidden tokens, whose perplexity would be 1."""
         for i in range(len(blocks)):
             tokens, types, there = (x[None].to(self.model.mask_id.device) for x in blocks[i])
             told = self.gaps((tokens, types, there), Draws.of_content(tokens, there))[1]
@@ -159,7 +159,7 @@ class Draws(NamedTuple):
 
     @staticmethod
     def new(tokens: Tensor) -> Draws:
-        """Draws new numbers for ids, (batch, length), with torch's default generator."""
+        """Draws new numbers for ids of shape (batch, length) with torch's default generator."""
         whole = torch.rand(3, *tokens.shape, device=tokens.device)
         return Draws(whole, torch.rand(len(tokens), device=tokens.device))
 
@@ -167,7 +167,7 @@ class Draws(NamedTuple):
     def of_content(tokens: Tensor, there: Tensor) -> Draws:
         """Derives the numbers of each sequence from its tokens, independently of the padding.
 
-        Numbers are 1 for padding, where `there`, (batch, length), is False.
+        Numbers are 1 for padding, where `there`, of shape (batch, length), is False.
         """
         whole = torch.ones(3, *tokens.shape)
         each = torch.empty(len(tokens))
@@ -194,9 +194,9 @@ def hide(
 
     Args:
         tokens: ids, (batch, length).
-        there: mask, (batch, length), False for padding.
+        there: (batch, length), False for padding.
         draws: (3, batch, length), uniform in [0, 1), for the choice of hidden tokens, the kind of
-            replacement, and the random token.
+            replacement and the random token.
         mask_id: id of the mask, a scalar.
         ordinary: (vocabulary,), True for ids that may be hidden or drawn.
         rate, mask_share, random_share: see `MaskedTask`.
@@ -220,14 +220,14 @@ def swap_parts(
     """Replaces about half of the second parts with the second part of the previous sequence.
 
     Args:
-        tokens: ids, (batch, length). A batch of one sequence is not changed.
+        tokens: (batch, length), ids. A batch of one sequence is not changed.
         types: (batch, length), 1 in the second part and the padding after it; equal in all rows.
-        there: mask, (batch, length), False for padding.
+        there: (batch, length), False for padding.
         draws: (batch,), uniform in [0, 1).
 
     Returns:
-        Tokens, mask (False for padding), and labels, (batch,): 0 for original pairs, 1 for swapped
-        pairs.
+        The tokens, the mask (False for padding), and the labels, of shape (batch,): 0 for original
+        pairs, 1 for swapped pairs.
     """
     wrong = (draws < 0.5) & torch.tensor(len(tokens) > 1, device=tokens.device)
     moved = wrong[:, None] & (types == 1)

@@ -46,15 +46,15 @@ class _OptimizerSums(NamedTuple):
 class OptimizerTask(Task[Tensor, object]):
     """Mean of log(f / f_0) over steps and problems, in truncated unrolls.
 
-    Batches are seeds of problems, (batch,). Each problem is first optimized for a random number of
-    steps, drawn log-uniformly from 0 to `burn_in`, and then for `unroll` steps that contribute to
-    the loss. Meta-steps are therefore independent: training can resume at any meta-step, and covers
-    late stages of an optimization at low cost.
+    Batches are seeds of problems, of shape (batch,). Each problem is first optimized for a random
+    number of steps, drawn log-uniformly from 0 to `burn_in`, and then for `unroll` steps that
+    contribute to the loss. Meta-steps are therefore independent: training can resume at any
+    meta-step and covers late stages of an optimization at low cost.
 
     Args:
         model: `molflt.optimizers.coordinate.CoordinateOptimizer`.
         unroll: number of steps that contribute to the loss; 20 to 100 in the literature.
-        burn_in: maximum number of earlier steps. Validation measures all `burn_in` + `unroll`
+        burn_in: maximum number of preceding steps. Validation measures all `burn_in` + `unroll`
             steps.
         optimization: further arguments of `molflt.tasks.base.Task`.
     """
@@ -83,7 +83,7 @@ class OptimizerTask(Task[Tensor, object]):
         return found.loss.to(next(self.model.parameters()).dtype), _OptimizerSums.of(found)
 
     def judge(self, batch: Tensor) -> _OptimizerSums:
-        # problems cannot be differentiated with tensors created in inference mode
+        # problems cannot be differentiated if their tensors are created in inference mode
         with torch.inference_mode(False), torch.no_grad():
             return _OptimizerSums.of(self._unroll(batch, self.burn_in + self.unroll, 0))
 
@@ -111,8 +111,8 @@ class _PopulationSums(NamedTuple):
 class PopulationTask(Task[Tensor, ProblemData]):
     """Meta-training by truncated unrolls on shifted and rotated Rastrigin-like functions.
 
-    Batches are seeds of problems, (batch,). Each problem is a function of the family
-    "rastrigin_like" (`molflt.optimizers.functions`), with a population that starts from
+    Batches are seeds of problems, of shape (batch,). Each problem is a function of the family
+    "rastrigin_like" (`molflt.optimizers.functions`) with a population that starts from
     N(0, 2.5^2). The loss is the mean over generations and problems of
 
         log(b_t / b_0 + resolution)

@@ -62,7 +62,7 @@ class _PointSums(NamedTuple):
         )
 
     def metrics(self) -> dict[str, float]:
-        """Returns metrics in meV per atom, meV/Å and, for stress, meV/Å^3; NaN if no labels."""
+        """Returns metrics in meV per atom, meV/Å and, for stress, meV/Å^3; NaN without labels."""
         energy, square, count, forces, forces_square, components, stress, stresses, labels = map(
             float, self
         )
@@ -109,7 +109,7 @@ class PotentialTask(OfStructures, Task["Batch", "PotentialData"]):
     best = "force_mae_meV_per_A"
 
     def ranking(self, found: Mapping[str, float]) -> list[str]:
-        """Ranks forces first unless all force labels are 0 by symmetry, or `force_weight` is 0."""
+        """Ranks forces first unless all force labels are 0 by symmetry or `force_weight` is 0."""
         names = super().ranking(found)
         if self.weights[1] and found.get(_FORCE_LABELS, math.inf) > _NO_FORCE:
             return names
@@ -132,13 +132,13 @@ class PotentialTask(OfStructures, Task["Batch", "PotentialData"]):
         self.weights = energy_weight, force_weight, stress_weight
         if not any(self.weights):
             raise ValueError(
-                "task.energy_weight, force_weight and stress_weight are 0; raise at least one"
+                "task.energy_weight, force_weight and stress_weight are 0; increase at least one"
             )
         self.kind = loss
         self.references = references
 
     def prepare(self, data: "PotentialData") -> None:
-        """Stores element energies and the scale of forces in buffers of the model."""
+        """Stores element energies and the scale of the forces in buffers of the model."""
         self.check_data(data)
         if self.weights[1]:
             data.expect_forces()
@@ -164,11 +164,11 @@ class PotentialTask(OfStructures, Task["Batch", "PotentialData"]):
 
 
 def point_errors(out: Mapping[str, Tensor], batch: "Batch") -> _Errors:
-    """Returns predictions minus labels where labels exist.
+    """Returns predictions minus labels for all known labels.
 
     Args:
         out: output of `molflt.graph.potential.Potential`.
-        batch: structures with labels, or NaN for unknown labels: energy, (graphs,) in eV; forces,
+        batch: structures with labels, which are NaN if unknown: energy, (graphs,) in eV; forces,
             (atoms, 3) in eV/Å; stress, (graphs, 3, 3) in eV/Å^3.
     """
     counts = batch.ptr.diff()

@@ -48,7 +48,7 @@ class OfStructures:
     ) -> "ElementEnergies | None":
         """Stores element energies, fitted or read from a file, in a buffer of the model.
 
-        `explained` contains energies that the fit subtracts from the labels, (structures,), eV.
+        `explained` contains energies in eV that the fit subtracts from the labels: (structures,).
         """
         # same annotation as in the tasks, because typing caches the first order of a union
         from ase.data import chemical_symbols
@@ -64,7 +64,7 @@ class OfStructures:
         return fit
 
     def check_data(self, data: "IS2REData | PotentialData") -> None:
-        """Raises ValueError for copies of training data in validation, or undescribed elements."""
+        """Raises ValueError if validation copies training data or elements have no descriptors."""
         from molflt.data.structures.parts import element_faults
         from molflt.graph.heads import undescribed
 
@@ -89,7 +89,7 @@ class OfStructures:
         return int(batch.num_nodes)
 
     def name(self, batch: "Batch") -> str:
-        """Returns the sids of a batch, for messages."""
+        """Lists the sids of a batch for messages."""
         return f"sids {', '.join(map(str, batch.sid.tolist()))}"
 
     def blame(self, batch: "Batch", diverges: Callable[["Batch"], bool]) -> str:

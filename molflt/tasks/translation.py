@@ -33,9 +33,9 @@ class _TargetSums(NamedTuple):
 class TranslationTask(Task[_Batch, object]):
     """Cross-entropy of the next target token, given the source and the previous target tokens.
 
-    Batches consist of source ids and their mask, (batch, n) each, and of target ids as inputs and
-    as labels, (batch, t) each; labels are -1 at padding. Perplexity is computed without label
-    smoothing. BLEU is measured by `molflt evaluate`.
+    Batches consist of source ids and their mask (batch, n), and of target ids as inputs and as
+    labels (batch, t); labels are -1 for padding. Perplexity is computed without label smoothing.
+    BLEU is computed by `molflt evaluate`.
 
     Args:
         model: `molflt.sequence.EncoderDecoder`.

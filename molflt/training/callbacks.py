@@ -32,7 +32,7 @@ def _callbacks_of(
 ) -> list[Callback]:
     """Returns the callbacks in order.
 
-    Callbacks that need the validated weights precede the averaging callback, which restores the
+    Callbacks that need the validated weights come before the averaging callback, which restores the
     current weights at the end of a validation epoch.
     """
     metrics = _MetricsFile(task, folder, options.log_every)
@@ -44,7 +44,7 @@ def _callbacks_of(
 
 
 class _Progress(Callback):
-    """Shows a progress bar over all training steps, or one line per validation in a log."""
+    """Shows a progress bar over all training steps, or prints one line per validation to a log."""
 
     def __init__(self, task: Task[Never, Never], folder: RunFolder, table: _MetricsFile) -> None:
         self.metrics = {n: m for n, m in task.metrics.items() if "val" in m.measured_in}
@@ -91,7 +91,7 @@ class _Progress(Callback):
 
     def _print_validation(self, trainer: pl.Trainer, found: Mapping[str, float]) -> None:
         measured = [name for name in self.metrics if math.isfinite(found.get(name, math.nan))]
-        # the ranking metric may equal another metric, such as the accuracy
+        # the ranking metric may be identical to another metric, such as the accuracy
         values = list(dict.fromkeys(self.metrics[name].shown(found[name]) for name in measured))
         known = self.table.shown.items()
         rest = [f"{name} {text}" for name, text in known if name == "loss" or name[-2:] == "/s"]
@@ -109,28 +109,28 @@ class _Progress(Callback):
 
 
 class _Averages(WeightAveraging):
-    """Moving average of weights that keeps frozen weights; Lightning's default rounds them."""
+    """Moving average of weights that keeps frozen weights exact; Lightning's would round them."""
 
     def __init__(self, decay: float) -> None:
         def average(kept: Tensor, new: Tensor, _: int | Tensor) -> Tensor:
             return torch.where(kept == new, kept, decay * kept + (1 - decay) * new)
 
-        # Buffers are copied: averaging two random projections does not give a random projection
+        # Buffers are copied: the average of two random projections is not a random projection
         super().__init__(use_buffers=False, avg_fn=average)
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        # Lightning moves the weights to the device later; the averages would stay on the CPU
+        # Lightning moves the weights to the device later, but the averages would stay on the CPU
         self._device = trainer.strategy.root_device
         super().setup(trainer, pl_module, stage)
 
     @property
     def state_key(self) -> str:
-        """Returns the name that earlier versions also used in checkpoints."""
+        """Returns the key of this callback in checkpoints, which earlier versions also used."""
         return "EMAWeightAveraging"
 
 
 class _Interrupted(Exception):
-    """Raised when a signal has stopped training and the state has been saved."""
+    """Raised after a signal has stopped training and the state has been saved."""
 
     def __init__(self, signum: int, step: int) -> None:
         super().__init__(signum, step)
@@ -139,10 +139,10 @@ class _Interrupted(Exception):
 
 
 class _BestWeights(Callback):
-    """Saves the weights of the best validation so far, and stops if validations do not improve.
+    """Saves the weights of the best validation so far and stops if validations do not improve.
 
-    `Task.ranking` compares validations. If two validations are equal, the later validation counts
-    as better. A validation is never the best if one of its sums, such as the loss, is not finite.
+    `Task.ranking` compares validations. If two validations are equal, the later one counts as
+    better. A validation is never the best if one of its sums, such as the loss, is not finite.
 
     Lightning's `EarlyStopping` reads logged metrics, but the Lightning modules of this package do
     not log metrics.
@@ -160,7 +160,7 @@ class _BestWeights(Callback):
         self.best: dict[str, float] = {"step": 0, "since": 0}
 
     def _scores(self, found: Mapping[str, float], names: Sequence[str]) -> list[float]:
-        """Returns scores, where larger is better; -inf for missing or non-finite metrics."""
+        """Returns scores (larger is better), which are -inf for missing or non-finite metrics."""
         scores = []
         for name in names:
             value = found.get(name, math.nan)
@@ -175,7 +175,7 @@ class _BestWeights(Callback):
         found, step = module.validation_metrics(), trainer.global_step
         names = self.task.ranking(found)
         new, old = self._scores(found, names), self._scores(self.best, names)
-        # accuracy is always finite, but the sums include the loss
+        # the accuracy is always finite, but the sums include the loss
         finite = module.validation_is_finite and max(new) > -math.inf
         since = 0 if finite and new > old else int(self.best["since"]) + 1
         if finite and new >= old:
@@ -201,19 +201,19 @@ class _BestWeights(Callback):
 
     def load_state_dict(self, state_dict: dict[str, float]) -> None:
         """Restores the best validation unless its weights file was removed."""
-        self.best |= state_dict  # earlier versions lack "since"
+        self.best |= state_dict  # without "since" in earlier versions
         if not self.folder.last.with_name("best.safetensors").is_file():
             self._forget()
 
 
 class _LastCheckpoint(Checkpoint):
-    """Saves checkpoints with :meth:`RunFolder.save_checkpoint`, and stops on signals.
+    """Saves checkpoints with :meth:`RunFolder.save_checkpoint` and stops on signals.
 
-    A checkpoint is saved when optimizer, schedule and averages have completed a step, but before
-    the validation that follows. A run killed during validation therefore repeats the validation.
-    Only the checkpoint of the last step is saved after its validation. The first checkpoint
-    precedes the first weights and the last step. A run that has weights but no checkpoint was
-    therefore not interrupted.
+    A checkpoint is saved after the optimizer, the schedule and the averages have completed a step,
+    but before the validation that follows. A run killed during validation therefore repeats it.
+    Only the checkpoint of the last step is saved after its validation. The first checkpoint is
+    saved before the first weights and before the last step. A run that has weights but no
+    checkpoint was therefore not interrupted.
 
     Closing a terminal sends SIGHUP. If nohup has disabled this signal, it stays disabled.
 
@@ -233,8 +233,8 @@ class _LastCheckpoint(Checkpoint):
     def _watch_signals(self) -> None:
         """Replaces the signal handlers; Lightning restores the previous handlers at the end.
 
-        Lightning's SIGTERM handler communicates between ranks, and its SIGINT handler stops in the
-        middle of a step.
+        Lightning's SIGTERM handler communicates between ranks, and its SIGINT handler stops
+        training in the middle of a step.
         """
         if threading.current_thread() is threading.main_thread():
             for signum in filter(None, (signal.SIGINT, signal.SIGTERM, _HANGUP)):
@@ -255,17 +255,17 @@ class _LastCheckpoint(Checkpoint):
 
     def _note(self, signum: int, frame: FrameType | None) -> None:
         for number in self._terminals:
-            if not os.isatty(number):  # printing to a closed terminal would fail
+            if not os.isatty(number):  # printing to a closed terminal would raise an error
                 os.dup2(os.open(os.devnull, os.O_WRONLY), number)
         if self.signum and signum != _HANGUP:  # a closed terminal may send several hangups
             raise KeyboardInterrupt  # on the second signal, do not wait for the step
         self.signum = self.signum or signum
 
     def _agreed_signal(self, trainer: pl.Trainer) -> int:
-        """Returns a signal received by any rank, or 0; all ranks must call this method."""
+        """Returns a signal received by any rank, or 0; must be called by all ranks."""
         if trainer.world_size == 1:
             return self.signum
-        # `signum` is not overwritten: a signal may arrive during the communication
+        # `signum` is not overwritten, because a signal may arrive during the communication
         flag = torch.tensor(float(self.signum), device=trainer.strategy.root_device)
         return int(trainer.strategy.reduce(flag, reduce_op="max"))
 
@@ -286,7 +286,7 @@ class _LastCheckpoint(Checkpoint):
             self._save_early(trainer)
 
     def _save_early(self, trainer: pl.Trainer) -> None:
-        """Saves a checkpoint before the last step unless one exists."""
+        """Saves a checkpoint before the last step unless a checkpoint exists."""
         if trainer.global_step == trainer.max_steps - 1 and not self.folder.last.exists():
             self._save(trainer)
 
@@ -316,7 +316,7 @@ class _LastCheckpoint(Checkpoint):
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        # This is how Lightning marks an unfinished validation
+        # Lightning marks an unfinished validation in this way
         if self._validation_due:
             progress = checkpoint["loops"]["fit_loop"]["epoch_loop.val_loop.batch_progress"]
             progress["total"] = {"ready": 1, "started": 1, "processed": 0, "completed": 0}

@@ -1,8 +1,8 @@
 """Weights, checkpoints and exported models. Reading them does not execute code.
 
-An exported model is one safetensors file with the weights and everything needed to use them. Its
-header describes the model and its training as JSON. A copy of the header, config.json, is for
-people and for the Hugging Face Hub.
+An exported model is a safetensors file that contains the weights and everything needed to use them.
+Its header describes the model and its training as JSON. A copy of the header, config.json, is
+written for readers and for the Hugging Face Hub.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ __all__ += ["recipe_of", "save_weights", "weights_digest", "weights_of", "write_
 __all__ += ["write_exported"]
 
 Checkpoint = dict[str, Any]
-"""Lightning's checkpoint; its key "molflt" holds a `molflt.training.run_folder.Provenance`."""
+"""Lightning's checkpoint; its key "molflt" contains a `molflt.training.run_folder.Provenance`."""
 
 _RESTORE = "restore the file, or start a new run"
 
@@ -45,7 +45,7 @@ RECOMMENDED = "game-net"
 
 _WEIGHTS = Path(__file__).parents[1] / "weights"  # packaged models
 _MODEL = "model.safetensors"
-_FILES = (_MODEL, "config.json", "tokenizer.json")  # tokenizer.json only for published encoders
+_FILES = (_MODEL, "config.json", "tokenizer.json")  # the last only for published encoders
 
 EXPECTED = (
     "expected the folder of a training run, an exported model, a .safetensors file, or "
@@ -67,7 +67,7 @@ def save_weights(
     files: Mapping[str, str],
     metadata: Mapping[str, object],
 ) -> None:
-    """Writes the weights of a model to a safetensors file with a digest.
+    """Writes the weights of a model and a digest to a safetensors file.
 
     Args:
         path: file to write.
@@ -91,7 +91,7 @@ def load_run(
         run: folder written by ``molflt train``.
         checkpoint: "best" (by validation), "last", or the path of a safetensors file.
         device: device of the model: cpu, cuda, cuda:N, or auto.
-        recipe: the expected recipe; None accepts any.
+        recipe: the expected recipe; None accepts any recipe.
 
     Returns:
         The model in evaluation mode, and the configuration of the run.
@@ -101,30 +101,30 @@ def load_run(
     config = cast(Config, saved.content)
     if recipe not in (None, config["recipe"]):
         raise ValueError(
-            f"{run}: expected a run of recipe {recipe}; got recipe {config['recipe']}; train one "
-            f"with molflt train --recipe {recipe}"
+            f"{run}: expected a run of recipe {recipe}; got recipe {config['recipe']}; train such "
+            f"a model with molflt train --recipe {recipe}"
         )
     (model,) = saved.models()
     return model.to(device), config
 
 
 class Saved(NamedTuple):
-    """Contents of a weights file, and of the run or the export to which it belongs."""
+    """Contents of a weights file and of the run or export to which it belongs."""
 
     path: Path
     run: Path | None
     """folder of the run; None for weights outside a run"""
     recipe: str | None
-    """None for a file that only holds weights"""
+    """None for a file that contains only weights"""
     options: Sequence[Mapping[str, object]]
-    """arguments of each model; an exported ensemble has several"""
+    """arguments of each model; an exported ensemble has several models"""
     weights: Sequence[dict[str, Tensor]]
     """weights of each model"""
     files: Mapping[str, object] | None
     """SHA-256 digests of files that describe the training data, by name; for an export, their JSON
     content; None if unknown"""
     content: Mapping[str, Any]
-    """config.yaml of the run, or the header that :func:`write_exported` wrote"""
+    """config.yaml of the run, or the header written by :func:`write_exported`"""
 
     @property
     def domain(self) -> object:
@@ -148,7 +148,7 @@ class Saved(NamedTuple):
 
 
 def read_saved(path: Path, run: Path | None = None) -> Saved:
-    """Reads a weights file, and checks that the files of its run are those it was trained with."""
+    """Reads a weights file and checks that the files of its run have not changed since training."""
     config = None if run is None else read_config(run)
     weights, options, files = read_weights(path)
     if run is None or config is None:
@@ -157,7 +157,7 @@ def read_saved(path: Path, run: Path | None = None) -> Saved:
         kept = run / name  # may be missing
         if kept.is_file() and hashlib.sha256(kept.read_bytes()).hexdigest() != digest:
             raise ValueError(
-                f"{kept}: changed since {path.name} was trained with it; expected sha256 "
+                f"{kept}: has changed since {path.name} was trained; expected sha256 "
                 f"{shown(str(digest)[:12])}...; restore the file"
             )
     for name, was in options.items():
@@ -170,14 +170,14 @@ def read_saved(path: Path, run: Path | None = None) -> Saved:
 
 
 def _exported(path: Path, weights: dict[str, Tensor]) -> Saved | None:
-    """Returns the models of an export; None for other weights."""
+    """Reads the models of an export; returns None for other weights."""
     if not is_exported(path):
         return None
     content = _parsed(read_header(path)[_KEY])
     if content.get("format") != _FORMAT:
         raise ValueError(
             f"{path}: expected an exported model of format {_FORMAT}; got "
-            f"{shown(content.get('format'))}; {_ADVICE}, with this version of molflt"
+            f"{shown(content.get('format'))}; {_ADVICE}, using this version of molflt"
         )
     copy = path.with_name("config.json")
     copied = path.name == _MODEL and copy.is_file()
@@ -191,7 +191,7 @@ def _exported(path: Path, weights: dict[str, Tensor]) -> Saved | None:
 
 
 def _build(name: str, config: Mapping[str, Any]) -> nn.Module:
-    """Builds the model of a recipe; messages begin with `name`."""
+    """Builds the model of a recipe; error messages begin with `name`."""
     try:
         model: nn.Module = Recipe.of(config).load("model")(**config["model"])
     except Exception as error:  # options of other versions can raise any exception
@@ -201,7 +201,7 @@ def _build(name: str, config: Mapping[str, Any]) -> nn.Module:
 
 
 def weights_of(run: Path, checkpoint: str) -> Path:
-    """Returns the weights file of a run for "best", "last" or a path."""
+    """Returns the weights file of a run for "best", "last" or the path of a file."""
     named = checkpoint in ("best", "last")
     return run / "checkpoints" / f"{checkpoint}.safetensors" if named else Path(checkpoint)
 
@@ -218,7 +218,7 @@ def find_weights(
         checkpoint: best (the default), last, or the path of a safetensors file; only for a run.
 
     Returns:
-        The file, and the folder of its run, or None for weights outside a run.
+        The file and the folder of its run, which is None for weights outside a run.
     """
     path = find(source, hub)
     if (path / "config.yaml").is_file():
@@ -236,7 +236,7 @@ def find_weights(
 
 
 def weights_digest(path: Path) -> str:
-    """Returns the SHA-256 digest of a weights file, from its header if possible; "" if missing."""
+    """Returns the SHA-256 digest of a weights file, if possible from its header; "" if missing."""
     if not path.is_file():
         return ""
     digest = None
@@ -246,14 +246,14 @@ def weights_digest(path: Path) -> str:
 
 
 def count_parameters(run: Path, config: Config) -> int:
-    """Returns the number of parameters of a run's model without allocating them."""
+    """Counts the parameters of a run's model without allocating them."""
     with torch.device("meta"):
         model = _build(f"{run / 'config.yaml'}: key model", config)
     return sum(parameter.numel() for parameter in model.parameters())
 
 
 def device_named(name: str) -> str:
-    """Resolves "auto", and raises ValueError for a device that is not available."""
+    """Resolves "auto" and raises ValueError if the device is not available."""
     if name == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     try:
@@ -274,7 +274,7 @@ def read_weights(path: Path) -> tuple[dict[str, Tensor], dict[str, object], dict
     """
     if not path.is_file():
         names = sorted(file.name for file in path.parent.glob("*.safetensors"))
-        expected = f"best, last, or a path of weights; found {', '.join(names) or 'none'}"
+        expected = f"best, last, or the path of weights; found {', '.join(names) or 'none'}"
         raise FileNotFoundError(f"{path}: no such checkpoint; expected {expected}")
     verify_tensors(path)
     with safetensors.safe_open(path, framework="pt") as file:
@@ -284,7 +284,7 @@ def read_weights(path: Path) -> tuple[dict[str, Tensor], dict[str, object], dict
 
 
 def check_weights(path: Path, model: nn.Module, weights: Mapping[str, Tensor]) -> None:
-    """Raises ValueError for weights that belong to another model or are not finite.
+    """Raises ValueError if weights belong to a different model or are not finite.
 
     Tensors listed in the model's `added_later` may be missing.
     """
@@ -297,7 +297,7 @@ def check_weights(path: Path, model: nn.Module, weights: Mapping[str, Tensor]) -
         if want != got:
             raise ValueError(
                 f"{path}: key {shown(name)}: the model of config.yaml expects {want}; got {got}; "
-                "the checkpoint belongs to another configuration"
+                "the checkpoint belongs to a different configuration"
             )
         expect_finite(path, name, weights[name])
 
@@ -307,13 +307,13 @@ def expect_finite(path: Path, name: str, tensor: Tensor) -> None:
     if not bool(torch.isfinite(tensor).all()):
         raise ValueError(
             f"{path}: key {name!r}: expected finite numbers; got NaN or infinity; the weights are "
-            "damaged, or the run diverged; use another checkpoint"
+            "damaged, or the run diverged; use a different checkpoint"
         )
 
 
 def write_checkpoint(path: Path, checkpoint: Mapping[str, object]) -> None:
     """Writes a checkpoint atomically."""
-    buffer = io.BytesIO()  # when writing to a file, torch.save reports a full disk as RuntimeError
+    buffer = io.BytesIO()  # torch.save to a file would report a full disk as RuntimeError
     torch.save(checkpoint, buffer)
     write_atomically(path, buffer.getvalue())
 
@@ -338,9 +338,9 @@ def read_plain(path: Path) -> Any:
         return torch.load(content, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         refused = re.search(r"GLOBAL (\S+)", str(error))
-        what = f"it asks for {refused[1]}" if refused else "it is not a checkpoint"
+        what = f"{refused[1]}, which could run code" if refused else "a file of a different kind"
         raise ValueError(
-            f"{path}: refused; expected tensors and plain values; {what}, which could run code"
+            f"{path}: rejected; expected only tensors and plain values; got {what}"
         ) from error
     except Exception as error:  # a damaged pickle can raise any exception
         reason = (str(error) or type(error).__name__).splitlines()[0][:100]
@@ -348,7 +348,7 @@ def read_plain(path: Path) -> Any:
 
 
 def model_weights(checkpoint: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Returns the model weights in a checkpoint, or their averages if the run uses averaging."""
+    """Returns the model weights in a checkpoint, or their averages if averaging is enabled."""
     return {
         name.removeprefix("model."): tensor
         for name, tensor in checkpoint["state_dict"].items()
@@ -397,7 +397,7 @@ def _packaged(name: str) -> Path:
         raise FileNotFoundError(
             f"this installation does not include weights ({_WEIGHTS / name}); expected a trained "
             "model: pass a run, an exported model or hf:OWNER/NAME, as in `molflt predict RUN "
-            "STRUCTURES`; `molflt train` creates a run"
+            "STRUCTURES`; a run is created with `molflt train`"
         )
     return path
 
@@ -408,7 +408,7 @@ def _fetched(name: str, options: Mapping[str, object]) -> Path:
     fetch: Callable[..., str] = require("huggingface_hub", name, "hub").snapshot_download
     try:
         folder = fetch(repository, **chosen)
-    except Exception as error:  # the network can fail in many ways
+    except Exception as error:  # network failures can raise any exception
         reason = shown((str(error).strip().splitlines() or [type(error).__name__])[0], 200)
         raise ValueError(
             f"{name}: could not be downloaded from the Hugging Face Hub; expected a network "
@@ -430,14 +430,14 @@ def write_exported(
 
     Args:
         folder: folder to write into; created if missing.
-        weights: weights by name; with several models, names start with "members.0.", "members.1.".
+        weights: weights by name; for several models, with the prefixes "members.0.", "members.1.".
         content: recipe, models (the options of each), about, license, datasets, task (options),
             results, and files (the content of small files in the run folder, by name).
     """
     text = json.dumps({"format": _FORMAT, **content}, indent=1, ensure_ascii=False)
     own = {name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
     copy = folder / "config.json"
-    copy.unlink(missing_ok=True)  # the copy must never describe other weights
+    copy.unlink(missing_ok=True)  # the copy must never describe different weights
     save_tensors(folder / "model.safetensors", own, {"format": "pt", _KEY: text})
     write_atomically(copy, text.encode())
 
@@ -451,12 +451,12 @@ def check_replaceable(folder: Path) -> None:
         if (folder / name).exists():
             raise ValueError(
                 f"{folder / name}: exists and does not belong to an exported model; expected a new "
-                "folder, or an earlier export; choose another one"
+                "folder, or an earlier export; choose a different folder"
             )
 
 
 def is_exported(path: Path) -> bool:
-    """Returns True if a weights file is an exported model."""
+    """Returns True if a weights file contains an exported model."""
     return _KEY in read_header(path)
 
 

@@ -1,4 +1,4 @@
-"""Options of a run, and readers of config.yaml."""
+"""Options of a run and readers of config.yaml."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Config(TypedDict):
 
 
 HUB = "hf:"
-"""Prefix of the names of repositories on the Hugging Face Hub."""
+"""Prefix of repository names on the Hugging Face Hub."""
 PARTS = ("model", "data", "task", "trainer")
 """Groups of options."""
 
@@ -49,14 +49,14 @@ def add_options(parser: ArgumentParser, recipe: str) -> None:
     parser.add_argument(
         "--config",
         action="config",
-        help="YAML file with any of the options below, or the name of a shipped one, such as demo; "
-        "paths in it are relative to the file",
+        help="YAML file with any of the options below, or the name of a shipped file, such as "
+        "demo; paths in the file are relative to it",
     )
     parser.add_argument("--resume", type=Path | None, help="run folder to resume")
     parser.add_argument(
         "--init",
         type=Path | None,
-        help="run, exported model, weights or hf:OWNER/NAME to take initial weights from",
+        help="run, exported model, weights or hf:OWNER/NAME that provides the initial weights",
     )
     parser.add_argument(
         "--run", type=Path | None, help="folder to write; by default runs/DATE-CONFIG"
@@ -95,7 +95,7 @@ def read_config(run: Path) -> Config:
     path = Path(run) / "config.yaml"
     if not path.is_file():
         above = (parent for parent in Path(run).parents if (parent / "config.yaml").is_file())
-        advice = f"; give {found}" if (found := next(above, None)) else ""
+        advice = f"; pass {found}" if (found := next(above, None)) else ""
         got = f"{run}: not a folder" if Path(run).is_file() else f"{path}: no such file"
         raise FileNotFoundError(f"{got}; expected the folder of a training run{advice}")
     content = read_yaml(path)
@@ -115,7 +115,7 @@ def read_config(run: Path) -> Config:
 
 
 class _Loader(yaml.SafeLoader):
-    """Safe YAML loader that refuses repeated keys; PyYAML would use the last value."""
+    """Safe YAML loader that rejects repeated keys; PyYAML would use the last value."""
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         found = super().compose_mapping_node(anchor)
@@ -148,7 +148,7 @@ def absolute(value: object, folder: Path | None = None) -> object:
 
     Args:
         value: a configuration or a part of it.
-        folder: folder that relative paths refer to; by default the current folder.
+        folder: folder to which relative paths refer; by default the current folder.
     """
     if isinstance(value, Mapping):
         return {key: absolute(part, folder) for key, part in value.items()}
@@ -160,7 +160,7 @@ def absolute(value: object, folder: Path | None = None) -> object:
 
 
 def plain(value: object) -> object:
-    """Converts paths to strings and tuples to lists, for YAML and checkpoints."""
+    """Converts paths to strings and tuples to lists for YAML and checkpoints."""
     if isinstance(value, Mapping):
         return {key: plain(part) for key, part in value.items()}
     if isinstance(value, list | tuple):

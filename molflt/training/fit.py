@@ -47,7 +47,7 @@ def fit(
         options: options of the loop.
 
     Returns:
-        The number of the signal that stopped training, and the step that was saved; None if
+        The number of the signal that stopped training and the step that was saved; None if
         training finished.
     """
     options.check()
@@ -68,8 +68,8 @@ def fit(
             precision=options.precision,
             accelerator="cuda" if computes_on(options.accelerator)[0] == "GPU" else "cpu",
             devices=options.devices,
-            # Buffers change identically on all ranks; broadcasting them would block if a rank has
-            # one validation batch fewer
+            # Buffers change identically on all ranks; broadcasting them would hang if a rank has
+            # one validation batch less
             strategy=DDPStrategy(broadcast_buffers=False) if ddp else "auto",
             use_distributed_sampler=False,
             gradient_clip_val=options.gradient_clip,
@@ -85,8 +85,8 @@ def fit(
             callbacks=_callbacks_of(task, folder, options),
         )
         last = None if folder.checkpoint is None else folder.last
-        # Lightning converts weights after it has restored and averaged them, so float64 weights
-        # would be rounded to float32 first
+        # Lightning would convert the weights after restoring and averaging them, which would first
+        # round float64 weights to float32
         trainer.precision_plugin.convert_module(steps)
         try:
             trainer.fit(steps, ckpt_path=last, weights_only=True)
@@ -109,11 +109,11 @@ def fit(
 
 
 def _stop_others(trainer: pl.Trainer) -> None:
-    """Ends the processes that Lightning started; its observer would kill this process as well."""
+    """Ends the processes started by Lightning, whose observer would also kill this process."""
     launcher: Any = trainer.strategy.launcher
     if launcher is not None:
         launcher.kill(signal.SIGKILL)
-        launcher.procs.clear()  # the observer then finds nothing to do
+        launcher.procs.clear()  # leaves nothing for the observer to do
 
 
 def _silence_lightning() -> None:
@@ -121,7 +121,7 @@ def _silence_lightning() -> None:
         logging.getLogger(name).setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", category=PossibleUserWarning)
     warnings.filterwarnings("ignore", message=".*LeafSpec.*")  # caused by Lightning
-    # the replacement adds another broadcast of buffers, and some supported releases lack it
+    # the replacement adds another broadcast of buffers and is missing in some supported releases
     warnings.filterwarnings("ignore", message=".*`broadcast_buffers` is deprecated.*")
 
 
@@ -138,15 +138,15 @@ def _warn_of_slow_average(decay: float | None, max_steps: int) -> None:
 
 @contextmanager
 def _loggers(name: LoggerName, folder: RunFolder) -> Iterator[list[Logger]]:
-    """Opens Lightning's logger; metrics.csv is always written, and "csv" does not open a logger."""
+    """Opens Lightning's logger, except for "csv"; metrics.csv is always written."""
     from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
 
     logger: TensorBoardLogger | WandbLogger
     if name == "csv" or not folder.writes:
         yield []
     elif name == "tensorboard":
-        # The step of the checkpoint is purged as well, because its validation may be repeated. If
-        # it is not repeated, its rows are logged again from metrics.csv.
+        # The step of the checkpoint is also purged, because its validation may be repeated. If it
+        # is not repeated, its rows are logged again from metrics.csv.
         step = None if folder.checkpoint is None else folder.checkpoint["global_step"]
         logger = TensorBoardLogger(folder.path, name="", version="tensorboard", purge_step=step)
         logger.log_hyperparams(dict(folder.provenance["config"]))
@@ -160,4 +160,4 @@ def _loggers(name: LoggerName, folder: RunFolder) -> Iterator[list[Logger]]:
         try:
             yield [logger]
         finally:
-            logger.experiment.finish()  # otherwise the next run of this process would write to it
+            logger.experiment.finish()  # otherwise the next run in this process would write to it

@@ -1,4 +1,4 @@
-"""Ranges of numeric options, and readable errors about options.
+"""Ranges of numeric options, and readable error messages for options.
 
 Ranges are intervals: [0, 1) contains 0 but not 1.
 """
@@ -75,7 +75,7 @@ LIMITS = {name: interval for interval, names in _RANGES.items() for name in name
 
 
 def readable(error: Exception) -> str:
-    """Shortens an error of jsonargparse to one line."""
+    """Shortens an error message from jsonargparse to one line."""
     text = " ".join(str(error).split())
     for pattern, shorter in _SHORTER:
         text = re.sub(pattern, shorter, text)
@@ -83,7 +83,7 @@ def readable(error: Exception) -> str:
 
 
 def check_ranges(options: Mapping[str, object]) -> None:
-    """Raises ValueError for the first option with a number out of range.
+    """Raises ValueError for the first option with a number outside its range.
 
     The command line calls this function before anything is loaded or written. The constructors of
     models, data and tasks also check their arguments.
@@ -98,7 +98,7 @@ def check_ranges(options: Mapping[str, object]) -> None:
 
 
 def outside(key: str, value: object) -> str | None:
-    """Returns the interval of an option if a number in the value lies outside it, else None."""
+    """Returns the interval of an option if a number in its value is outside, otherwise None."""
     interval = LIMITS.get(key, _ANY)
     low, high = (float(end) for end in interval[1:-1].split(","))
     for number in _numbers(value):

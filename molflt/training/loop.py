@@ -1,4 +1,4 @@
-"""Lightning modules of tasks and data, and the callback that writes metrics.csv."""
+"""Lightning modules for tasks and data, and the callback that writes metrics.csv."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _Data = TypeVar("_Data")
 
 
 class _LightningTask(pl.LightningModule, Generic[_Batch, _Data]):
-    """Training and validation steps of a task; its loaders start at the trainer's current step.
+    """Training and validation steps of a task; the loaders start at the trainer's current step.
 
     Attributes:
         gradient_norm: norm of the gradient in the last step, before clipping.
@@ -41,7 +41,7 @@ class _LightningTask(pl.LightningModule, Generic[_Batch, _Data]):
 
     def __init__(self, task: Task[_Batch, _Data], data: BatchedData[Sized]) -> None:
         super().__init__()
-        # more processes than validation batches are allowed: each item is still counted once
+        # the number of processes may exceed that of validation batches: items are counted once
         self.allow_zero_length_dataloader_with_multiple_devices = True
         self.task = task
         self.data = data
@@ -67,7 +67,7 @@ class _LightningTask(pl.LightningModule, Generic[_Batch, _Data]):
         return batch
 
     def on_train_batch_start(self, batch: object, batch_idx: int) -> None:
-        """Seeds torch from the task's seed, rank, step, and index of the batch within the step.
+        """Seeds torch from the task's seed, the rank, the step, and the batch index in the step.
 
         A resumed run therefore draws the same dropout masks as an uninterrupted run.
         """
@@ -126,7 +126,7 @@ class _LightningTask(pl.LightningModule, Generic[_Batch, _Data]):
         self._sums.append(_row(list(self.task.judge(batch)), self.device))
 
     def validation_metrics(self) -> dict[str, float]:
-        """Returns metrics over the split and all ranks; all ranks must call this method."""
+        """Returns metrics over the split and all ranks; must be called by all ranks."""
         if self._metrics is None:
             width = len(self.task.sums.__annotations__)  # a rank may have no batch
             zero = torch.zeros(width, dtype=torch.float64, device=self.device)
@@ -147,7 +147,7 @@ class _LightningTask(pl.LightningModule, Generic[_Batch, _Data]):
     def on_train_start(self) -> None:
         """Recomputes the learning rate, because a resumed run may have more steps than before.
 
-        If the number of steps is unchanged, the rate is bitwise identical to that in the
+        If the number of steps is unchanged, the rate is bitwise equal to the rate in the
         checkpoint.
         """
         factor = self._lr_factor(self.global_step)
@@ -171,11 +171,11 @@ class _LightningTask(pl.LightningModule, Generic[_Batch, _Data]):
         return (
             f"{what} is {value} at step {self.global_step} with learning rate "
             f"{self._learning_rate():.3g} on {self._culprits() or self._batch}; expected a finite "
-            "number; the last good checkpoint is kept; check these data, or lower task.lr"
+            "number; the last valid checkpoint is kept; check these data, or lower task.lr"
         )
 
     def _culprits(self) -> str:
-        """Names the items of a step that diverge individually; empty if all are finite."""
+        """Names the items of a step that diverge individually; empty if all items are finite."""
         weights = [weight for weight in self.model.parameters() if weight.requires_grad]
 
         def diverges(batch: _Batch) -> bool:
@@ -192,7 +192,7 @@ def _row(parts: list[Tensor], device: torch.device) -> Tensor:
 
 
 class _CheckpointIO(TorchCheckpointIO):
-    """Gives Lightning access to checkpoints through the run folder."""
+    """Provides Lightning with access to checkpoints through the run folder."""
 
     def __init__(self, folder: RunFolder) -> None:
         self.folder = folder
@@ -213,7 +213,7 @@ _Module = _LightningTask[object, object]
 
 
 class _MetricsFile(Callback):
-    """Writes ``metrics.csv``, and restores it to the state of the checkpoint when resuming."""
+    """Writes ``metrics.csv`` and restores it to the state of the checkpoint when resuming."""
 
     def __init__(self, task: Task[Never, Never], folder: RunFolder, log_every: int) -> None:
         self.folder = folder
@@ -256,7 +256,7 @@ class _MetricsFile(Callback):
     def _restore(self, trainer: pl.Trainer) -> None:
         again = self._rewind(trainer.global_step, _validation_due(self.folder.checkpoint))
         for logger in trainer.loggers:
-            if isinstance(logger, TensorBoardLogger):  # it removed the rows of the step
+            if isinstance(logger, TensorBoardLogger):  # it has removed the rows of the step
                 for row in again:
                     numbers = {name: float(cell) for name, cell in row.items() if cell}
                     logger.log_metrics(numbers, step=int(numbers.pop("step")))
@@ -264,7 +264,7 @@ class _MetricsFile(Callback):
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Saves the sums since the last row, which belong to the next row."""
+        """Saves the sums accumulated since the last row, which belong to the next row."""
         if self._totals is not None:
             totals = trainer.strategy.reduce(self._totals.clone(), reduce_op="sum")
             seconds = time.perf_counter() - self._since
@@ -272,11 +272,11 @@ class _MetricsFile(Callback):
             checkpoint["callbacks"][self.state_key] = kept
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restores the sums; earlier versions did not save any."""
+        """Restores the sums, which earlier versions did not save."""
         self._kept = state_dict
 
     def _rewind(self, step: int, validates: bool) -> list[dict[str, str]]:
-        """Drops the rows of steps to be repeated; returns the rows of the checkpoint's step."""
+        """Removes the rows of steps to be repeated; returns the rows of the checkpoint's step."""
         rows = [
             (at, row)
             for at, row in (self._read() if step > 0 else ())
@@ -288,7 +288,7 @@ class _MetricsFile(Callback):
         return [row for at, row in rows if at == step]
 
     def _read(self) -> list[tuple[int, dict[str, str]]]:
-        """Reads steps and rows, and ignores an incomplete last row."""
+        """Reads steps and rows, ignoring an incomplete last row."""
         try:
             text = self.path.read_bytes().decode()
             table = csv_rows(text[: text.rfind("\n") + 1])

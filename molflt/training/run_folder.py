@@ -1,4 +1,4 @@
-"""Folder of a run: configuration, checkpoints, provenance and results; checks of resumed runs."""
+"""Run folder: configuration, checkpoints, provenance and results, and checks of resumed runs."""
 
 from __future__ import annotations
 
@@ -68,12 +68,12 @@ since (validations since the best one), metric, best (its best value), best_step
 
 
 def read_provenance(run: Path) -> Provenance:
-    """Reads the provenance in last.ckpt; empty if missing or written by an earlier version."""
+    """Reads the provenance from last.ckpt; empty if missing or written by an earlier version."""
     last = Path(run) / "checkpoints" / "last.ckpt"
     return read_checkpoint(last).get("molflt", {}) if last.is_file() else {}
 
 
-# Options that do not affect the steps: data are compared by content, epochs as numbers of steps.
+# Options that do not affect the steps. Data are compared by content, and epochs as step numbers.
 _FREE = {
     "run",
     "data.root",
@@ -118,7 +118,7 @@ class RunFolder:
     def __init__(self, path: Path) -> None:
         from lightning.pytorch.utilities import rank_zero_only
 
-        # False in the further DDP processes that Lightning or torchrun launches
+        # False in the other DDP processes launched by Lightning or torchrun
         self.writes = (getattr(rank_zero_only, "rank", None) or 0) == 0
         self.path = path
         self.provenance: Provenance = {}
@@ -134,7 +134,7 @@ class RunFolder:
 
     @contextlib.contextmanager
     def held(self, resume: bool) -> Iterator[None]:
-        """Locks the folder; reads its checkpoint if `resume` is True, or checks that it is new."""
+        """Locks the folder; reads its checkpoint if `resume`, otherwise checks that it is new."""
         if resume and not self.last.is_file():
             read_checkpoint(self.last)  # raises before a folder is created
         with self._lock.held() if self.writes else contextlib.nullcontext():
@@ -147,7 +147,7 @@ class RunFolder:
     def _expect_new(self) -> None:
         if self.last.exists():
             raise FileExistsError(
-                f"{self.path}: holds checkpoints of an earlier run; expected an empty or new "
+                f"{self.path}: contains checkpoints of an earlier run; expected an empty or new "
                 f"folder; resume it with --resume {shlex.quote(str(self.path))}, or choose "
                 "another --run"
             )
@@ -157,17 +157,17 @@ class RunFolder:
             found += self.path.glob("config.yaml")  # not written by a run
         if found:
             raise FileExistsError(
-                f"{found[0]}: exists, without a last.ckpt to resume from; expected an empty or new "
-                "folder; choose another --run, or move the file away"
+                f"{found[0]}: exists, but without a last.ckpt to resume from; expected an empty or "
+                "new folder; choose another --run, or move the file"
             )
 
     def check_config(self, config: Config) -> None:
         """Stores the configuration; raises ValueError if it would change steps of a resumed run.
 
         Options in `_FREE` may change. ``trainer.max_steps`` and ``trainer.max_epochs`` may be
-        raised; the schedule then follows the new number of steps. Other changes are refused, for
+        increased; the schedule then uses the new number of steps. Other changes are rejected, for
         example of `trainer.devices`, which multiplies the batch size. A run ended by early stopping
-        needs more patience.
+        can be resumed only with more patience.
         """
         self.provenance["config"] = now = cast(Config, plain(config))
         if self.checkpoint is None:
@@ -183,8 +183,8 @@ class RunFolder:
         if steps is not None and int(steps) < max(done, int(old[_STEPS])):
             by = "" if new[_EPOCHS] is None else f" from {_EPOCHS}={new[_EPOCHS]}"
             raise ValueError(
-                f"{path}: --resume can only raise {_STEPS}; it is {old[_STEPS]}, and {done} steps "
-                f"are done; got {steps}{by}"
+                f"{path}: --resume can only increase {_STEPS}; it is {old[_STEPS]}, and {done} "
+                f"steps are done; got {steps}{by}"
             )
         wrong = [
             f"{key} is {shown(old[key])}; got {shown(new[key])}"
@@ -207,7 +207,7 @@ class RunFolder:
     def check_data(
         self, fingerprints: Mapping[str, Fingerprint], files: Mapping[str, bytes]
     ) -> None:
-        """Compares the data with those of the checkpoint, and keeps digests of `files`."""
+        """Compares the data with those of the checkpoint and stores digests of `files`."""
         for use, old in self._was().get("data", {}).items():
             new = fingerprints.get(use, {})
             for key in old:
@@ -225,16 +225,16 @@ class RunFolder:
         return (self.checkpoint or {}).get("molflt", {})
 
     def remember(self, domain: object) -> object:
-        """Stores and returns the initial weights' domain.json; resumed runs use the stored one."""
+        """Stores and returns domain.json of the initial weights; resumed runs use this copy."""
         kept = domain if self.checkpoint is None else self._was().get("initial")
         if kept is not None:
             self.provenance["initial"] = kept
         return kept
 
     def check_weights(self, model: nn.Module) -> None:
-        """Checks that the checkpoint fits the model, and rewrites last.safetensors from it.
+        """Checks that the checkpoint fits the model and rewrites last.safetensors from it.
 
-        Rewriting is needed if the run was killed after writing only one of the two files.
+        Rewriting is needed if the run was killed after only one of the two files was written.
         """
         if self.checkpoint is not None:
             check_weights(self.last, model, model_weights(self.checkpoint))
@@ -243,7 +243,7 @@ class RunFolder:
             self._save_last(self.checkpoint)
 
     def start_steps(self, machine: Mapping[str, object]) -> None:
-        """Starts the clock, stores settings that affect rounding, and reports changes to them."""
+        """Starts the timer, stores the settings that affect rounding and reports their changes."""
         self._begun = time.perf_counter()
         was = self._was().get("machine", {})
         differs = [
@@ -253,7 +253,7 @@ class RunFolder:
         ]
         if differs:
             changes = "; ".join(differs)
-            self.say(f"{self.path}: resumed with {changes}: sums may round differently", sys.stderr)
+            self.say(f"{self.path}: resumed with {changes}: rounding may differ", sys.stderr)
         self.provenance["machine"] = machine
 
     def say(self, text: str, file: TextIO | None = None) -> None:
@@ -268,8 +268,8 @@ class RunFolder:
         for folder in (self.path, self.last.parent):
             clear_parts(folder)
         if self.checkpoint is None:
-            path = self.path / _VERSIONS  # written first: it marks config.yaml as ours
-            # an interrupted start may have used other data, another recipe or other weights
+            path = self.path / _VERSIONS  # written first: marks config.yaml as written by a run
+            # an interrupted start may have used different data, weights or a different recipe
             for name in {*KEPT, INIT_RECORD} - data_files.keys() if path.exists() else ():
                 (self.path / name).unlink(missing_ok=True)
             write_atomically(path, (json.dumps(_versions(), indent=2) + "\n").encode())
@@ -287,8 +287,8 @@ class RunFolder:
     def _expect_held(self) -> None:
         if self._lock.is_gone():
             raise FileNotFoundError(
-                f"{self.path}: the run folder was removed or replaced during training; nothing "
-                "more is written; start a new run"
+                f"{self.path}: the run folder was removed or replaced during training; no further "
+                "files are written; start a new run"
             )
 
     def save_weights(
@@ -323,7 +323,7 @@ class RunFolder:
             append(self.path / "metrics.csv", row)  # reaches the disk before later checkpoints
 
     def draw_curve(self, metrics: Mapping[str, Metric]) -> None:
-        """Draws curve.png if metrics.csv has rows; a failure to draw never hides another error."""
+        """Draws curve.png if metrics.csv has rows; drawing errors never hide another error."""
         table, png = self.path / "metrics.csv", self.path / "curve.png"
         ending = sys.exception()
         try:
@@ -363,7 +363,7 @@ def read_versions(run: Path) -> dict[str, object]:
 
 
 def _git_commit() -> str | None:
-    """Returns the commit of the repository that contains the package; None if it is installed."""
+    """Returns the commit of the repository that contains the package; None if installed."""
     command = ["git", f"--git-dir={Path(__file__).parents[2] / '.git'}", "rev-parse", "HEAD"]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
@@ -372,7 +372,7 @@ def _git_commit() -> str | None:
 
 
 class Best(NamedTuple):
-    """The best validation of a run, whose weights are in best.safetensors."""
+    """The best validation of a run; best.safetensors contains its weights."""
 
     metric: str
     """name in metrics.csv without ``val_``"""
@@ -381,7 +381,7 @@ class Best(NamedTuple):
 
 
 def best_of(run: Path) -> Best | None:
-    """Reads the best validation of a run from its weights; None before the first validation."""
+    """Reads the best validation of a run from its weights; None if the run was not validated."""
     path = Path(run) / "checkpoints" / "best.safetensors"
     if not path.is_file():
         return None
@@ -390,7 +390,7 @@ def best_of(run: Path) -> Best | None:
 
 
 def steps_of(run: Path, weights: str = "last") -> int:
-    """Reads the number of steps from the header of "last" or "best" weights; 0 if missing."""
+    """Reads the number of steps from the header of the "last" or "best" weights; 0 if missing."""
     path = Path(run) / "checkpoints" / f"{weights}.safetensors"
     return int(_number(path, "step")) if path.is_file() else 0
 
@@ -407,7 +407,7 @@ def _number(path: Path, key: str) -> float:
 
 
 def draw_curve(run: Path, file: Path, metrics: Mapping[str, Metric]) -> None:
-    """Plots metrics.csv of a run, and marks the validation of its best weights.
+    """Plots metrics.csv of a run and marks the validation of its best weights.
 
     Args:
         run: folder of the run.

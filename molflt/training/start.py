@@ -1,4 +1,4 @@
-"""Start of a run: the command line of ``molflt train``, and initial weights (``--init``)."""
+"""Start of a run: the command line of ``molflt train`` and initial weights (``--init``)."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ from molflt.training.run_folder import INIT_RECORD, RunFolder
 
 __all__ = ["Initializer", "build_parser", "dated_run", "read_initial_weights"]
 
-_MOST = 8  # names per printed line; init.json has them all
+_MOST = 8  # names per printed line; init.json contains all names
 _SHARED = "MOLFLT_RUN"  # passes the name of the run to the other processes
 _LONGEST = 60  # characters
 
 
 def build_parser(words: Sequence[str] = ()) -> ArgumentParser:
-    """Returns the parser of ``molflt train`` for the recipe that `words` name."""
+    """Returns the parser of ``molflt train`` for the recipe given in `words`."""
     parser = _TrainParser()
     add_options(parser, _recipe_named(list(words)))
     return parser
@@ -84,7 +84,7 @@ def _values_in(key: str, files: Sequence[str]) -> list[str]:
 
 
 class _TrainParser(ArgumentParser):
-    """Parser with defaults from the run of ``--resume`` or the model of ``--init``."""
+    """Parser with defaults from the run given by ``--resume`` or the model given by ``--init``."""
 
     def parse_args(self, args: Sequence[str] | None = None) -> Namespace:  # type: ignore[override]
         words = list(sys.argv[1:] if args is None else args)
@@ -152,7 +152,7 @@ class _TrainParser(ArgumentParser):
 
 
 def _let_words_decide(config: Namespace, words: list[str]) -> None:
-    """Removes max_steps of a file if the command line sets max_epochs, and vice versa."""
+    """Removes max_steps set in a file if the command line sets max_epochs, and vice versa."""
     both = ("max_steps", "max_epochs")
     given = [key for key in both if {*_values_of(f"--trainer.{key}", words)} - {"null"}]
     if len(given) == 1:
@@ -188,14 +188,14 @@ def _values_of(option: str, words: list[str]) -> list[str]:
 def dated_run(name: str) -> Path:
     """Returns a folder that does not exist yet, such as ``runs/2026-11-22-demo``.
 
-    All processes of a training run get the same folder.
+    All processes of a training run use the same folder.
 
     Args:
-        name: name of the training run, such as the name of its configuration.
+        name: name of the training run, such as that of its configuration.
     """
     if "LOCAL_RANK" in os.environ:
         if _SHARED not in os.environ:
-            raise ValueError("--run: expected a folder, the same for all processes; got none")
+            raise ValueError("--run: expected the same folder for all processes; got none")
         return Path(os.environ[_SHARED])
     stem = f"{time.strftime('%Y-%m-%d')}-{re.sub(r'[^A-Za-z0-9._+-]+', '-', name)[:_LONGEST]}"
     names = itertools.chain([stem], (f"{stem}-{count}" for count in itertools.count(2)))
@@ -206,7 +206,7 @@ def dated_run(name: str) -> Path:
 
 
 def read_initial_weights(name: str) -> Saved:
-    """Reads the weights that `--init` names; only the first model of an ensemble is used."""
+    """Reads the weights given by `--init`; only the first model of an ensemble is used."""
     saved = read_saved(*find_weights(name))
     if saved.recipe is None and recipe_of(saved.path) is not None:
         saved = _of_transformers(saved)
@@ -237,7 +237,7 @@ def _of_transformers(saved: Saved) -> Saved:
 
 
 class Initializer:
-    """Loads initial weights into a new run; does nothing without `init` or in a resumed run.
+    """Loads initial weights in a new run; does nothing without `init` or in a resumed run.
 
     Args:
         folder: the run folder.
@@ -256,9 +256,9 @@ class Initializer:
         self._record: dict[str, Any] = {}  # content of init.json
 
     def domain(self) -> tuple[str, object] | None:
-        """Returns a name for messages, and the content of domain.json of the source.
+        """Returns a name for messages and the content of domain.json of the source.
 
-        A resumed run takes the content from its checkpoint. Returns None if the file is missing.
+        A resumed run reads the content from its checkpoint. Returns None if the file is missing.
         """
         source = self._source
         found = self.folder.remember(None if source is None else source.domain)
@@ -266,7 +266,7 @@ class Initializer:
         return None if found is None else (name, found)
 
     def load(self, model: nn.Module, files: Mapping[str, bytes]) -> None:
-        """Loads all tensors that fit; warns if the domain of the source is unknown."""
+        """Loads all matching tensors; warns if the domain of the source is unknown."""
         if self._source is None:
             return
         source = self._source
@@ -279,7 +279,7 @@ class Initializer:
         }
         unit = source.weights[0].get("energy_std")
         if "energy_std" in self._record["of_data"] and unit is not None:
-            model.get_buffer("energy_std").copy_(unit)  # until the task replaces it
+            model.get_buffer("energy_std").copy_(unit)  # until the task overwrites it
         if DOMAIN in files and source.domain is None:
             warnings.warn(
                 f"--init {self.name} has no {DOMAIN}, so the training data of these weights are "
@@ -288,7 +288,7 @@ class Initializer:
             )
 
     def files(self) -> dict[str, bytes]:
-        """Returns the content of init.json, keyed by its name; empty without `init`."""
+        """Returns the content of init.json by file name; empty without `init`."""
         content = (json.dumps(self._record, indent=1) + "\n").encode()
         return {INIT_RECORD: content} if self._record else {}
 
@@ -324,18 +324,18 @@ class Initializer:
 def _transfer(source: Saved, model: nn.Module, files: Mapping[str, bytes]) -> dict[str, Any]:
     """Loads the tensors whose name and shape match, except tensors that depend on the data.
 
-    The model's `of_data` lists prefixes of names. Buffers with such a prefix, such as the
-    normalizer, are never loaded. Parameters with such a prefix, such as the logits of classes, are
-    loaded only if the files of the data (vocabulary, classes) are the same; if `of_data` lists
-    prefixes for each file, only that file is compared. All other buffers are loaded. These are the
-    random features that the weights were trained with, and records of the training data, such as
-    its elements, which the new training extends. The model's `seen_by` names a weight for each
-    record; the record is not loaded if this weight is new.
+    The model's `of_data` lists name prefixes. Buffers with such a prefix, such as the normalizer,
+    are never loaded. Parameters with such a prefix, such as the class logits, are loaded only if
+    the data files (vocabulary, classes) are the same; if `of_data` lists prefixes for each file,
+    only that file is compared. All other buffers are loaded: the random features with which the
+    weights were trained, and records of the training data, such as its elements, which the new
+    training extends. The model's `seen_by` maps each record to a weight; the record is not loaded
+    if this weight is new.
 
     Returns:
-        Entries of init.json: shapes of "loaded" tensors; shapes of "new" ones, with the reason for
-        keeping their random values; the buffers "of_data"; shapes of tensors "left_over", which the
-        model does not have.
+        Entries of init.json: shapes of "loaded" tensors; shapes of "new" tensors, with the reason
+        for keeping their random values; the buffers "of_data"; shapes of "left_over" tensors, which
+        the model does not have.
     """
     own, buffers = model.state_dict(), dict(model.named_buffers())
     named = getattr(model, "of_data", ())
@@ -355,7 +355,7 @@ def _transfer(source: Saved, model: nn.Module, files: Mapping[str, bytes]) -> di
         elif found.shape != tensor.shape:
             new[name] = f"{tuple(found.shape)} in the source"
         elif other := [file for file in changed if needed and {None, file} & {*needed}]:
-            new[name] = f"trained with another {other[0]}"
+            new[name] = f"trained with a different {other[0]}"
         else:
             loaded[name] = found
     for buffer, weight in getattr(model, "seen_by", {}).items():  # records of the training data
@@ -365,8 +365,8 @@ def _transfer(source: Saved, model: nn.Module, files: Mapping[str, bytes]) -> di
     if not any(name not in buffers for name in loaded):
         raise ValueError(
             f"{source.path}: none of its {len(weights)} tensors matches the name and shape "
-            f"of a tensor of this model; got {_listed(list(weights))}; omit the model's "
-            "options to use those of the source"
+            f"of a tensor in this model; got {_listed(list(weights))}; omit the model options "
+            "to use those of the source"
         )
     kept = {name: own[name] for name in of_data}  # load_state_dict would reset missing buffers
     model.load_state_dict(kept | loaded, strict=False)
@@ -380,14 +380,14 @@ def _transfer(source: Saved, model: nn.Module, files: Mapping[str, bytes]) -> di
 
 
 def _is_same(kept: object, content: bytes) -> bool:
-    """Returns True if a data file equals that of the source, which is a digest or parsed JSON."""
+    """Returns True if a data file equals that of the source, given as a digest or parsed JSON."""
     if isinstance(kept, str):
         return kept == hashlib.sha256(content).hexdigest()
     return kept is not None and kept == json.loads(content)
 
 
 def _change(name: str, now: Tensor, was: Tensor | None) -> str:
-    """Names a buffer of the new data, with both values if it is a number."""
+    """Describes a buffer of the new data, with both values if it is a number."""
     if was is None or now.numel() != 1 or was.numel() != 1:
         return name
     return f"{name} {float(now):.6g}, {float(was):.6g} in the source"

@@ -26,10 +26,10 @@ class TrainerOptions:
         max_steps: total number of optimizer steps; null uses max_epochs, or 10,000 steps if
             max_epochs is also null.
         max_epochs: total number of passes over the training data, as an alternative to max_steps.
-            It is converted to steps and rounded up; the learning rate schedule uses these steps.
+            It is converted to steps (rounded up), which the learning rate schedule uses.
         precision: floating-point format of the computation.
         accelerator: type of device; auto uses a CUDA GPU if one is available.
-        devices: number of GPUs, or of processes on the CPU.
+        devices: number of GPUs, or number of processes on the CPU.
         strategy: ddp (distributed training), or auto, which uses ddp for several devices.
         gradient_clip: maximum norm of the gradient; null for no limit.
         val_every: number of steps between validations; a validation always follows the last step.
@@ -40,8 +40,8 @@ class TrainerOptions:
             average, the initial weights have the coefficient decay^max_steps.
         log_every: number of steps between rows of metrics.csv.
         num_sanity: number of validation batches to run before training, as a check.
-        accumulate: number of batches whose gradients are averaged for one step. A step then equals
-            a step with a larger batch, but needs only the memory of one small batch.
+        accumulate: number of batches whose gradients are averaged for one step. A step is then
+            equivalent to a step with a larger batch but needs only the memory of one small batch.
         patience: number of validations without improvement after which training stops; null to
             never stop early.
         logger: csv writes only metrics.csv; tensorboard also writes TensorBoard files to the run
@@ -74,7 +74,7 @@ class TrainerOptions:
         steps = -(-data.batches_in(self.max_epochs) // (self.devices * self.accumulate))
         if self.max_steps not in (None, steps):
             raise ValueError(
-                f"trainer.max_epochs={self.max_epochs} equals {steps} steps of these data, but "
+                f"trainer.max_epochs={self.max_epochs} equals {steps} steps for these data, but "
                 f"trainer.max_steps={self.max_steps}; set one of the two options to null"
             )
         return steps
@@ -91,7 +91,7 @@ class TrainerOptions:
             raise ValueError("trainer.accelerator=gpu: torch does not find a GPU; use cpu or auto")
         if self.devices > most:
             raise ValueError(
-                f"trainer.devices must be at most {most}, the number of {kind}s of this machine; "
+                f"trainer.devices must be at most {most}, the number of {kind}s on this machine; "
                 f"got {self.devices}"
             )
         if self.precision == "16-mixed" and kind == "core":
@@ -101,7 +101,7 @@ class TrainerOptions:
 
 
 def computes_on(accelerator: str) -> tuple[str, int]:
-    """Returns the kind of device, "GPU" or "core", and the number of these devices.
+    """Returns the kind of device, "GPU" or "core", and the number of such devices.
 
     Apple GPUs are not counted, because energies are summed in float64, which they do not support.
     """
