@@ -1,15 +1,15 @@
-"""Compare direct prediction of relaxed energies with relaxation by a potential.
+"""Compare direct prediction of relaxed energies with relaxation using a potential.
 
     python scripts/make_data.py DATA --calculator emt --frames true
     python scripts/by_relaxation.py DATA --direct runs/is2re --potential runs/potential \\
         --out runs/by-relaxation --splits val_id val_ood_both --count 200
 
 The potential predicts total energies, such as those in DATA/frames/SPLIT.extxyz. Subtracting the
-energy of the clean slab and the references converts them to adsorption energies. The data contain
-this difference as the total energy minus the adsorption energy of each system. Writes errors and
-cost to by_relaxation.md and by_relaxation.csv, and a line per relaxed system to
-SPLIT/relaxed.jsonl. After an interruption, the same command continues if weights and data have not
-changed.
+energy of the clean slab and the references converts them to adsorption energies. This difference
+follows from the data as the total energy minus the adsorption energy of each system. Writes errors
+and costs to by_relaxation.md and by_relaxation.csv, and a line per relaxed system to
+SPLIT/relaxed.jsonl. After an interruption, the same command continues if the weights and the data
+have not changed.
 """
 
 import argparse
@@ -37,9 +37,9 @@ from molflt.training.checkpoint import find_weights, load_run, weights_digest
 
 
 def offsets(frames: Path, dataset: Structures) -> dict[int, float]:
-    """Returns total energy minus adsorption energy of the relaxed systems, eV, by sid."""
+    """Returns total energy minus adsorption energy of the relaxed systems, in eV, by sid."""
     if not frames.is_file():
-        raise FileNotFoundError(f"{frames}: no such file; see scripts/make_data.py --frames true")
+        raise FileNotFoundError(f"{frames}: no such file; run scripts/make_data.py --frames true")
     totals = {
         int(atoms.info["sid"]): float(atoms.get_potential_energy())
         for atoms in ase.io.iread(frames, index=":")

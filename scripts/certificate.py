@@ -17,7 +17,7 @@ from ase.calculators.singlepoint import SinglePointCalculator
 
 
 def frames(count: int = 300) -> list[Atoms]:
-    """Returns crystals, molecules and slabs of Cu, O, C and H with EMT energies and forces."""
+    """Returns crystals, molecules and slabs of Cu, O, C and H, with EMT energies and forces."""
     rng, found = np.random.default_rng(0), []
     for k in range(count):
         if k % 3 == 0:
@@ -73,7 +73,7 @@ def mace() -> Calculator:
 
 
 def torchani() -> Calculator:
-    """Returns a network of TorchANI 2.9 for H, C, N and O with random weights."""
+    """Returns a network from TorchANI 2.9 for H, C, N and O with random weights."""
     import torch
     from torchani.arch import simple_ani
 

@@ -1,4 +1,4 @@
-"""Train variants of a configuration with several seeds, and compare their metrics.
+"""Train variants of a configuration with several seeds and compare their metrics.
 
     python scripts/compare.py --config configs/demo.yaml --out runs/compare --jobs 2
     python scripts/compare.py --config configs/lm/wikitext2.yaml --out runs/lm \\
@@ -6,10 +6,10 @@
     python scripts/compare.py ... -- --trainer.max_steps 600      # options for every training run
     python scripts/compare.py ... -- --init runs/gaps/{variant}/seed{seed}
 
-A variant is a configuration file and optional changes, all separated by commas. The options for
-every training run may contain {variant} and {seed}. Every run is evaluated. Writes the mean and the
-standard deviation over seeds to comparison.md and comparison.png, and the results of all runs to
-comparison.csv. After an interruption, the same command continues.
+A variant consists of a configuration file and optional changes, separated by commas. The options
+for all training runs may contain {variant} and {seed}. All runs are evaluated. Writes the mean and
+the standard deviation over seeds to comparison.md and comparison.png, and the results of all runs
+to comparison.csv. After an interruption, the same command continues.
 """
 
 import statistics
@@ -48,7 +48,7 @@ LARGE_IS_GOOD = ("bleu", *(name for name in MEASURES if name.endswith("_percent"
 def expect_same_data(runs: list[Path]) -> None:
     """Raises ValueError if the runs were trained on different data."""
     every = {run: read_provenance(run).get("data") for run in runs}
-    known = {run: data for run, data in every.items() if data}  # not in runs of earlier versions
+    known = {run: data for run, data in every.items() if data}  # empty in earlier versions
     first = next(iter(known), None)
     for run, data in known.items():
         if data != known[first]:
@@ -56,13 +56,13 @@ def expect_same_data(runs: list[Path]) -> None:
 
 
 def values(rows: Rows, measure: str, **labels: object) -> list[float]:
-    """Returns the values of a metric, or an empty list if one of them is null."""
+    """Returns the values of a metric, or an empty list if a value is null."""
     found = [row.get(measure) for row in pick(rows, **labels)]
     return [] if None in found else found
 
 
 def table(rows: Rows, measure: str, out: Path) -> str:
-    """Returns the metric of each split, EwT on val_id, and the baselines."""
+    """Formats the metric of each split, EwT on val_id, and the baselines."""
     splits, energies = names(rows, "split"), measure == "mae_eV"
     label, digits = MEASURES[measure]
     head = ["variant", "parameters", "seeds", *(f"{split} {label}" for split in splits)]
@@ -90,7 +90,7 @@ def table(rows: Rows, measure: str, out: Path) -> str:
 
 
 def _of_mean(runs: list[Path], splits: list[str]) -> list[object]:
-    """Returns a line of the table for the mean energies of several runs."""
+    """Returns the line of the table for the mean energies of several runs."""
     found = {split: errors_of_mean(runs, split) for split in splits}
     cells = ["–" if own is None else f"{own[0]:.4f}" for own in found.values()]
     known = found.get("val_id")
@@ -99,7 +99,7 @@ def _of_mean(runs: list[Path], splits: list[str]) -> list[object]:
 
 
 def draw(rows: Rows, measure: str, png: Path) -> None:
-    """Draws mean and spread of each variant on the first split, with the best variant on top."""
+    """Draws the mean and spread of each variant on the first split, with the best on top."""
     split, variants = rows[0]["split"], names(rows, "variant")
     found = {name: values(rows, measure, variant=name, split=split) for name in variants}
     panel = {
@@ -137,8 +137,8 @@ def main(words: list[str] | None = None) -> int:
     options = parsed(parser, words)
     variants = [name_of(variant) for variant in options.variants]
     if len(set(variants)) < len(variants):
-        raise ValueError(f"--variants: expected different names; got {', '.join(variants)}")
-    # The runs of the first seed come first.
+        raise ValueError(f"--variants: expected distinct names; got {', '.join(variants)}")
+    # The runs with the first seed come first.
     jobs = {
         options.out / name_of(variant) / f"seed{seed}": job_of(options, variant, seed)
         for seed in options.seeds

@@ -1,11 +1,11 @@
-"""Measure how well a potential conserves the energy in NVE molecular dynamics.
+"""Measure how well a potential conserves energy in NVE molecular dynamics.
 
     python scripts/conservation.py runs/potential ethanol.xyz --ps 20 --out runs/conservation
 
-The integrator is velocity Verlet. Initial velocities are drawn for --temperature, and the total
-momentum is 0. The drift is the slope of the total energy multiplied by the length of the run. The
-drift is large if the energy is discontinuous or the forces are wrong. Otherwise, it decreases with
-the time step. Writes conservation.csv and conservation.png.
+The integrator is velocity Verlet. Initial velocities are drawn for --temperature, with a total
+momentum of 0. The drift is the slope of the total energy multiplied by the length of the run. It is
+large if the energy is discontinuous or the forces are wrong. Otherwise, it decreases with the time
+step. Writes conservation.csv and conservation.png.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from molflt.plots.figure import picture
 
 
 def simulate(options: argparse.Namespace) -> Rows:
-    """Returns time in fs, energy in meV/atom and temperature in K at every `every`-th step."""
+    """Returns the time in fs, energy in meV/atom and temperature in K at every `every`-th step."""
     steps = round(options.ps * 1e3 / options.timestep) if options.timestep > 0 else 0
     if not 0 < options.every <= steps:
         raise ValueError(
@@ -59,13 +59,13 @@ def simulate(options: argparse.Namespace) -> Rows:
         if not np.isfinite(rows[-1]["total_meV_per_atom"]):
             raise ValueError(
                 f"{options.structure}: energy is not finite after {rows[-1]['fs']:g} fs; the "
-                "structure is unlike the training data; use a lower --temperature"
+                "structure differs from the training data; use a lower --temperature"
             )
     return rows
 
 
 def drift(rows: Rows) -> tuple[float, float]:
-    """Returns the drift of the total energy and the rms deviation from it, meV/atom."""
+    """Returns the drift of the total energy and the rms deviation from it, in meV/atom."""
     time, total = (np.array([row[key] for row in rows]) for key in ("fs", "total_meV_per_atom"))
     slope, offset = np.polyfit(time, total, 1)
     rest = total - slope * time - offset
@@ -73,7 +73,7 @@ def drift(rows: Rows) -> tuple[float, float]:
 
 
 def draw(rows: Rows, png: Path) -> None:
-    """Draws the total energy over time."""
+    """Plots the total energy against time."""
     with picture(png, figsize=(6.0, 3.0)) as figure:
         axes = figure.subplots()
         axes.plot([row["fs"] / 1e3 for row in rows], [row["total_meV_per_atom"] for row in rows])

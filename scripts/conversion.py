@@ -1,4 +1,4 @@
-"""Replace softmax in a trained model without further training, and evaluate the model.
+"""Replace softmax in a trained model without further training and evaluate the model.
 
     python scripts/conversion.py runs/softmax-normalized-rpe
     python scripts/conversion.py runs/softmax --features 8 16 32 64 --draws 5 --beam 1
@@ -8,8 +8,8 @@ As in section 4.5 and figure 2 of NPRF (arXiv:2106.12566), softmax is replaced b
 features. The paper compares translation models that were trained with and without normalized
 queries and keys, and with and without a relative encoding. The table lists the metric of the
 trained model, and the mean and standard deviation of the metric over draws of the features.
---polynomial adds polynomial features, which are not random. Translation models are evaluated by
-BLEU, language models by perplexity per token.
+--polynomial adds polynomial features, which are not random. The metric is BLEU for translation
+models and perplexity per token for language models.
 """
 
 import argparse
@@ -34,7 +34,7 @@ DEGREES = 2, 3
 
 
 def converted(model: nn.Module, options: dict[str, Any], draw: int, **own: object) -> nn.Module:
-    """Returns a model with the same weights and different options of attention."""
+    """Returns a model with the same weights and different attention options."""
     torch.manual_seed(draw)
     given = {**options, "vocabulary": model.vocabulary, **own}
     if isinstance(model, EncoderDecoder):
@@ -60,10 +60,10 @@ def expect_softmax(run: Path, model: nn.Module, config: dict[str, Any]) -> None:
 
 
 def score(model: nn.Module, config: dict[str, Any], options: argparse.Namespace) -> float:
-    """Returns the metric of a model, as `molflt evaluate` computes it."""
+    """Computes the metric of a model in the same way as `molflt evaluate`."""
     names = ("batch_size", "beam", "length_penalty")
     given = {name: value for name in names if (value := getattr(options, name)) is not None}
-    with tempfile.TemporaryDirectory() as folder:  # for pictures, which are not needed
+    with tempfile.TemporaryDirectory() as folder:  # for figures, which are not needed
         evaluate, out = Recipe.of(config).load("evaluate"), Path(folder)
         found = evaluate(options.run, model, config, out, splits=[options.split], **given)
     return found.results[options.split][METRICS[config["recipe"]][1]]

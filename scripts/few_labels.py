@@ -1,12 +1,12 @@
-"""Train on few labels, drawn at random from a training set, and report errors by their number.
+"""Train on a few random labels of a training set and report the errors by number of labels.
 
     python scripts/few_labels.py --data FOLDER --out runs/few/scratch -- --task.lr=1e-3
     python scripts/few_labels.py --data FOLDER --out runs/few/start -- --init=adsorption
     python scripts/few_labels.py --data FOLDER --out runs/few/ridge --ridge --seeds 0 1 2
 
-A draw is a folder with a store of k labeled structures and links to the validation splits. Runs
-are evaluated after the last step, and validation splits do not select anything. Words after -- are
-options of `molflt train`. With --ridge, kernel ridge regression is fitted to each draw instead.
+A draw is a folder with a store of k labeled structures and links to the validation splits. Runs are
+evaluated after the last step; the validation splits are not used for selection. Arguments after --
+are options of `molflt train`. With --ridge, kernel ridge regression is fitted to each draw instead.
 Writes few_labels.md and few_labels.csv. After an interruption, the same command continues.
 """
 
@@ -43,16 +43,17 @@ def draw(data: Path, folder: Path, count: int, seed: int) -> None:
 
 
 def ridge(folder: Path, count: int, seed: int) -> Rows:
-    """Fits kernel ridge regression to a draw, and returns a row for each validation split.
+    """Fits kernel ridge regression to a draw and returns a row for each validation split.
 
-    With baselines, energies of elements are fitted to the differences, and kernel ridge regression
-    to the rest. The column constant_mae_eV then has the errors without kernel ridge regression.
+    With baselines, element energies are fitted to the differences, and kernel ridge regression is
+    fitted to the residuals. The column constant_mae_eV then contains the errors without kernel
+    ridge regression.
     """
     model, train = KernelRidge(seed), open_dataset(folder / TRAIN)
     with_baseline = bool(np.isfinite(train.y_baseline).all())
 
     def left(dataset: Structures) -> np.ndarray:
-        """Returns the energies that remain for kernel ridge regression, (systems,), eV."""
+        """Returns the energies in eV to which kernel ridge regression is fitted: (systems,)."""
         if not with_baseline:
             return dataset.y_relaxed
         atoms = dataset.compositions(np.arange(len(dataset)), of_adsorbates=True)
@@ -74,7 +75,7 @@ def ridge(folder: Path, count: int, seed: int) -> Rows:
 
 
 def table(rows: Rows) -> str:
-    """Returns the mean and deviation over draws of the MAE in eV, by number of labels and split."""
+    """Formats the mean and sd of the MAE in eV over draws, by number of labels and split."""
     splits = names(rows, "split")
     lines = []
     for labels in names(rows, "labels"):
@@ -86,9 +87,9 @@ def table(rows: Rows) -> str:
 @guarded
 def main(words: list[str] | None = None) -> int:
     parser = trainings(__doc__, "configs/few-labels.yaml", "runs/few-labels", seeds=range(3))
-    parser.add_argument("--data", type=Path, required=True, help="folder with a store per split")
+    parser.add_argument("--data", type=Path, required=True, help="folder with one store per split")
     parser.add_argument("--labels", nargs="+", type=int, default=[10, 30, 100, 300])
-    parser.add_argument("--ridge", action="store_true", help="fit kernel ridge, train nothing")
+    parser.add_argument("--ridge", action="store_true", help="fit kernel ridge regression only")
     options = parsed(parser, words)
     jobs, rows = {}, []
     for count in options.labels:

@@ -1,4 +1,4 @@
-"""Train a configuration for every pair of folds, and report errors of single runs and ensembles.
+"""Train a configuration for every pair of folds and report errors of single runs and ensembles.
 
     python scripts/game_net.py datasets/game-net/FG_dataset_lite.tar.xz datasets/game-net/folds \\
         --folds published_predictions.npz
@@ -39,7 +39,7 @@ def collect(out: Path, folders: list[Path]) -> Rows:
 
 
 def errors_of(rows: Rows, published: Published | None) -> Rows:
-    """Returns errors by system, eV, of molflt and published models: single runs and ensembles."""
+    """Returns errors by system, in eV, of single runs and ensembles of molflt and other models."""
     members: dict[str, Rows] = defaultdict(list)
     for row in rows:
         members[row["name"]].append(row)
@@ -64,7 +64,7 @@ def errors_of(rows: Rows, published: Published | None) -> Rows:
 
 
 def table(errors: Rows) -> str:
-    """Returns the errors of single runs and ensembles, with the spread over test folds."""
+    """Formats the errors of single runs and ensembles, with the spread over test folds."""
     lines = []
     for model in names(errors, "model"):
         own = pick(errors, model=model)
@@ -98,7 +98,7 @@ def write(out: Path, rows: Rows, published: Published | None) -> None:
 def main(words: list[str] | None = None) -> int:
     parser = trainings(__doc__, "configs/game-net.yaml", "runs/folds")
     parser.add_argument("--data", type=Path, required=True, help="folder that contains testI-valJ")
-    parser.add_argument("--published", type=Path, help="npz file of published predictions")
+    parser.add_argument("--published", type=Path, help="npz file with published predictions")
     parser.add_argument("--seed", type=int, default=0)
     options = parsed(parser, words)
     folders = sorted(path.parent for path in options.data.glob("*/train.safetensors"))

@@ -1,14 +1,14 @@
-"""Convert the archive of GAME-Net's FG set to a compact store for each split.
+"""Convert the archive of GAME-Net's FG data set to a compact store for each split.
 
     molflt data download game-net datasets/game-net
     python scripts/game_net.py datasets/game-net/FG_dataset_lite.tar.xz datasets/game-net/fg
 
 The data are PBE + D2 relaxations of organic molecules on 14 metals (Pablo-Garcia et al., Nat.
-Comput. Sci. 3, 433, 2023). The archive contains the initial and the relaxed structure of each
-system, and tables of total energies. The stores contain adsorption energies in eV: the total energy
-minus the energies of the relaxed clean surface and the relaxed molecule. Tags are 0 for fixed
-metal, 1 for free metal and 2 for adsorbates. The sid of a system is its index in the sorted list of
-names, which is in systems.csv.
+Comput. Sci. 3, 433, 2023). The archive contains the initial and relaxed structures of each system,
+and tables of total energies. The stores contain adsorption energies in eV: the total energy minus
+the energies of the relaxed clean surface and the relaxed molecule. Tags are 0 for fixed metal
+atoms, 1 for free metal atoms and 2 for adsorbates. The sid of a system is its index in the sorted
+list of names, which is stored in systems.csv.
 
 By default, train excludes the metals Cu, Ir and Pd and every fifth molecule of each family. The
 systems with these metals and molecules are in val_ood_ads (new molecule), val_ood_cat (new metal)
@@ -45,7 +45,7 @@ START, END = ".poscar", ".contcar"
 NAME = re.compile(r"([a-z]{2})-(\w{1,16})-([a-z]{1,4})", re.ASCII)  # metal, molecule, placement
 METALS = ("Cu", "Ir", "Pd")  # held out by default
 EVERY, FIRST = 5, 2  # the third, eighth, ... molecule of each sorted family
-VAL, SHARE = 250, 5  # val_id has 250 systems, but at most a fifth
+VAL, SHARE = 250, 5  # val_id contains 250 systems, but at most a fifth
 
 Split = dict[str, list[System]]
 Tables = Mapping[str, dict[str, str]]
@@ -88,7 +88,7 @@ def _texts(path: Path) -> dict[str, str]:
 
 
 def _record(system: System, files: Mapping[str, str], tables: Tables) -> Data:
-    """Returns the record of a system, with energies relative to clean surface and molecule."""
+    """Returns a system with energies relative to the clean surface and the molecule."""
     path = f"{system.family}/structures/{system.name}"
     start, end = (read_vasp_configuration(io.StringIO(files[path + kind])) for kind in (START, END))
     slab = float(tables[RELAXED][f"{system.metal.lower()}-0000"])
@@ -109,7 +109,7 @@ def _record(system: System, files: Mapping[str, str], tables: Tables) -> Data:
 
 
 def held_out(systems: Sequence[System], groups: Sequence[str] = ()) -> Split:
-    """Returns train and four validation splits like those of OC20.
+    """Returns train and four validation splits with the same names as in OC20.
 
     `groups` are the metals and families that train excludes; the default is three metals and every
     fifth molecule of each family.
@@ -118,7 +118,7 @@ def held_out(systems: Sequence[System], groups: Sequence[str] = ()) -> Split:
     unknown = sorted(set(groups) - metals - families)
     if unknown:
         known = ", ".join([*sorted(metals), *sorted(families)])
-        raise ValueError(f"--hold-out: expected some of {known}; got {unknown[0]}")
+        raise ValueError(f"--hold-out: expected one or more of {known}; got {unknown[0]}")
     catalysts = set(groups) & metals if groups else set(METALS)
     molecules: set[tuple[str, str]] = set()
     for family in families:
@@ -141,8 +141,8 @@ def held_out(systems: Sequence[System], groups: Sequence[str] = ()) -> Split:
 def pairs_of_folds(path: Path, systems: Sequence[System]) -> dict[str, Split]:
     """Returns the splits for each pair of folds: one for testing and one for validation.
 
-    As in the authors' protocol, the remaining folds are for training. The file is a JSON file with
-    the fold of each name, or an npz file with the arrays name and fold.
+    As in the authors' protocol, the remaining folds are used for training. The file is a JSON file
+    with the fold of each name, or an npz file with the arrays name and fold.
     """
     if path.suffix == ".npz":
         arrays = read_arrays(path, ("name", "fold"))
@@ -165,12 +165,12 @@ def pairs_of_folds(path: Path, systems: Sequence[System]) -> dict[str, Split]:
 
 
 def named(path: Path, systems: Sequence[System]) -> Split:
-    """Reads the names of the systems of each split from a JSON file, and returns the splits."""
+    """Reads the system names of each split from a JSON file and returns the splits."""
     chosen: dict[str, list[str]] = json.loads(path.read_text(encoding="utf-8"))
     names = [name for split in chosen.values() for name in split]
     _refuse_unknown(path, names, systems)
     if "train" not in chosen or len(set(names)) < len(names):
-        raise ValueError(f"{path}: expected a split train, and no name twice")
+        raise ValueError(f"{path}: expected a split train, and each name once")
     known = {system.name: system for system in systems}
     return {split: [known[name] for name in sorted(own)] for split, own in chosen.items()}
 
@@ -198,7 +198,7 @@ def convert(
     for path, split in parts.items():
         others = [old for old in sorted(path.glob("*.safetensors")) if old.stem not in split]
         if others:  # its systems may be in the new training set
-            raise ValueError(f"{others[0]}: from an earlier conversion; remove it first")
+            raise ValueError(f"{others[0]}: left by an earlier conversion; remove it first")
     for path, split in parts.items():
         for name, own in split.items():
             chosen = (records[system.sid] for system in own)
@@ -218,7 +218,7 @@ def main(words: list[str] | None = None) -> None:
     way.add_argument("--splits", type=Path, help="JSON file: names of systems by split")
     folds = "JSON or npz file with the fold of each name; writes a folder testI-valJ per pair"
     way.add_argument("--folds", type=Path, help=folds)
-    held = "metals and families that are not in train"
+    held = "metals and families that are excluded from train"
     way.add_argument("--hold-out", nargs="+", default=[], help=held)
     convert(**vars(parser.parse_args(words)))
 

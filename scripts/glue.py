@@ -1,4 +1,4 @@
-"""Fine-tune trained weights on the tasks of GLUE, and compute the average score.
+"""Fine-tune trained weights on the GLUE tasks and compute the average score.
 
     python scripts/glue.py --init runs/fnet --root datasets/glue --out runs/glue
     python scripts/glue.py --init hf:google-bert/bert-base-uncased ... --tasks RTE CoLA --jobs 2
@@ -38,7 +38,7 @@ def available(root: Path, tasks: list[str]) -> tuple[list[str], list[str]]:
 
 
 def job(options: argparse.Namespace, task: str, seed: int) -> Job:
-    """Returns the training run of a task, which is validated after each epoch."""
+    """Returns the settings of a training run on a task, which is validated after each epoch."""
     examples = read_examples(find_split(options.root, task, "train"), task)
     steps = max(1, round(options.epochs * len(examples) / BATCH))
     own = [f"--data.task={task}", f"--data.root={options.root}", f"--init={options.init}"]
@@ -50,7 +50,7 @@ def job(options: argparse.Namespace, task: str, seed: int) -> Job:
 
 
 def table(rows: Rows, absent: list[str]) -> str:
-    """Returns the medians of the metrics of each task, and the average over tasks."""
+    """Formats the median metrics of each task and the average over tasks."""
     lines, scores = [], []
     for task in names(rows, "task"):
         own = []
@@ -79,7 +79,7 @@ def main(words: list[str] | None = None) -> int:
     options = parsed(parser, words)
     tasks, absent = available(options.root, options.tasks)
     if not tasks:
-        raise ValueError(f"{options.root}: contains no task of GLUE; {absent[0]}")
+        raise ValueError(f"{options.root}: does not contain a GLUE task; {absent[0]}")
     jobs = {
         options.out / task / f"seed{seed}": job(options, task, seed)
         for seed in options.seeds

@@ -1,4 +1,4 @@
-"""Check numerical results and exact resume on a GPU.
+"""Check numerical results and exact resuming on a GPU.
 
     make gpu                                       # writes to runs/gpu
     python scripts/gpu.py --device cpu --tiny      # only some of the layers
@@ -6,7 +6,7 @@
 The first check computes outputs and gradients of attention and of models in float64, float32 and
 bfloat16. The largest difference from float64 on the CPU is divided by the largest value.
 The second check compares the weights of a training run that was interrupted and resumed with those
-of an uninterrupted run. The script also measures time and peak memory of a layer with mixing
+of an uninterrupted run. The script also measures the time and peak memory of a layer with mixing
 "triton" and "auto". Triton kernels run on a GPU and, with TRITON_INTERPRET=1, slowly on the CPU.
 Writes gpu.json and gpu.md. The exit status is 1 if a difference exceeds its bound.
 """
@@ -64,7 +64,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 
 
 def outputs(model: nn.Module, batch: Batch, x: Tensor | None) -> list[Tensor]:
-    """Returns outputs, and gradients of their squares with respect to positions and weights."""
+    """Returns outputs and the gradients of their squares with respect to positions and weights."""
     batch.pos.requires_grad_()
     if x is None:
         found = model(batch)
@@ -79,7 +79,7 @@ def outputs(model: nn.Module, batch: Batch, x: Tensor | None) -> list[Tensor]:
 
 
 def difference(found: list[Tensor], expected: list[Tensor]) -> float:
-    """Returns the largest relative difference; tensors of rounding errors are ignored."""
+    """Returns the largest relative difference; tensors that are rounding errors are ignored."""
     least = 1e-8 * max(float(each.abs().max()) for each in expected if each.numel())
     pairs = zip(found, expected, strict=True)
     pairs = [(a, b) for a, b in pairs if b.numel() and b.abs().max() > least]
@@ -121,7 +121,7 @@ def numbers(device: str, tiny: bool) -> Iterator[Row]:
 
 
 def without_kernels() -> str:
-    """Returns the reason why Triton kernels cannot run, if there is one."""
+    """Returns the reason why Triton kernels cannot run, or an empty string."""
     try:
         expect_triton()
     except ValueError as error:
@@ -158,7 +158,7 @@ def one_pass(layer: nn.Module, x: Tensor, where: tuple[Tensor, ...], backward: b
 
 
 def measured(work: Callable[[], None], device: str, tiny: bool) -> tuple[float, float]:
-    """Returns the mean seconds of a function, and the increase of peak GPU memory, MiB."""
+    """Returns the mean time of a function in s and the increase of peak GPU memory in MiB."""
     peak = 0
     work()
     if device == "cuda":
@@ -192,7 +192,7 @@ def resume(device: str, folder: Path) -> float:
 
 
 def page(found: dict[str, Any]) -> str:
-    """Returns the results as Markdown."""
+    """Formats the results as Markdown."""
     rows = found["numbers"]
     lines = [
         [case, *(f"{row['difference']:.1e}" for row in pick(rows, case=case))]
@@ -220,7 +220,7 @@ def main(words: list[str] | None = None) -> int:
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: no GPU is visible to torch; use a machine with CUDA")
     if options.out.exists() and any(options.out.iterdir()):
-        parser.error(f"--out {options.out}: the folder is not empty; choose another one")
+        parser.error(f"--out {options.out}: the folder is not empty; choose a different folder")
     warnings.simplefilter("ignore")
     options.out.mkdir(parents=True, exist_ok=True)
     name = torch.cuda.get_device_name() if options.device == "cuda" else "CPU"

@@ -4,11 +4,11 @@
         --data datasets/game-net/held-out --config configs/game-net.yaml --out runs/held-out \\
         --seeds 0 1 2 --jobs 2
 
-Families and metals are assigned to groups in alphabetical order. Each training run leaves out the
-families and metals of one group. Every system is thus tested once as part of a new family, and once
-with a new metal. Kernel ridge regression and the median are fitted to the same training systems.
-Writes held_out.md and held_out.csv (a line per system and model). After an interruption, the same
-command continues.
+Families and metals are assigned to groups in alphabetical order. Each training run excludes the
+families and metals of one group. Every system is thus tested once with a new family and once with a
+new metal. Kernel ridge regression and the median are fitted to the same training systems. Writes
+held_out.md and held_out.csv (a line per system and model). After an interruption, the same command
+continues.
 """
 
 import sys
@@ -30,11 +30,11 @@ from molflt.metrics import EWT_THRESHOLD
 
 Energies = dict[str, dict[int, tuple[float, float]]]  # split -> sid -> (energy, label), eV
 
-NEW = {"val_ood_ads": "family", "val_ood_cat": "metal"}  # split -> what is new in it
+NEW = {"val_ood_ads": "family", "val_ood_cat": "metal"}  # split -> new property
 
 
 def make_groups(archive: Path, data: Path, groups: int) -> list[Path]:
-    """Returns a folder of stores for each group, and writes the folders that do not exist."""
+    """Returns a folder of stores for each group; writes the folders that do not exist."""
     folders = [data / f"{i}-of-{groups}" for i in range(groups)]
     missing = {i for i, folder in enumerate(folders) if not (folder / SYSTEMS).exists()}
     if folders and not missing:
@@ -51,7 +51,7 @@ def make_groups(archive: Path, data: Path, groups: int) -> list[Path]:
 
 
 def rows_of(folder: Path, model: str, seed: int, found: Energies) -> Rows:
-    """Returns a row for each system with the error of a model, eV."""
+    """Returns a row for each system with the error of a model in eV."""
     labels = {"model": model, "seed": seed, "group": folder.name}
     rows = [
         row
@@ -62,7 +62,7 @@ def rows_of(folder: Path, model: str, seed: int, found: Energies) -> Rows:
 
 
 def fits(folder: Path) -> Iterator[Row]:
-    """Fits kernel ridge regression and the median, and yields their rows."""
+    """Fits kernel ridge regression and the median and yields their rows."""
     train = open_dataset(split_path(folder, "train"))
     for name, kind in FITS.items():
         model = kind(seed=0)
@@ -77,7 +77,7 @@ def fits(folder: Path) -> Iterator[Row]:
 
 
 def table(rows: Rows) -> str:
-    """Returns mean errors over the systems of all groups, with the spread over seeds."""
+    """Formats the mean errors over the systems of all groups, with the spread over seeds."""
     splits = [split for split in VAL_SPLITS if split in names(rows, "split")]
     head = ["model", "seeds", *(f"{split} MAE, eV" for split in splits)]
     head += [f"{split} EwT, %" for split in splits]

@@ -20,7 +20,7 @@ END = "]"
 OPERATORS = LISTOPS[: LISTOPS.index(END)]
 DIGITS = LISTOPS[LISTOPS.index(END) + 1 :]
 
-_OPERATOR_SHARE = 0.25  # share of arguments that are lists
+_OPERATOR_SHARE = 0.25  # fraction of arguments that are lists
 _MOST_MISSES = 1_000_000
 
 
@@ -38,7 +38,7 @@ def expressions(
 ) -> Iterator[tuple[str, int]]:
     """Yields distinct random expressions and their values.
 
-    With probability 3/4, and always at the greatest depth, an argument is a digit. Otherwise it is
+    With probability 3/4, and always at the maximum depth, an argument is a digit. Otherwise, it is
     a list of 2 to `arguments` arguments. Expressions that exceed the limits of `make` are rejected.
     """
     known: set[int] = set()
@@ -49,7 +49,7 @@ def expressions(
         misses += 1
         if min_length < len(tokens) < max_length:
             text = " ".join(tokens)
-            # The texts of the full data set would take 300 MB.
+            # The texts of the full data set would occupy 300 MB.
             if hash(text) not in known:
                 known.add(hash(text))
                 misses = 0
@@ -61,7 +61,7 @@ def _grow(
     draw: random.Random, depth: int, arguments: int, max_length: int, tokens: list[str]
 ) -> int:
     """Appends the tokens of an expression and returns its value."""
-    # Long expressions are rejected, so they end early.
+    # Expressions that are too long will be rejected and are therefore ended early.
     if depth <= 1 or len(tokens) >= max_length or draw.random() >= _OPERATOR_SHARE:
         digit = draw.randrange(10)
         tokens.append(DIGITS[digit])
@@ -85,7 +85,7 @@ def make(
     max_length: int = 2000,
     seed: int = 0,
 ) -> None:
-    """Draw ListOps expressions; the default number and lengths are those of Long Range Arena.
+    """Draw ListOps expressions; the defaults for number and lengths match Long Range Arena.
 
     Writes train.tsv, val.tsv and test.tsv with the columns Source and Target. All expressions are
     distinct.
@@ -95,15 +95,15 @@ def make(
         train: number of expressions for training.
         val: number of expressions for validation.
         test: number of expressions for testing.
-        depth: greatest nesting depth of lists.
-        arguments: largest number of arguments of an operator.
-        min_length: every expression has more tokens than this number.
-        max_length: every expression has fewer tokens than this number.
+        depth: maximum nesting depth of lists.
+        arguments: maximum number of arguments of an operator.
+        min_length: lower bound of the number of tokens, which every expression exceeds.
+        max_length: upper bound of the number of tokens, which no expression reaches.
         seed: seed of the random numbers.
     """
     drawn = expressions(random.Random(seed), depth, arguments, min_length, max_length)
     lines = []
-    with ExitStack() as stack:  # writes all files or no file
+    with ExitStack() as stack:  # writes either all files or no file
         for use, count in {"train": train, "val": val, "test": test}.items():
             part = stack.enter_context(atomically(Path(dst) / f"{use}.tsv"))
             tokens = 0

@@ -2,8 +2,9 @@
 
     python scripts/make_data.py DIR --calculator chgnet --train 5000 --val 500 --workers 2
 
-This script draws and relaxes systems in several processes; `making/systems.py` describes a system.
-After an interruption, the same command continues. `--help` lists the options.
+This script draws and relaxes systems in several processes; see `making/systems.py` for a
+description of the systems. After an interruption, the same command continues. `--help` lists the
+options.
 """
 
 import json
@@ -37,11 +38,11 @@ from molflt.lock import FolderLock
 _GENERATOR_VERSION = 5
 _SIZES = ("train", "val", "large")
 _THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
-_BUSY = "is making data in this folder; wait until it ends, or choose another folder"
+_BUSY = "is making data in this folder; wait until it ends, or choose a different folder"
 
 
 class _Task(NamedTuple):
-    """A system to relax, and the file to which it is written."""
+    """A system to relax and the file to which it is written."""
 
     plan: _Plan
     split: str
@@ -61,13 +62,13 @@ def make(
 ) -> None:
     """Make a data set of relaxations with an interatomic potential, in the OC20 schema.
 
-    The systems are 35 adsorbates of H, C, N and O on slabs of 38 metals and ordered alloys, with at
-    most 23 atoms. Energies are relative to the relaxed clean slab and to OC20's references, which
-    are linear combinations of the energies of gas-phase H2, H2O, CO and N2. The validation splits
-    are those of OC20: val_id, val_ood_ads (adsorbates that are not in train), val_ood_cat
-    (catalysts that are not in train) and val_ood_both. The same seed gives the same systems for any
-    number of workers. After an interruption, the same command continues. A larger `train` or `val`
-    adds systems.
+    The systems are 35 adsorbates of H, C, N and O on slabs of 38 metals and ordered alloys, with up
+    to 23 atoms. Energies are relative to the relaxed clean slab and to OC20's references, which are
+    linear combinations of the energies of gas-phase H2, H2O, CO and N2. The validation splits are
+    the same as in OC20: val_id, val_ood_ads (adsorbates that are not in train), val_ood_cat
+    (catalysts that are not in train) and val_ood_both. The same seed results in the same systems
+    for any number of workers. After an interruption, the same command continues. A larger `train`
+    or `val` adds systems.
 
     Args:
         directory: folder for train.safetensors, val_id.safetensors, ..., systems.csv, made.json.
@@ -78,7 +79,7 @@ def make(
         val: number of systems in each of the four validation splits.
         seed: seed of all random numbers, 0 or larger.
         workers: number of processes.
-        frames: whether to write all relaxation steps, with total energies and forces, to
+        frames: also write all relaxation steps, with total energies and forces, to
             DIRECTORY/frames/SPLIT.extxyz.
         large: number of systems in the additional split val_large. Its slabs are two to six times
             as large, and its adsorbates are chains and rings of three to six carbon atoms, or
@@ -120,11 +121,11 @@ def make(
 
 
 def _claim(directory: Path, settings: dict[str, Any]) -> dict[str, Any]:
-    """Returns made.json; raises ValueError if the folder contains different settings or data."""
+    """Returns the content of made.json; raises ValueError if settings or data differ."""
     path = directory / "made.json"
     if not path.exists():
         if found := sorted(directory.glob("*.safetensors")):
-            raise ValueError(f"{found[0]}: exists without {path.name}; choose another folder")
+            raise ValueError(f"{found[0]}: exists without {path.name}; choose a different folder")
         _write_json(path, settings)
         return settings
     made = json.loads(path.read_text(encoding="utf-8"))
@@ -141,7 +142,7 @@ def _write_json(path: Path, content: dict[str, Any]) -> None:
 
 
 def _store(directory: Path, split: str) -> StructureStore | list[Data]:
-    """Returns the systems of a split that previous calls wrote."""
+    """Returns the systems of a split that were written by previous calls."""
     path = directory / f"{split}.safetensors"
     return StructureStore(path) if path.exists() else []
 
@@ -156,8 +157,8 @@ def _relax_all(tasks: list[_Task], workers: int) -> None:
 
 
 def _in_processes(tasks: list[_Task], workers: int) -> Iterable[None]:
-    """Relaxes in processes with one thread, because rounding depends on the number of threads."""
-    os.environ.update(dict.fromkeys(_THREADS, "1"))  # workers inherit them
+    """Relaxes in single-thread processes, because rounding depends on the number of threads."""
+    os.environ.update(dict.fromkeys(_THREADS, "1"))  # inherited by the workers
     ignore_interrupts = {"initializer": signal.signal, "initargs": (signal.SIGINT, signal.SIG_IGN)}
     spawn = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(workers, spawn, **ignore_interrupts)

@@ -1,9 +1,9 @@
-"""Make the table of mechanisms from the dictionaries of the attention core.
+"""Generate the table of mechanisms from the dictionaries of the attention core.
 
     python scripts/mechanisms.py             # print the table
     python scripts/mechanisms.py --write     # update docs/mechanisms.md
 
-Papers, costs and abilities are attributes of the classes.
+Papers, costs and capabilities are attributes of the classes.
 """
 
 import argparse
@@ -25,16 +25,16 @@ OPTIONS: dict[str, Mapping[str, Callable[..., object]]] = {
 }
 HEAD = """# Mechanisms
 
-The table lists the values of the options of attention. N is the number of tokens, m the number of
-features, d the width of a head, and r the number of nodes. The last column lists the kinds of
-attention that a position supports, "softmax" and "kernelized". Positions with "state" support
-decoding step by step with kernelized attention. Feature maps that support "potentials" are smooth
+The table lists all values of the attention options. N is the number of tokens, m the number of
+features, d the width of a head, and r the number of nodes. For positions, the last column lists the
+supported kinds of attention: "softmax" and "kernelized". Positions with "state" support
+step-by-step decoding with kernelized attention. Feature maps that support "potentials" are smooth
 and have positive sums. `python scripts/mechanisms.py --write` updates this page from the classes.
 """
 
 
 def cited(paper: str) -> str:
-    """Adds links to arXiv to sources such as "2302.01925, eq. 7; 2106.12566"."""
+    """Adds arXiv links to sources such as "2302.01925, eq. 7; 2106.12566"."""
     parts = [part.strip().partition(",") for part in paper.split(";") if part.strip()]
     return "; ".join(
         f"[{number}](https://arxiv.org/abs/{number}){comma}{where}"
@@ -55,11 +55,11 @@ def abilities(cls: object) -> str:
 
 
 def page() -> str:
-    """Returns the page, with a line for each key of each dictionary."""
+    """Returns the page with a line for each key of each dictionary."""
     lines = []
     for option, entries in OPTIONS.items():
         for key, build in entries.items():
-            cls = getattr(build, "__self__", build)  # some entries are class methods
+            cls = getattr(build, "__self__", build)  # some entries are classmethods
             paper, cost = (getattr(cls, name, "") for name in ("paper", "cost"))
             lines.append([option, f"`{key}`", cited(paper), cost, abilities(cls)])
     head = ("option", "value", "paper (arXiv)", "cost", "supports")

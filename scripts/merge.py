@@ -4,9 +4,9 @@
 
 Energies of the sets are relative to different molecules and come from different methods. In each
 set, energies of the adsorbate elements are fitted to the training split by least squares and
-subtracted. One file is divided into splits at random, as in training. Structures without relaxed
-positions count as relaxed. Writes train.safetensors, val_id.safetensors and references.json, the
-subtracted energies in eV by set and element.
+subtracted. A set in one file is divided into splits at random, as in training. Structures without
+relaxed positions count as relaxed. Writes train.safetensors, val_id.safetensors and
+references.json, which contains the subtracted energies in eV by set and element.
 """
 
 import json
@@ -25,7 +25,7 @@ SPLITS = ("train", "val_id")
 
 
 def shifted(record: Data, reference: float, sid: int) -> Data:
-    """Returns a record with other energies and another sid, and with relaxed positions."""
+    """Returns a record with shifted energies, a new sid and relaxed positions."""
     record = record.clone()
     record.sid = sid
     record.y_relaxed, record.y_init = record.y_relaxed - reference, record.y_init - reference
@@ -35,7 +35,7 @@ def shifted(record: Data, reference: float, sid: int) -> Data:
 
 
 def merge(out: Path, sets: dict[str, Path]) -> None:
-    """Writes both splits, and prints the number of structures in each set."""
+    """Writes both splits and prints the number of structures in each set."""
     merged: dict[str, list[Data]] = {split: [] for split in SPLITS}
     references = {}
     for name, root in sets.items():
@@ -59,13 +59,13 @@ def merge(out: Path, sets: dict[str, Path]) -> None:
 def main(words: list[str] | None = None) -> None:
     parser = described(__doc__)
     parser.add_argument("out", type=Path, help="folder of the merged stores")
-    parser.add_argument("sets", nargs="+", metavar="NAME=ROOT", help="a set and its root")
+    parser.add_argument("sets", nargs="+", metavar="NAME=ROOT", help="name and root of a set")
     options = parser.parse_args(words)
     sets = {}
     for word in options.sets:
         name, equals, root = word.partition("=")
         if not (name and equals and root) or name in sets:
-            raise ValueError(f"{word}: expected NAME=ROOT, with different names")
+            raise ValueError(f"{word}: expected NAME=ROOT, with distinct names")
         sets[name] = Path(root)
     merge(options.out, sets)
 

@@ -5,10 +5,10 @@
     python scripts/optimizers.py ... --memories flt lstm --tasks rosenbrock --steps 500 \\
         -- --trainer.max_steps 100      # options for every training run
 
-The tasks are Rosenbrock's function, the factorization of a matrix and a deep network. With --data,
-there are also a fully connected and a convolutional network on images. On each task, Adam uses the
-best of 10 learning rates. Writes optimizers.md, optimizers.csv (loss curves) and optimizers.png.
-After an interruption, the same command continues.
+The tasks are Rosenbrock's function, the factorization of a matrix and a deep network. --data adds a
+fully connected and a convolutional network on images. On each task, Adam uses the best of 10
+learning rates. Writes optimizers.md, optimizers.csv (loss curves) and optimizers.png. After an
+interruption, the same command continues.
 """
 
 import argparse
@@ -35,7 +35,7 @@ ADAM = "Adam, tuned"
 
 
 def digest_of(images: LabeledImages) -> str:
-    """Returns the sha256 of images and their labels, which may be in another file."""
+    """Returns the sha256 of images and their labels, which may be in a separate file."""
     found = hashlib.sha256()
     for image, label in (images[i] for i in range(len(images))):
         found.update(image.numpy().tobytes() + f" {int(label)} ".encode())
@@ -43,7 +43,7 @@ def digest_of(images: LabeledImages) -> str:
 
 
 def evaluation(options: argparse.Namespace) -> tuple[str, ...]:
-    """Returns the options of `molflt evaluate`, which turn off the evaluation of Adam."""
+    """Returns options of `molflt evaluate` that disable the evaluation of Adam."""
     words = ["--steps", str(options.steps), "--repeats", str(options.repeats), "--rates=[]"]
     words += [] if options.data is None else ["--data", str(options.data)]
     words += [] if options.tasks is None else ["--tasks", *options.tasks]
@@ -51,7 +51,7 @@ def evaluation(options: argparse.Namespace) -> tuple[str, ...]:
 
 
 def of_adam(options: argparse.Namespace) -> dict[str, dict]:
-    """Returns curves, final loss and learning rate of Adam on each task; adam.json stores them."""
+    """Returns curves, final loss and learning rate of Adam on each task, stored in adam.json."""
     path = options.out / "adam.json"
     asked = {"steps": options.steps, "repeats": options.repeats, "tasks": options.tasks}
     asked["data"] = options.images
@@ -68,7 +68,7 @@ def of_adam(options: argparse.Namespace) -> dict[str, dict]:
 
 
 def curves_of(out: Path, ends: Rows) -> Rows:
-    """Returns the rows of the curves of all finished runs."""
+    """Returns the curves of all finished runs as rows."""
     curves: Rows = []
     for memory, seed in dict.fromkeys((row["optimizer"], row["seed"]) for row in ends):
         for row in read_rows(out / memory / f"seed{seed}" / "curves.csv"):
@@ -78,7 +78,7 @@ def curves_of(out: Path, ends: Rows) -> Rows:
 
 
 def table(ends: Rows, adam: dict[str, dict]) -> str:
-    """Returns a table of geometric means and standard deviations of logarithms of final losses."""
+    """Formats the geometric means of the final losses and the standard deviations of their logs."""
     lines = [[ADAM, 1, *(f"{own['end']:.4g} (lr {float(own['lr']):.2g})" for own in adam.values())]]
     for memory in names(ends, "optimizer"):
         own = pick(ends, optimizer=memory)
@@ -90,7 +90,7 @@ def table(ends: Rows, adam: dict[str, dict]) -> str:
 
 
 def cell(rows: Rows) -> str:
-    """Returns mean and spread of final losses; a diverged run has no final loss."""
+    """Formats the mean and spread of the final losses; a diverged run has no final loss."""
     ends = [math.inf if row["final_loss"] is None else row["final_loss"] for row in rows]
     if not ends or not np.isfinite(ends).all():
         return "diverged" if ends else "–"
@@ -100,7 +100,7 @@ def cell(rows: Rows) -> str:
 
 
 def draw(curves: Rows, png: Path, steps: int) -> None:
-    """Draws the curves of each optimizer, with all its seeds and repeats in one band."""
+    """Draws the curves of each optimizer, with all seeds and repeats in one band."""
     tasks: dict[str, dict[str, np.ndarray]] = {}
     for task in names(curves, "task"):
         own = pick(curves, task=task)

@@ -5,24 +5,24 @@
         --models molflt painn kernel-ridge configs/atoms/near.yaml,model.heads=4
     python scripts/peers.py ... --tune --tune-most 5        # tune learning rates on val_id first
     python scripts/peers.py ... --against molflt            # differences from one model
-    python scripts/peers.py ... -- --trainer.ema_decay 0.99 # options of molflt train for all nets
+    python scripts/peers.py ... -- --trainer.ema_decay 0.99 # options for training all networks
 
 DIR contains compact stores: train, val_id and other val and test splits. A model is SchNet,
 DimeNet++, ViSNet, PaiNN, kernel ridge regression (needs molflt[bench]), the median of the training
 energies, one of molflt's models, or a configuration file and optional changes that are separated by
 commas.
 
-Each job has one thread and --minutes of CPU time for training; evaluation does not count. Learning
-rates decrease with the used share of this time, and the last weights are evaluated. All nets use
-the batches, targets, loss, optimizer, gradient clipping and selection of atoms of --config. The
-inputs of nets are elements, tags and edges to periodic images. Unless options after -- set them,
-peers have their usual learning rates, and DimeNet++ has batches of 8. Averages of weights use the
-decay of --config, but cover at most a tenth of the steps. Tuning tries three learning rates. With
---tune-most, it tries more rates while the best rate is the largest or the smallest. Differences
-have standard errors over seeds and systems. Systems are treated as independent unless they have the
-same value in a column of DIR/systems.csv (--alike molecule metal). Writes comparison.md,
-comparison.csv, error-cpu.png, error-size.png, and predictions to jobs/. After an interruption, the
-same command continues.
+Each job has one thread and --minutes of CPU time for training; evaluation is not counted. Learning
+rates decrease with the used fraction of this time, and the last weights are evaluated. All networks
+use the batches, targets, loss, optimizer, gradient clipping and selection of atoms of --config. The
+inputs of the networks are elements, tags and edges to periodic images. Unless set by options after
+--, peers use their usual learning rates, and DimeNet++ uses batches of 8. Averages of weights use
+the decay of --config but cover at most a tenth of the steps. Tuning tries three learning rates.
+With --tune-most, it tries more rates while the best rate is the largest or the smallest.
+Differences have standard errors over seeds and systems. Systems are treated as independent unless
+they have the same value in a column of DIR/systems.csv (--alike molecule metal). Writes
+comparison.md, comparison.csv, error-cpu.png, error-size.png, and predictions to jobs/. After an
+interruption, the same command continues.
 """
 
 import argparse
@@ -39,11 +39,11 @@ from peers_kit.models import MODELS, REPOSITORY, TRIED, title
 
 
 def parse(words: list[str] | None = None) -> argparse.Namespace:
-    """Returns the options; words after -- are options for every training run."""
+    """Parses the options; arguments after -- are options for all training runs."""
     parser = described(__doc__)
     parser.add_argument("--data", type=Path, required=True, help="folder of compact stores")
     parser.add_argument("--out", type=Path, default=Path("runs/peers"))
-    # A relative path, because a comparison may be continued in another clone.
+    # The path is relative, because a comparison may be continued in a different clone.
     demo = Path(os.path.relpath(REPOSITORY / "configs/demo.yaml"))
     parser.add_argument("--config", type=Path, default=demo)
     parser.add_argument("--models", nargs="+", default=list(MODELS), metavar="MODEL")
@@ -52,16 +52,16 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--fractions", nargs="+", type=float, default=[1.0], metavar="F")
     parser.add_argument("--jobs", type=int, default=1, help="simultaneous training runs")
     parser.add_argument("--evaluations", type=int, default=10, help="number of points of a curve")
-    parser.add_argument("--tune", action="store_true", help="try learning rates for each net")
+    parser.add_argument("--tune", action="store_true", help="tune the learning rates")
     parser.add_argument("--tune-minutes", type=float, help="default: a fifth of --minutes")
-    parser.add_argument("--tune-most", type=int, default=len(TRIED), help="largest number of rates")
+    parser.add_argument("--tune-most", type=int, default=len(TRIED), help="maximum number of rates")
     parser.add_argument("--against", metavar="MODEL", help="list differences from this model")
     alike = "columns of systems.csv, for --against"
     parser.add_argument("--alike", nargs="+", default=[], metavar="COLUMN", help=alike)
     options = parsed(parser, words)
     tuned = options.tune_minutes is not None or options.tune_most != len(TRIED)
     if tuned and not options.tune:
-        parser.error("--tune-minutes and --tune-most need --tune; add it, or leave them out")
+        parser.error("--tune-minutes and --tune-most need --tune; add it, or omit them")
     if options.against and options.against not in map(title, options.models):
         parser.error(f"--against {options.against}: expected one of --models")
     if options.alike and not (options.against and len(options.alike) <= 2):
@@ -76,7 +76,7 @@ def check(options: argparse.Namespace) -> None:
     """Raises ValueError for invalid options before the first training run."""
     titles = [title(model) for model in options.models]
     if len(set(titles)) < len(titles):
-        raise ValueError(f"--models: expected different names; got {', '.join(titles)}")
+        raise ValueError(f"--models: expected distinct names; got {', '.join(titles)}")
     if "kernel-ridge" in titles and importlib.util.find_spec("sklearn") is None:
         raise ValueError("kernel-ridge needs scikit-learn; pip install 'molflt[bench]'")
     options_of(["--config", str(options.config), *options.words])
@@ -86,7 +86,7 @@ def check(options: argparse.Namespace) -> None:
 
 
 def compare(options: argparse.Namespace) -> bool:
-    """Tunes if requested, trains, and writes the results. Returns False if a job failed."""
+    """Tunes if requested, trains, and writes the results; returns False if a job failed."""
     check(options)
     well, rates, tried = True, {}, {}
     if options.tune:
@@ -107,7 +107,7 @@ def compare(options: argparse.Namespace) -> bool:
 @guarded
 def main(words: list[str] | None = None) -> int:
     words = sys.argv[1:] if words is None else words
-    if words[:1] == ["--job"]:  # a process of the pool; the job is on stdin
+    if words[:1] == ["--job"]:  # a process of the pool, which reads the job from stdin
         run_job(json.loads(sys.stdin.read()), Path(words[1]))
         return 0
     return 0 if compare(parse(words)) else 1

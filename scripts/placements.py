@@ -1,18 +1,18 @@
-"""Test whether a model finds the best of many placements of an adsorbate.
+"""Test how often a model finds the best of many placements of an adsorbate.
 
     python scripts/placements.py relax datasets/chgnet-sample runs/placements
     molflt predict runs/demo runs/placements/placements.extxyz --out runs/placements/demo.csv
     python scripts/placements.py rank runs/placements runs/placements/*.csv
 
-`relax` takes pairs of slab and adsorbate from the held-out splits of a folder that
-scripts/make_data.py wrote, places each adsorbate on its slab as `molflt adsorb` does, and relaxes
-random placements. Placements whose adsorbate breaks or leaves the slab are dropped. For the others,
-placements.extxyz contains pair, the number of the pair, and the adsorption energies y_init before
-and y_relaxed after the relaxation, in eV. An interrupted run continues with the next pair.
+`relax` takes slab-adsorbate pairs from the held-out splits of a folder written by
+scripts/make_data.py, places each adsorbate on its slab in the same way as `molflt adsorb`, and
+relaxes random placements. Placements whose adsorbate breaks or leaves the slab are removed. For all
+others, placements.extxyz contains pair, the number of the pair, and the adsorption energies y_init
+before and y_relaxed after the relaxation, in eV. An interrupted run continues with the next pair.
 
 `rank` prints how often the best of the five placements with the lowest predicted energies is within
-0.1 eV of the best of all, for each table of predictions, for the energies of the unrelaxed
-placements, and for five random placements.
+0.1 eV of the best of all placements. It lists this fraction for each table of predictions, for the
+energies of the unrelaxed placements, and for five random placements.
 """
 
 import argparse
@@ -38,11 +38,11 @@ from molflt.data.structures.splits import VAL_SPLITS
 
 TOLERANCE = 0.05  # eV/Å
 STEPS = 200
-TOP, NEAR = 5, 0.1  # placements computed in place of all; eV from the best
+TOP, NEAR = 5, 0.1  # number of placements to compute instead of all; eV from the best
 
 
 def pairs(data: Path, count: int, seed: int) -> list[Atoms]:
-    """Returns `count` random systems with several adsorbate atoms, from each split in turn."""
+    """Draws `count` random systems with several adsorbate atoms, from each split in turn."""
     rng, found = np.random.default_rng(seed), []
     for split in VAL_SPLITS:
         dataset = open_dataset(data / f"{split}.safetensors")
@@ -52,7 +52,7 @@ def pairs(data: Path, count: int, seed: int) -> list[Atoms]:
 
 
 def relaxed(system: Atoms, number: int, count: int, made: dict[str, Any]) -> list[Atoms]:
-    """Returns random placements of a pair that stay intact, with their energies."""
+    """Returns random placements of a pair that remain intact, with their energies."""
     adsorbed = system.get_tags() == 2
     slab, own = system[~adsorbed], Atoms(system[adsorbed].symbols, system.positions[adsorbed])
     everything = placements(slab, own)
@@ -73,7 +73,7 @@ def relaxed(system: Atoms, number: int, count: int, made: dict[str, Any]) -> lis
 
 
 def relax_all(options: argparse.Namespace) -> None:
-    """Writes a file for each pair, and placements.extxyz once all pairs are done."""
+    """Writes a file for each pair, and placements.extxyz after all pairs are finished."""
     made = json.loads((options.data / "made.json").read_text())
     job = {name: getattr(options, name) for name in ("placements", "seed")}
     prepare(options.out, {**job, "made": digest(options.data / "made.json")})
@@ -86,13 +86,13 @@ def relax_all(options: argparse.Namespace) -> None:
             ase.io.write(files[-1], kept, "extxyz")
             seconds = time.process_time() - start
             print(f"pair {number}: {system.symbols}, {len(kept)} placements, {seconds:.0f} s")
-    filled = [file for file in files if file.stat().st_size]  # a pair may lose all placements
+    filled = [file for file in files if file.stat().st_size]  # all placements may be removed
     whole = [atoms for file in filled for atoms in ase.io.read(file, ":")]
     ase.io.write(options.out / "placements.extxyz", whole)
 
 
 def share(pair: np.ndarray, energy: np.ndarray, score: np.ndarray) -> float:
-    """Returns the share of pairs whose best of the top five is within 0.1 eV of the best."""
+    """Returns the fraction of pairs whose best of the top five is within 0.1 eV of the best."""
     found = []
     for one in np.unique(pair):
         own = energy[pair == one]
@@ -102,7 +102,7 @@ def share(pair: np.ndarray, energy: np.ndarray, score: np.ndarray) -> float:
 
 
 def rank(options: argparse.Namespace) -> None:
-    """Prints a table of all ways to choose placements."""
+    """Prints a table of all methods of selecting placements."""
     whole = ase.io.read(options.out / "placements.extxyz", ":")
     pair, start, energy = (
         np.array([atoms.info[key] for atoms in whole]) for key in ("pair", "y_init", "y_relaxed")

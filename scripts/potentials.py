@@ -5,8 +5,8 @@
 
 FOLDER contains training and test splits (--train, --test) that `molflt data inspect` can read. The
 molflt potential is configs/potential.yaml. All models use the same frames, loss and batches, and
-the same schedule of learning rates, which depends on the time used so far. Writes potentials.md and
-potentials.csv. After an interruption, the same command begins with the next unfinished model.
+the same learning rate schedule, which depends on the time used so far. Writes potentials.md and
+potentials.csv. After an interruption, the same command continues with the next unfinished model.
 """
 
 import argparse
@@ -47,7 +47,7 @@ MEASURES = {
 
 
 class WithForces(nn.Module):
-    """Adds forces to a net, with the interface that `PotentialTask` needs; tags are ignored."""
+    """Adds forces to a network, with the interface required by `PotentialTask`; ignores tags."""
 
     element_energies: Tensor
     energy_std: Tensor
@@ -55,7 +55,7 @@ class WithForces(nn.Module):
     def __init__(self, net: Peer) -> None:
         super().__init__()
         self.net = net
-        self.register_buffer("element_energies", net.element_energies)  # the tensors of the net
+        self.register_buffer("element_energies", net.element_energies)  # shared with the network
         self.register_buffer("energy_std", net.energy_std)
 
     def forward(self, batch: Batch) -> Mapping[str, Tensor]:
@@ -110,7 +110,7 @@ def run(
 def trivial(data: PotentialData, tests: Mapping[str, SinglePoints]) -> Rows:
     """Returns the errors of a trivial model.
 
-    It predicts zero forces, and element energies plus a constant per atom.
+    The model predicts zero forces, and element energies plus a constant per atom.
     """
     own, train = data.element_energies().energies, data.datasets["train"]
 
@@ -131,7 +131,7 @@ def trivial(data: PotentialData, tests: Mapping[str, SinglePoints]) -> Rows:
 
 
 def table(rows: Rows) -> str:
-    """Returns mean and standard deviation over seeds of each model on each split."""
+    """Formats the mean and standard deviation over seeds for each model and split."""
     lines = []
     for split, model in dict.fromkeys((row["split"], row["model"]) for row in rows):
         mine = pick(rows, split=split, model=model)
@@ -145,7 +145,7 @@ def table(rows: Rows) -> str:
 
 def measured(options: argparse.Namespace) -> Rows:
     """Returns a row for each model, seed and split; writes the files after each model."""
-    own = ("out", "models", "seeds")  # these do not change other rows
+    own = ("out", "models", "seeds")  # do not affect other rows
     job = {key: value for key, value in vars(options).items() if key not in own}
     job |= {"data": str(options.data), "config": CONFIG.name, "content": CONFIG.read_text()}
     every = {

@@ -1,4 +1,4 @@
-"""Run a benchmark and write its rows, table and picture.
+"""Run a benchmark and write its rows, table and figure.
 
     python scripts/run.py                           # list the benchmarks
     python scripts/run.py decoding                  # measure, and update the documentation
@@ -6,9 +6,9 @@
     python scripts/run.py decoding --redraw         # read the CSV instead of measuring
 
 Writes NAME.csv, NAME.png and NAME.md to a folder, by default runs/NAME. If a page in docs/results
-has marks for the benchmark, the table is written between them, and the other files are written next
-to the page. The exit status is 1 if a row could not be measured, for example because of a missing
-package.
+contains markers for the benchmark, the table is written between them, and the other files are
+written next to the page. The exit status is 1 if a row could not be measured, for example because
+of a missing package.
 """
 
 import argparse
@@ -44,13 +44,13 @@ def find(name: str) -> ModuleType:
 
 
 def titles() -> str:
-    """Returns the name and title of each benchmark, without importing the modules."""
+    """Lists the name and title of each benchmark, without importing the modules."""
     first = {name: path.read_text().splitlines()[0] for name, path in benchmarks().items()}
     return "\n".join(f"{name:14s} {title.strip(chr(34))}" for name, title in first.items())
 
 
 def add_options(parser: argparse.ArgumentParser, measure: Any, redraw: bool) -> None:
-    """Adds the arguments of `measure` as options: tuples for several values, and flags."""
+    """Adds the arguments of `measure` as options; tuples become options with several values."""
     for name, parameter in inspect.signature(measure, eval_str=True).parameters.items():
         needed = parameter.default is parameter.empty
         default = "required" if needed else f"default: {parameter.default}"
@@ -66,22 +66,22 @@ def add_options(parser: argparse.ArgumentParser, measure: Any, redraw: bool) -> 
 
 
 def page_of(name: str) -> Path | None:
-    """Returns the results page that has marks for a benchmark."""
+    """Returns the results page that contains markers for a benchmark."""
     pages = sorted(RESULTS.glob("*.md"))
     return next((page for page in pages if f"<!-- bench: {name} -->" in page.read_text()), None)
 
 
 def marked(text: str, name: str, block: str) -> str:
-    """Returns a page with the block between the marks of a benchmark."""
+    """Returns a page with the block inserted between the markers of a benchmark."""
     begin, end = f"<!-- bench: {name} -->", "<!-- end -->"
     before, mark, rest = text.partition(begin)
     if not mark or end not in rest:
-        raise ValueError(f"no {begin} ... {end}; add the marks, or use --out FOLDER")
+        raise ValueError(f"no {begin} ... {end}; add these markers, or use --out FOLDER")
     return f"{before}{begin}\n\n{block}\n\n{end}{rest.partition(end)[2]}"
 
 
 def write(benchmark: Any, name: str, rows: Rows, out: Path | None) -> bool:
-    """Writes and prints the table, and draws the picture. Returns False if a row has failed."""
+    """Writes and prints the table and draws the figure; returns False if a row has failed."""
     text = benchmark.table(rows)
     page = None if out else page_of(name)
     folder = out or RESULTS
@@ -137,7 +137,7 @@ def main(words: Sequence[str] | None = None) -> int:
     if not options.redraw:
         rows = benchmark.measure(**{**(benchmark.QUICK if options.quick else {}), **given})
         if not rows:
-            raise ValueError("expected rows; got none with these options; choose others")
+            raise ValueError("expected rows; got none with these options; choose different options")
         write_csv(path, rows)
     return 0 if write(benchmark, name, read_csv(path), options.out) else 1
 

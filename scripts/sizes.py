@@ -1,12 +1,12 @@
-"""Measure how predicted adsorption energies depend on the size of slab and cell.
+"""Measure how predicted adsorption energies depend on the size of the slab and the cell.
 
     python scripts/sizes.py runs/game-net --data datasets/game-net/fg
     python scripts/sizes.py peer:painn peer:schnet --data datasets/game-net/fg --minutes 12 \\
         --config configs/game-net.yaml --out runs/sizes-peers -- --task.lr 0.0015
 
-RUN is the folder of a run or of an exported model. peer:NAME is one of the nets that
-scripts/peers.py trains. It is trained with --config, the options after --, seed 0 and --minutes of
-CPU time, and stored in OUT/jobs. The initial structures are drawn from all splits whose names start
+RUN is the folder of a run or an exported model. peer:NAME is one of the networks trained by
+scripts/peers.py. It is trained with --config, the options after --, seed 0 and --minutes of CPU
+time, and stored in OUT/jobs. The initial structures are drawn from all splits whose names start
 with val, in proportion to the sizes of the splits. The columns are mean absolute values in eV:
 
 2x1, 2x2, 3x3   change if the slab is repeated in the plane and keeps one adsorbate
@@ -54,12 +54,12 @@ from molflt.files import write_atomically
 PEER = "peer:"
 REPEATS = {"2x1": (2, 1, 1), "2x2": (2, 2, 1), "3x3": (3, 3, 1)}
 LIFTS = (8, 12, 20)  # Å
-APART = 10.0  # Å, smallest distance between two adsorbates on one slab
-MOST = 3_000  # largest number of atoms in a batch
+APART = 10.0  # Å, minimum distance between two adsorbates on one slab
+MOST = 3_000  # maximum number of atoms in a batch
 
 
 class System(NamedTuple):
-    """A slab, an adsorbate that does not cross a cell boundary, and the height of the vacuum, Å."""
+    """A slab, an adsorbate that does not cross a cell boundary, and the vacuum height in Å."""
 
     slab: Atoms
     adsorbate: Atoms
@@ -71,7 +71,7 @@ class System(NamedTuple):
 
 
 def separate(atoms: Atoms) -> System:
-    """Separates adsorbate and slab, and moves atoms to periodic images below the vacuum."""
+    """Separates adsorbate and slab and moves atoms to periodic images below the vacuum."""
     atoms = atoms.copy()
     scaled = atoms.get_scaled_positions(wrap=False)[:, 2]
     order = np.sort(scaled % 1)
@@ -105,7 +105,7 @@ def pair(one: System, other: System) -> tuple[Atoms, Atoms, Atoms] | None:
     """Returns two adsorbates on one slab, and each of them alone on this slab.
 
     The adsorbates are as close as `APART` permits. The slab is the smallest of 2x2 to 5x5 that is
-    large enough. Returns None if all are too small.
+    large enough. Returns None if all slabs are too small.
     """
     for n in range(2, 6):
         large, places = one.slab.repeat((n, n, 1)), []
@@ -123,7 +123,7 @@ def pair(one: System, other: System) -> tuple[Atoms, Atoms, Atoms] | None:
 
 
 def pairs(systems: Sequence[System]) -> list[tuple[Atoms, Atoms, Atoms]]:
-    """Pairs each system with the next system on the same slab, if both adsorbates fit on it."""
+    """Pairs each system with the next system on the same slab if both adsorbates fit on it."""
 
     def same(one: Atoms, other: Atoms) -> bool:
         ends = [np.concatenate((slab.positions, slab.cell.array)) for slab in (one, other)]
@@ -138,7 +138,7 @@ def pairs(systems: Sequence[System]) -> list[tuple[Atoms, Atoms, Atoms]]:
 
 
 def draw(root: Path, count: int) -> list[System]:
-    """Draws systems of all validation splits with a fixed seed, in proportion to their sizes."""
+    """Draws systems from all validation splits with a fixed seed, in proportion to their sizes."""
     names = [name for name in pool.splits_of(root) if name.startswith("val")]
     sets = [open_dataset(split_path(root, name)) for name in names]
     total, rng, systems = sum(map(len, sets)), np.random.default_rng(0), []
@@ -153,7 +153,7 @@ def draw(root: Path, count: int) -> list[System]:
 
 
 def build(systems: Sequence[System]) -> dict[str, list[Atoms]]:
-    """Returns structures by name; AB, A and B come from `pairs`."""
+    """Returns structures by name; AB, A and B are built by `pairs`."""
     found = {"1x1": [one.whole for one in systems]}
     for name, counts in REPEATS.items():
         found[name] = [one.slab.repeat(counts) + one.adsorbate for one in systems]
@@ -177,7 +177,7 @@ def record_of(atoms: Atoms) -> Data:
 
 
 def energies(model: nn.Module, structures: Sequence[Atoms]) -> NDArray[np.float64]:
-    """Returns energies, eV, which are all NaN if the model refuses a structure."""
+    """Returns energies in eV, which are all NaN if the model raises an error for a structure."""
     size, parts = max(1, MOST // max(map(len, structures))), []
     for start in range(0, len(structures), size):
         batch = Batch.from_data_list(list(map(record_of, structures[start : start + size])))
@@ -189,7 +189,7 @@ def energies(model: nn.Module, structures: Sequence[Atoms]) -> NDArray[np.float6
 
 
 def changes(energy: Mapping[str, NDArray[np.float64]]) -> dict[str, NDArray[np.float64]]:
-    """Computes the columns of the table: energies of structures and their differences, eV."""
+    """Computes the columns of the table: energies of structures and their differences, in eV."""
     one = energy["1x1"]
     found = {name: energy[name] - one for name in REPEATS}
     found["3x3 - 2x2"] = energy["3x3"] - energy["2x2"]
@@ -202,7 +202,7 @@ def changes(energy: Mapping[str, NDArray[np.float64]]) -> dict[str, NDArray[np.f
 
 
 def models(options: argparse.Namespace) -> dict[str, nn.Module]:
-    """Returns models by name, and trains the peers that have no result."""
+    """Returns models by name; trains the peers that have no result."""
     peers = [run.removeprefix(PEER) for run in options.runs if run.startswith(PEER)]
     if unknown := sorted({*peers} - {*NETS}):
         raise ValueError(f"{PEER}{unknown[0]}: expected one of {', '.join(NETS)}")
@@ -224,7 +224,7 @@ def main(words: list[str] | None = None) -> None:
     parser.add_argument("--config", type=Path, default=Path("configs/game-net.yaml"))
     parser.add_argument("--minutes", type=float, default=10.0, help="CPU time for training a peer")
     options = parsed(parser, words)
-    torch.set_flush_denormal(True)  # otherwise, SchNet takes five times as long
+    torch.set_flush_denormal(True)  # otherwise, SchNet is five times slower
     structures, nets = build(draw(options.data, options.systems)), models(options)
     rows: dict[str, dict[str, float | None]] = {}
     with torch.no_grad(), warnings.catch_warnings():

@@ -103,6 +103,6 @@ def test_both_models_learn_and_a_second_start_repeats_nothing(tmp_path, monkeypa
     capsys.readouterr()
     ase.io.write(points / "train.extxyz", argon(6, 5))  # results for other data are not reused
     assert script.main(words) == 2
-    assert "made with other digests" in capsys.readouterr().err
+    assert "made with different digests" in capsys.readouterr().err
     rows = [{"split": "a", "model": "m", "parameters": 9, "steps": n} for n in (10, 30)]
     assert script.table(rows).splitlines()[2].startswith("| a | m | 9 | 20 |")  # a mean

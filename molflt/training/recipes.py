@@ -27,7 +27,7 @@ class Recipe(NamedTuple):
 
     @staticmethod
     def of(config: Mapping[str, object]) -> Recipe:
-        """Returns the recipe of a configuration, `DEFAULT` if it has none."""
+        """Returns the recipe of a configuration; the default is `DEFAULT`."""
         name = config.get("recipe", DEFAULT)
         if not isinstance(name, str) or name not in RECIPES:
             raise ValueError(f"recipe {shown(name)}; expected one of {', '.join(RECIPES)}")

@@ -1,7 +1,7 @@
 """Error of the attention matrix and the output against the number of features.
 
 As in figure 2 of the Performer paper (arXiv:2006.03555), errors are mean squared errors. They are
-divided by the mean square of the exact values, and measured on some rows of the matrix, because
+divided by the mean square of the exact values and measured on some rows of the matrix, because the
 rows are independent of each other.
 """
 
@@ -65,7 +65,7 @@ def measure(
 
 
 def table(rows: Rows) -> str:
-    """Returns slopes of log error against log M, and errors relative to errors of "iid"."""
+    """Returns the slopes of log error against log M and the errors relative to those of "iid"."""
     others = [name for name in names(rows, "projection") if name not in ("iid", UNIFORM)]
     head = ["map, scale, error", f"iid at M = {max(names(rows, 'm'))}", "uniform", "iid: slope"]
     head += [f"{name}: slope, / iid" for name in others]
@@ -84,7 +84,7 @@ def table(rows: Rows) -> str:
 
 
 def draw(png: Path, rows: Rows) -> None:
-    """Draws a picture for each scale: the first at `png`, the other pictures next to it."""
+    """Draws a figure for each scale: the first at `png` and the others next to it."""
     labels = ("features per token M", "relative mean squared error")
     for index, scale in enumerate(names(rows, "scale")):
         page = png.with_stem(f"{png.stem}-scale-{scale:g}") if index else png

@@ -1,6 +1,6 @@
 """Influence of other graphs in the same batch, in layers of molflt and PyTorch Geometric.
 
-PyG's modules are called with `to_dense_batch` and its mask, as in `GPSConv` and `SGFormer`.
+PyG's modules are called with the result of `to_dense_batch`, as in `GPSConv` and `SGFormer`.
 """
 
 from collections.abc import Callable
@@ -22,7 +22,7 @@ Graph = tuple[Tensor, Tensor, Tensor]  # features, positions, cell
 
 
 def theirs(kind: type[nn.Module], **options: Any) -> nn.Module:
-    """Returns a module of PyG with heads of the same width as in molflt's layers."""
+    """Returns a module from PyG whose heads have the same width as in molflt's layers."""
     return DenseBatch(kind(DIM, HEADS, head_channels=DIM // HEADS, **options))
 
 
@@ -73,13 +73,13 @@ def outputs(layer: nn.Module, graphs: list[Graph]) -> list[Tensor]:
 
 
 def change(found: list[Tensor], expected: list[Tensor]) -> float:
-    """Returns the largest relative change of the outputs of a graph."""
+    """Returns the largest relative change in the outputs of a graph."""
     pairs = zip(found, expected, strict=True)
     return max(((a - b).abs().max() / b.abs().max()).item() for a, b in pairs)
 
 
 def leak(layer: nn.Module, graphs: list[Graph]) -> float:
-    """Returns the largest ratio of gradients at atoms of other graphs and at own atoms."""
+    """Returns the largest ratio of gradients at atoms of other graphs to those at its own atoms."""
     given = collated(graphs)
     leaves = [given[name].requires_grad_() for name in ("x", "pos")]
     out, worst = layer(**given), 0.0
@@ -113,7 +113,7 @@ def changes(name: str, build: Callable[[], nn.Module], cases: int, large: int) -
 
 
 def measure(cases: int = 10, large: int = 200) -> Rows:
-    """Returns the changes of all layers in float64; SGFormerAttention uses the default dtype."""
+    """Returns the changes for all layers in float64; SGFormerAttention uses the default dtype."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:

@@ -25,7 +25,7 @@ STEPS = 200
 
 
 def binding(atoms: Atoms, calculator: str, elements: dict[str, float]) -> tuple[float, bool]:
-    """Returns the adsorption energy, eV, and whether both relaxations converged."""
+    """Returns the adsorption energy in eV, and True if both relaxations converged."""
     atoms = atoms.copy()
     atoms.pbc = True
     fixed = atoms.arrays["fixed"].astype(bool)
@@ -43,7 +43,7 @@ def binding(atoms: Atoms, calculator: str, elements: dict[str, float]) -> tuple[
 def measure(
     file: Path, calculator: str = "chgnet", systems: int = 40, atoms: int = 50, seed: int = 0
 ) -> Rows:
-    """Returns a row for each of `systems` random systems with at most `atoms` atoms."""
+    """Returns a row for each of `systems` random systems with up to `atoms` atoms."""
     choose([calculator], CALCULATORS, "calculator")
     small = [one for one in read(file, ":") if len(one) <= atoms]
     order = np.random.default_rng(seed).permutation(len(small))[:systems]
@@ -61,13 +61,13 @@ def measure(
 
 
 def correlation(a: NDArray[np.float64], b: NDArray[np.float64]) -> float:
-    """Returns Pearson's r, or nan for fewer than three systems or constant values."""
+    """Computes Pearson's r; nan for fewer than three systems or constant values."""
     known = len(a) > 2 and min(a.std(), b.std()) > 1e-9
     return float(np.corrcoef(a, b)[0, 1]) if known else math.nan
 
 
 def agreement(rows: Rows) -> dict[str, float]:
-    """Returns correlation and errors, eV, for all systems and within each adsorbate."""
+    """Computes correlations and errors, in eV, for all systems and within each adsorbate."""
     dft, energy = (np.array([float(row[key]) for row in rows]) for key in ("dft", "energy"))
     adsorbate = np.array([row["adsorbate"] for row in rows])
     apart = [
@@ -85,7 +85,7 @@ def agreement(rows: Rows) -> dict[str, float]:
 
 
 def table(rows: Rows) -> str:
-    """Returns the agreement for each adsorbate with at least three systems, and for all systems."""
+    """Formats the agreement for each adsorbate with at least three systems and for all systems."""
     rows = pick(rows, converged=True)
     parts = {name: pick(rows, adsorbate=name) for name in sorted(names(rows, "adsorbate"))}
     several = {name: own for name, own in parts.items() if len(own) > 2}

@@ -1,7 +1,7 @@
-"""Error of a mask in three dimensions, and its scatter under rotations, for each node rule.
+"""Error of a mask in three dimensions and its scatter under rotations, for each node rule.
 
 The mask is exp(-|z|^2 / 2 s^2), and positions are uniform in a ball of diameter 2 R. Random rules
-draw from the spectral density of the mask, which is optimal. `suggest_nodes` chooses the shells.
+draw from the spectral density of the mask, which is optimal. `suggest_nodes` selects the shells.
 """
 
 import math
@@ -16,14 +16,14 @@ from molflt.attention import NODES, SPECTRA, Nodes, Spectrum, suggest_nodes
 
 RULES = ("gaussian", "orthogonal", "sobol", "shells")
 OWN_SIGMA = 1 / (2 * math.pi)  # width of the spectral density, in cycles per width s
-MOST = 4096  # largest number of nodes on shells
+MOST = 4096  # maximum number of nodes on shells
 TOLERANCES = (0.04, 0.03, 0.02, *(c * 10**-k for k in (3, 4) for c in (10, 5, 3, 2)), 0.0001)
 SHOWN = (16, 128, 512, 4096)  # numbers of nodes in the table; shells have at most this number
 QUICK = {"nodes": (16, 256), "tolerances": (0.03, 0.01), "pairs": 200, "draws": 4, "turned": 4}
 
 
 def ball_pairs(count: int, ratio: float, generator: torch.Generator) -> Tensor:
-    """Returns differences (count, 3) of points in a ball; `ratio` is its diameter."""
+    """Returns differences of points in a ball of diameter `ratio`, of shape (count, 3)."""
     points = torch.randn(2 * count, 3, dtype=torch.float64, generator=generator)
     draw = torch.rand(2 * count, 1, dtype=torch.float64, generator=generator)
     points = ratio / 2 * draw ** (1 / 3) * points / points.norm(dim=-1, keepdim=True)
@@ -32,7 +32,7 @@ def ball_pairs(count: int, ratio: float, generator: torch.Generator) -> Tensor:
 
 @torch.no_grad()
 def sampled(nodes: Nodes, spectrum: Spectrum, z: Tensor) -> Tensor:
-    """Evaluates the sampled mask at differences (n, 3), and returns (heads, n)."""
+    """Evaluates the sampled mask at differences (n, 3); the result has the shape (heads, n)."""
     xi, coefficients = nodes.sample(spectrum)
     rows = [
         (2 * math.pi * z @ own.T).cos() @ row
@@ -42,7 +42,7 @@ def sampled(nodes: Nodes, spectrum: Spectrum, z: Tensor) -> Tensor:
 
 
 def errors(nodes: Nodes, ratio: float, heads: int, pairs: int, turned: int) -> dict[str, float]:
-    """Returns root mean squares of the error and of the spread over rotations."""
+    """Computes the root mean squares of the error and of its spread over rotations."""
     generator = torch.Generator().manual_seed(0)
     spectrum = SPECTRA["gaussian"](heads, length_range=(1.0, 1.0)).double()
     spectrum.amplitude.requires_grad_(False).fill_(1.0)
@@ -65,7 +65,7 @@ def measure(
     draws: int = 8,
     turned: int = 16,
 ) -> Rows:
-    """Returns the errors of all rules and numbers of nodes, for two diameters."""
+    """Returns the errors of all rules and numbers of nodes for two diameters."""
     rows: Rows = []
     for ratio in (5.0, 10.0):
         for rule in RULES[:3]:
@@ -86,8 +86,8 @@ def measure(
 def table(rows: Rows) -> str:
     """Formats a table.
 
-    For each ratio and rule, it has one row per bound in `SHOWN`: the one with the most nodes not
-    above the bound.
+    For each ratio and rule, it contains one row per bound in `SHOWN`, with the largest number of
+    nodes that does not exceed the bound.
     """
     labels = {"2R / s": "{ratio:g}", "rule": "{rule}", "nodes r": "{nodes}"}
     numbers = {"rms error": "{error:.1e}", "scatter over rotations": "{scatter:.1e}"}

@@ -1,7 +1,8 @@
 """Polynomial and random features against softmax of normalized queries and keys.
 
-Errors are relative errors of the output, and of the gradients of a random linear function of the
-output, over all tokens of a head. Random maps have as many features as the polynomial of degree 2.
+Errors are relative errors, over all tokens of a head, of the output and of the gradients of a
+random linear function of the output. Random maps have as many features as the polynomial of
+degree 2.
 """
 
 import itertools
@@ -27,7 +28,7 @@ QUICK = {"dims": (8, 16), "temperatures": (0.5, 1.0), "tokens": 64, "samples": 8
 
 
 def taylor(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Attention with the weights 1 + x + x^2 / 2, where x = q . k."""
+    """Computes attention with the weights 1 + x + x^2 / 2, where x = q . k."""
     x = query @ key.mT
     weights = 1 + x + x.square() / 2
     return weights @ value / weights.sum(dim=-1, keepdim=True)
@@ -59,7 +60,7 @@ def forms(dim: int, generator: torch.Generator) -> dict[str, Mix]:
 
 
 def drawn(kind: str, tokens: int, dim: int, generator: torch.Generator) -> list[Tensor]:
-    """Returns queries, keys, values and weights of the outputs, (1, heads, tokens, dim) each."""
+    """Draws queries, keys, values and weights of the outputs: (1, heads, tokens, dim) each."""
     shape = (1, HEADS, tokens, dim)
     q, k, v, w = (torch.randn(shape, generator=generator) for _ in range(4))
     if kind == "clustered":
@@ -70,7 +71,7 @@ def drawn(kind: str, tokens: int, dim: int, generator: torch.Generator) -> list[
 
 
 def results(mix: Mix, inputs: list[Tensor], temperature: float) -> list[Tensor]:
-    """Returns output, all gradients, and gradients of queries and keys, (heads, numbers) each."""
+    """Returns the output, all gradients, and those of queries and keys: (heads, numbers) each."""
     *inputs, weights = (x.detach().requires_grad_() for x in inputs)
     query, key = (temperature**0.5 * F.normalize(x, dim=-1) for x in inputs[:2])
     out = mix(query, key, inputs[2])
@@ -85,7 +86,7 @@ def measure(
     tokens: int = 256,
     samples: int = 8,
 ) -> Rows:
-    """Returns the errors of all approximations for all widths of a head and temperatures."""
+    """Returns the errors of all approximations for all head widths and temperatures."""
     points, generator = Points(), torch.Generator().manual_seed(0)
     cases = itertools.product(("uniform", "clustered"), dims, temperatures, range(samples // HEADS))
     for kind, dim, temperature, _ in tqdm(list(cases), leave=False):
@@ -101,7 +102,7 @@ def measure(
 
 
 def table(rows: Rows) -> str:
-    """Returns the errors of the output and of the gradient of all inputs, in percent."""
+    """Formats the errors of the output and of the gradient of all inputs, in percent."""
     forms = names(rows, "form")
     lines = []
     keys = ("directions", "d", "temperature")

@@ -1,7 +1,7 @@
 """Time and peak memory of one GraphAttention layer against the number of atoms.
 
-The input is one structure of 10^2 to 10^6 atoms at random positions, with 12 Å^3 per atom.
-kit/layers.py describes the measurement.
+The input is one structure of 10^2 to 10^6 atoms at random positions, with 12 Å^3 per atom. See
+kit/layers.py for the measurement.
 """
 
 import time
@@ -17,7 +17,7 @@ KERNEL = {"position": "multiplicative"}
 
 
 def pyg(atoms: int, causal: bool) -> nn.Module:
-    """Returns PyG's Performer with the same number of ReLU features."""
+    """Builds PyG's Performer with the same number of ReLU features."""
     return layers.DenseBatch(layers.pyg_performer(layers.DIM, layers.HEADS, layers.FEATURES))
 
 
@@ -27,7 +27,7 @@ LAYERS = {
     "multiplicative": (partial(AtomLayer, **KERNEL), "-"),
     "multiplicative, near field": (partial(AtomLayer, **KERNEL, near_field=4.5), "-"),
     "PyG performer, relu": (pyg, "--"),
-    # SDPA stores no N x N matrix without a mask
+    # SDPA does not store an N x N matrix without a mask
     "softmax, no mask": (partial(AtomLayer, position="none", mixing="softmax"), ":"),
     "softmax, exact mask": (partial(AtomLayer, position="spectral", mixing="softmax"), ":"),
 }
@@ -50,6 +50,6 @@ draw = partial(STUDY.draw, limit=16.0)
 
 
 def table(rows: Rows) -> str:
-    """Returns the costs, and the peak memory of whole processes with a million atoms."""
+    """Formats the costs and the peak memory of whole processes with a million atoms."""
     parts = [layers.cost_table(rows, "atoms"), layers.processes_table(rows, MILLION, "atoms")]
     return "\n\n".join(filter(None, parts))

@@ -1,8 +1,8 @@
 """Time and accuracy of machine code from AOTInductor, compared with the model.
 
 Each form is compiled once per precision for all numbers of graphs and atoms. Times are measured
-in float32 and differences in float64. Times include the preparation of a batch (neighbors,
-reciprocal nodes, padding).
+in float32 and differences in float64. Times include batch preparation (neighbors, reciprocal
+nodes, padding).
 """
 
 import statistics
@@ -54,13 +54,13 @@ def structures(sizes: list[int]) -> list[Batch]:
 
 
 def all_energies(model: Callable[[Batch], Any], batches: list[Batch]) -> torch.Tensor:
-    """Returns the energies of all graphs, eV."""
+    """Returns the energies of all graphs in eV."""
     with torch.inference_mode():
         return torch.cat([model(batch)["energy"] for batch in batches])
 
 
 def regressor(form: str, dim: int, layers: int, dtype: torch.dtype) -> EnergyRegressor:
-    """Returns a regressor with initial weights."""
+    """Returns an untrained regressor."""
     torch.manual_seed(0)
     sizes = {"heads": min(HEADS, dim), "layers": layers, "position_head": False}
     return EnergyRegressor(dim, **sizes, **FORMS[form]).to(dtype).eval()
@@ -91,7 +91,7 @@ def measure(
 
 
 def compared(name: str, timed: Pair, exact: Pair, rounds: int) -> Row:
-    """Returns the times of the first pair, and the difference of energies of the second."""
+    """Returns the times of the first pair and the energy difference of the second pair."""
     given = structures(BATCHES[name])
     energies = [all_energies(model, given) for model in exact]
     works = {

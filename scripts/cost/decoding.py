@@ -1,10 +1,10 @@
-"""Time of one new token and size of the decoding state against the number of previous tokens.
+"""Time per new token and size of the decoding state against the number of previous tokens.
 
 In each round, all mechanisms are timed at all positions in turn. A turn decodes 9 tokens one after
 another, starting from the state at its position. The first token fills the caches and is not
-counted. Times are CPU times: medians over tokens and rounds. A ratio is the median over
-rounds of the ratio of two turns in the same round. Exponents are fitted to the longer half of the
-positions. The size of a state includes all memory that the state keeps.
+counted. Times are CPU times: medians over tokens and rounds. A ratio is the median over rounds of
+the ratio of two turns in the same round. Exponents are fitted to the larger half of the positions.
+The size of a state includes all memory that the state holds.
 """
 
 import time
@@ -42,7 +42,7 @@ Times = dict[Key, list[list[float]]]  # seconds of each token of each round
 def decoders(given: Sequence[str], longest: int) -> dict[str, LanguageModel]:
     """Returns models that decode from a state, by the name of their configuration.
 
-    By default, the mechanisms are the configurations in configs/lm that have a state and no data.
+    By default, all configurations in configs/lm with a state and without data are used.
     """
     paths = sorted(CONFIGS.glob("*.yaml"))
     configs = {path.stem: yaml.safe_load(path.read_text()) for path in paths}
@@ -54,12 +54,12 @@ def decoders(given: Sequence[str], longest: int) -> dict[str, LanguageModel]:
         if model.decodes:
             models[name] = model
         elif given:
-            raise ValueError(f"mechanism {name!r} has no state to decode from; leave it out")
+            raise ValueError(f"mechanism {name!r} has no state to decode from; remove it")
     return models
 
 
 def held(state: object) -> int:
-    """Returns the bytes of the storages of all tensors in a state, each storage counted once."""
+    """Returns the size in bytes of all tensors in a state; each storage is counted once."""
     tensors = (leaf for leaf in tree_leaves(state) if isinstance(leaf, Tensor))
     storages = {one.untyped_storage().data_ptr(): one.untyped_storage() for one in tensors}
     return sum(storage.nbytes() for storage in storages.values())
@@ -68,7 +68,7 @@ def held(state: object) -> int:
 def states(
     model: LanguageModel, tokens: Tensor, positions: Sequence[int]
 ) -> Iterator[LanguageState]:
-    """Yields the state after each number of tokens."""
+    """Yields the state after each of the given numbers of tokens."""
     state: LanguageState | None = None
     for end in positions:
         start = 0 if state is None else state.length
@@ -80,7 +80,7 @@ def states(
 
 
 def turn(model: LanguageModel, state: LanguageState, tokens: Tensor) -> list[float]:
-    """Decodes tokens from a state and returns the seconds of each token except the first."""
+    """Decodes tokens from a state and returns the seconds per token, except for the first."""
     seconds = []
     for token in tokens.split(1, dim=1):
         start = time.thread_time()
@@ -94,7 +94,7 @@ def measure(
     mechanisms: tuple[str, ...] = (),
     rounds: int = 25,
 ) -> Rows:
-    """Returns the times and sizes of states of all mechanisms at all positions."""
+    """Returns the times and state sizes of all mechanisms at all positions."""
     positions = tuple(sorted(positions))
     models = decoders(mechanisms, positions[-1] + TOKENS + 1)
     generator = torch.Generator().manual_seed(0)
@@ -113,7 +113,7 @@ def measure(
 
 
 def rows_of(times: Times, sizes: dict[Key, int]) -> Rows:
-    """Returns the rows of the CSV; `softmax_ratio` is the time of softmax relative to the row."""
+    """Returns the rows of the CSV file; `softmax_ratio` is the time of softmax over the row's."""
     first = next(iter(times))[1]
     of_turns = {key: [median(turn) for turn in turns] for key, turns in times.items()}
 
@@ -132,12 +132,12 @@ def rows_of(times: Times, sizes: dict[Key, int]) -> Rows:
 
 
 def growth(rows: Rows) -> float:
-    """Returns the exponent of the time, fitted to the longer half of the positions."""
+    """Returns the exponent of the time, fitted to the larger half of the positions."""
     return exponent(upper_half([(row["position"], row["ratio"]) for row in rows]))
 
 
 def table(rows: Rows) -> str:
-    """Returns the time at the first position, ratios to it, exponents, and sizes of states."""
+    """Formats the time at the first position, ratios to it, exponents, and state sizes."""
     places = names(rows, "position")
     first, last = places[0], places[-1]
     head = ["", f"ms at {first}", *(f"{n} / {first}" for n in places[1:]), "time ~ n^"]
@@ -153,7 +153,7 @@ def table(rows: Rows) -> str:
 
 
 def draw(png: Path, rows: Rows) -> None:
-    """Draws the time of a token and the bytes of the state; softmax has the last color."""
+    """Draws the time per token and the size of the state; softmax has the last color."""
     shown = names(rows, "mechanism")
     styles = styles_of(shown, SOFTMAX if SOFTMAX in shown else None)
     with picture(png, figsize=(7.6, 4.6)) as figure:

@@ -1,9 +1,9 @@
-"""Time of the form that `mixing: auto` chooses, and of both forms, for 10 to 10^4 atoms.
+"""Time of the form that `mixing: auto` selects, and of both forms, for 10 to 10^4 atoms.
 
 The inputs are graphs of equal size with at least 1,000 atoms in total, at random positions with 12
-Å^3 per atom. Positions enter as additive masks, multiplicative kernels or not at all, without and
-with periodic cells. Each layer is measured in the linear form, with the N x N matrix, and in the
-form that `auto` chooses. Times are CPU times. kit/layers.py describes the measurement.
+Å^3 per atom. Positions enter as additive masks, as multiplicative kernels or not at all, without
+and with periodic cells. Each layer is measured in the linear form, with the N x N matrix, and in
+the form that `auto` selects. Times are CPU times. See kit/layers.py for the measurement.
 """
 
 from functools import partial
@@ -14,7 +14,7 @@ from kit import layers
 from kit.layers import AtomLayer
 from kit.rows import Rows, markdown, names
 
-LEAST = 1000  # atoms in a batch
+LEAST = 1000  # minimum number of atoms in a batch
 KERNEL = {"position": "multiplicative"}
 NEARBY = {**KERNEL, "near_field": 5.0}
 FORMS = "linear", "quadratic", "auto"
@@ -50,7 +50,7 @@ measure = partial(
 
 
 def table(rows: Rows) -> str:
-    """Returns time ratios: of the two forms, and of `auto` to the faster form."""
+    """Formats the time ratios of the two forms, and of `auto` to the faster form."""
     sizes, parts = names(rows, "length"), []
     ratios = {"N × N / linear": [("quadratic", "linear")]}
     ratios["auto / the better form"] = [("auto", "linear"), ("auto", "quadratic")]

@@ -1,9 +1,9 @@
 """Memory and CPU time of `molflt predict` on crystals of 10^4 and 10^5 atoms.
 
-The default is the shipped model, which has a cutoff of 5 Å and no mesh. `run` is the folder of
-another model, and `mesh_order` applies to models with reciprocal nodes. The crystals are copper on
-a cubic lattice with random displacements of 0.1 Å and 12 Å^3 per atom. Each prediction is measured
-as a process, from the start of Python to the finished CSV.
+The default is the shipped model, which has a cutoff of 5 Å and no mesh. `run` is the folder of a
+different model, and `mesh_order` applies to models with reciprocal nodes. The crystals are copper
+on a cubic lattice with random displacements of 0.1 Å and 12 Å^3 per atom. Each prediction is
+measured as a separate process, from the start of Python to the finished CSV file.
 """
 
 import os
@@ -22,7 +22,7 @@ QUICK = {"edges": (5,)}
 
 
 def crystal(edge: int) -> Atoms:
-    """Returns edge^3 atoms; adsorbate and surface atoms alternate."""
+    """Returns edge^3 atoms, alternately tagged as adsorbate and surface."""
     step = VOLUME ** (1 / 3)
     places = np.stack(np.meshgrid(*[np.arange(edge)] * 3, indexing="ij"), axis=-1).reshape(-1, 3)
     shaken = step * places + np.random.default_rng(0).normal(0, 0.1, places.shape)
@@ -32,7 +32,7 @@ def crystal(edge: int) -> Atoms:
 
 
 def predict(words: list[str]) -> tuple[float, float]:
-    """Returns the peak memory, GB, and the CPU time, s, of a prediction."""
+    """Returns the peak memory in GB and the CPU time in s of a prediction."""
     command = [sys.executable, "-m", "molflt", "predict", *words, "--force"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         said = process.stdout.read() if process.stdout else ""
@@ -40,7 +40,7 @@ def predict(words: list[str]) -> tuple[float, float]:
         process.returncode = os.waitstatus_to_exitcode(status)
     if process.returncode:
         raise subprocess.CalledProcessError(process.returncode, command, said)
-    unit = 1 if sys.platform == "darwin" else 1024  # bytes, of ru_maxrss
+    unit = 1 if sys.platform == "darwin" else 1024  # unit of ru_maxrss in bytes
     return used.ru_maxrss * unit / 1e9, used.ru_utime + used.ru_stime
 
 

@@ -1,4 +1,4 @@
-"""Time of one GraphAttention layer on graphs of different sizes, of equal sizes, and padded.
+"""Time of one GraphAttention layer on graphs of different sizes, equal sizes, and with padding.
 
 In "mixed", the layer receives graphs of different sizes. In "padded", all graphs are padded to the
 size of the largest graph, as in PyG. In "equal", the batch has the same numbers of atoms and
@@ -28,7 +28,7 @@ Inputs = dict[str, Tensor]
 
 
 def made(**options: Any) -> Callable[[int], nn.Module]:
-    """Returns a function that builds a layer in linear form from its width."""
+    """Returns a function that builds a layer of a given width in the linear form."""
     return lambda dim: GraphAttention(
         dim, HEADS, mixing="linear", num_features=FEATURES, **{"periodic": "none", **options}
     )
@@ -50,7 +50,7 @@ FIXED = tuple(MECHANISMS)[:4]  # mechanisms whose cost per atom does not depend 
 
 
 class Mix(NamedTuple):
-    """Sizes of the graphs in a batch, and the mechanisms and ways to measure."""
+    """Sizes of the graphs in a batch, and the mechanisms and variants to measure."""
 
     sizes: list[int]
     known: tuple[str, ...]
@@ -108,7 +108,7 @@ def step(run: Callable[[nn.Module, Inputs], Tensor], layer: nn.Module, given: In
 
 @torch.no_grad()
 def difference(name: str, given: Inputs, dim: int) -> float:
-    """Returns the relative difference between mixed and padded outputs, in float64."""
+    """Computes the relative difference between mixed and padded outputs in float64."""
     torch.manual_seed(0)
     layer = MECHANISMS[name](dim).double()
     given = {key: x.double() if x.is_floating_point() else x for key, x in given.items()}
@@ -117,7 +117,7 @@ def difference(name: str, given: Inputs, dim: int) -> float:
 
 
 def measure(rounds: int = 3, mixes: tuple[str, ...] = MEASURED, dim: int = DIM) -> Rows:
-    """Returns a row for each mix, mechanism and way."""
+    """Returns a row for each mix, mechanism and variant."""
     rows: Rows = []
     for mix in choose(mixes, MIXES, "mix"):
         known, ways = MIXES[mix].known, MIXES[mix].ways
@@ -131,7 +131,7 @@ def measure(rounds: int = 3, mixes: tuple[str, ...] = MEASURED, dim: int = DIM) 
                 run, given = runs[way]
                 works[name, way] = partial(step, run, layer, given)
         works[PYG, "padded"] = partial(step, padded, pyg_performer(dim, HEADS, FEATURES), same)
-        once = mix == LARGE  # padded graphs take as long as everything else together
+        once = mix == LARGE  # padded graphs take as long as everything else combined
         few = {key: 1 if once and key[1] == "padded" else rounds for key in works}
         apart = {
             name: difference(name, same, dim) for name in known if mix != LARGE and "padded" in ways
@@ -144,7 +144,7 @@ def measure(rounds: int = 3, mixes: tuple[str, ...] = MEASURED, dim: int = DIM) 
 
 
 def ratio(rows: Rows, mix: str, name: str, way: str, other: str | None = None) -> float | None:
-    """Returns the time of another way or mechanism, divided by the time of the mixed batch."""
+    """Returns the time of a different variant or mechanism relative to that of the mixed batch."""
     of = pick(rows, mix=mix, mechanism=other or name, way=way)
     ours = pick(rows, mix=mix, mechanism=name, way="mixed")
     return paired(of[0]["seconds"], ours[0]["seconds"]) if of and ours else None

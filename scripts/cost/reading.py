@@ -1,7 +1,7 @@
-"""Reading speed and size of the compact store and of OC20's pickles.
+"""Reading speed and size of the compact store and OC20's pickles.
 
 The records of a published OC20 LMDB, including edges, are repeated and written in both formats.
-Both files are then read on one core in the same random order and return the same tensors.
+Both files are then read on one core in the same random order and yield the same tensors.
 """
 
 import itertools
@@ -34,7 +34,7 @@ def repeated(source: Path, target: Path, systems: int) -> None:
 
 
 def read(dataset: torch.utils.data.Dataset, order: Sequence[int]) -> None:
-    """Reads all structures in the order of the indices."""
+    """Reads all structures in the given order."""
     for index in order:
         dataset[index]
 
@@ -65,7 +65,7 @@ def measure(records: Path, systems: int = 2000, rounds: int = 5) -> Rows:
 
 
 def table(rows: Rows) -> str:
-    """Returns speed and size of each format, and ratios to the first."""
+    """Formats the speed and size of each format, and the ratios to the first format."""
     speed = {"systems/s": "{systems_per_s:,.0f}", "times faster": "{faster:.1f}"}
     size = {"bytes": "{bytes:,}", "times smaller": "{smaller:.1f}"}
     return formatted(rows, {"form": "{form}", **speed, **size})

@@ -1,7 +1,7 @@
-"""Time and peak memory of attention layers of molflt and other packages against sequence length.
+"""Time and peak memory of attention layers from molflt and other packages by sequence length.
 
 A layer includes its projections (FNet has no projections) and its encoding. Every pass evaluates
-the encoding, as in training. kit/layers.py describes the measurement.
+the encoding, as in training. See kit/layers.py for the measurement.
 """
 
 import time
@@ -20,7 +20,7 @@ from molflt.attention.fnet import FourierMixer
 HEADS, HEAD_DIM, FEATURES, NODES = 8, 64, 64, 32
 DIM = HEADS * HEAD_DIM
 FAR = 8192
-# Ratios at the largest length: quantity, two layers, and whether they are causal.
+# Ratios at the largest length: quantity, two layers, and True for causal layers.
 RATIOS = (
     ("time", "flt", "performer", False),
     ("memory", "flt", "performer", False),
@@ -52,14 +52,14 @@ class Layer(nn.Module):
 
 
 def performer_pytorch(length: int, causal: bool) -> nn.Module:
-    """Returns performer-pytorch's layer, whose faster causal form needs CUDA."""
+    """Builds the layer from performer-pytorch, whose faster causal form needs CUDA."""
     from performer_pytorch import SelfAttention
 
     return SelfAttention(DIM, causal=causal, heads=HEADS, dim_head=HEAD_DIM, nb_features=FEATURES)
 
 
 def transformers_fnet(length: int, causal: bool) -> nn.Module:
-    """Returns Hugging Face's Fourier sublayer, without the tuple around its output."""
+    """Builds Hugging Face's Fourier sublayer, without the tuple around its output."""
     from transformers import FNetConfig
     from transformers.models.fnet.modeling_fnet import FNetBasicFourierTransform
 
@@ -71,16 +71,16 @@ def transformers_fnet(length: int, causal: bool) -> nn.Module:
 
 
 def made(position: str = "none", dim: int = 1, **options: Any) -> Callable[..., nn.Module]:
-    """Returns a function that builds a layer of molflt."""
+    """Returns a function that builds a molflt layer."""
     if options.get("mixing") != "softmax":
         options = {"num_features": FEATURES, **options}
     return partial(Layer, position=position, dim=dim, **options)
 
 
-# Each kind of attention has a color. Lines of other packages are dashed, those of softmax with a
-# mask are dotted.
+# Each kind of attention has its own color. Lines of other packages are dashed, and lines of softmax
+# with a mask are dotted.
 LAYERS = {
-    "softmax": (6, "-", made(mixing="softmax")),  # SDPA stores no N x N matrix
+    "softmax": (6, "-", made(mixing="softmax")),  # SDPA does not store an N x N matrix
     "softmax, spectral mask": (3, ":", made("spectral", 3, mixing="softmax")),
     "softmax, Toeplitz bias": (7, ":", made("toeplitz", mixing="softmax")),
     "performer": (0, "-", made()),
@@ -113,7 +113,7 @@ draw = STUDY.draw
 
 
 def table(rows: Rows) -> str:
-    """Returns the costs of forward and backward passes, and the measured ratios."""
+    """Formats the costs of a forward and backward pass, and the measured ratios."""
     text, lines = layers.cost_table(rows, "tokens"), []
     for quantity, one, other, causal in RATIOS:
         if value := layers.cost_ratio(rows, quantity, one, other, FAR, causal):

@@ -1,6 +1,6 @@
 """Operations per second in a training step of the 12-layer OC20 model and in a matrix product.
 
-PyTorch counts the operations of matrix products in forward and backward passes. In each round, the
+PyTorch counts the operations of matrix products in a forward and backward pass. In each round, the
 steps and one large matrix product are timed in turn.
 """
 
@@ -27,7 +27,7 @@ QUICK = {"rounds": 1, "mechanisms": ("performer",), "sizes": (3, 4), "side": 64}
 
 
 def step(task: IS2RETask, optimizer: torch.optim.Optimizer, batch: Batch) -> None:
-    """Runs a training step."""
+    """Runs one training step."""
     loss, _ = task.loss(batch, 0.5)
     optimizer.zero_grad()
     loss.backward()
@@ -40,7 +40,7 @@ def measure(
     sizes: tuple[int, ...] = SIZES,
     side: int = SIDE,
 ) -> Rows:
-    """Returns a row for each mechanism, and a row for the matrix product."""
+    """Returns a row for each mechanism and a row for the matrix product."""
     one = torch.rand(side, side)
     works: dict[str, Callable[[], object]] = {PRODUCT: partial(torch.mm, one, one)}
     counts = {PRODUCT: 2.0 * side**3}
@@ -65,13 +65,13 @@ def measure(
 
 
 def share(rows: Rows, name: str) -> float:
-    """Returns operations per second of a step, relative to the matrix product."""
+    """Returns the operations per second of a step, relative to the matrix product."""
     own, product = (pick(rows, mechanism=key)[0] for key in (name, PRODUCT))
     return own["operations"] / product["operations"] * paired(product["seconds"], own["seconds"])
 
 
 def table(rows: Rows) -> str:
-    """Returns times and rates of the mechanisms."""
+    """Formats the times and rates of the mechanisms."""
     lines = []
     for row in rows:
         seconds, part = statistics.median(row["seconds"]), share(rows, row["mechanism"])

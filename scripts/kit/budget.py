@@ -6,12 +6,12 @@ from contextlib import contextmanager
 
 
 class CpuBudget:
-    """Budget of CPU time for a training run; only blocks within `running` count.
+    """Budget of CPU time for a training run; only blocks inside `running` are counted.
 
     Attributes:
         seconds: total budget in CPU seconds.
         used: CPU seconds used so far.
-        longest: CPU seconds of the longest block.
+        longest: duration of the longest block in CPU seconds.
         steps: number of training steps.
     """
 
@@ -20,7 +20,7 @@ class CpuBudget:
 
     @property
     def share(self) -> float:
-        """Used share of the budget, from 0 to 1."""
+        """Fraction of the budget that is used, from 0 to 1."""
         return min(1.0, self.used / self.seconds)
 
     @contextmanager

@@ -6,8 +6,8 @@ once.
 Peak memory is measured on Linux. Each measurement runs in its own process, which is forked from a
 process that has not computed anything. The process warms up on 64 tokens, resets the kernel's
 record of peak resident memory (/proc/self/clear_refs), and returns the increase of the peak during
-one pass. This includes the memory of all libraries. Blocks above 64 KiB return to the system when
-they are freed (MALLOC_MMAP_THRESHOLD_), because reused blocks would not be counted.
+one pass. This includes the memory of all libraries. Blocks above 64 KiB are returned to the system
+when they are freed (MALLOC_MMAP_THRESHOLD_), because reused blocks would not be counted.
 `Study.allocator` can keep the allocator's defaults instead; the peak then depends on the unused
 memory of the process.
 """
@@ -53,14 +53,14 @@ Costs = dict[Key, dict[str, Any]]
 
 
 class Study(NamedTuple):
-    """Layers of a benchmark, and settings for measurements and plots.
+    """Layers of a benchmark and settings for measurements and plots.
 
     Attributes:
         module: module that defines the study as STUDY.
         unit: unit of the lengths, such as "tokens".
         mechanisms: functions of length and `causal` that build the layers, by name.
         inputs: function of the length that returns the input.
-        styles: color and line of each curve.
+        styles: color and line style of each curve.
         causal: layers that are also measured in their causal form.
         passes: passes that are measured by default.
         budget: seconds for all rounds of a mechanism.
@@ -80,7 +80,7 @@ class Study(NamedTuple):
     allocator: Mapping[str, str] = ALLOCATOR
 
     def draw(self, png: Path, rows: Rows, limit: float = math.nan) -> None:
-        """Draws time and memory against the length, and a line at the limit in GB."""
+        """Draws time and memory against the length, and a line at the memory limit in GB."""
         rows = pick(rows, **{"pass": TRAINING}) or rows
         kinds = names(rows, "causal")
         titles = {"seconds": "forward and backward, s", "MiB": "peak memory, MiB"}
@@ -100,7 +100,7 @@ class Study(NamedTuple):
 
 
 def model_of(*files: str) -> dict[str, Any]:
-    """Returns the options of the model in configuration files; later files take precedence."""
+    """Returns the model options from configuration files; later files take precedence."""
     paths = [SCRIPTS.parent / "configs" / f"{file}.yaml" for file in files]
     read = [yaml.safe_load(path.read_text()) for path in paths]
     return {key: value for part in read for key, value in part.get("model", {}).items()}
@@ -140,7 +140,7 @@ def growth(work: Callable[[], object]) -> float:
 
 
 def cost(module: str, name: str, causal: bool, length: int, which: str) -> dict[str, Any]:
-    """Returns time and memory of one pass and peak memory of the process, or the error message."""
+    """Returns the time and memory of one pass and the peak of the process, or an error message."""
     torch.set_num_threads(1)
     study: Study = import_module(module).STUDY
     try:
@@ -168,7 +168,7 @@ def ask(module: str, key: Key, allocator: Mapping[str, str] = ALLOCATOR) -> dict
 
 
 def expected(costs: Costs, key: Key, quantity: str) -> float:
-    """Extrapolates a cost from the two previous lengths, or linearly from one length."""
+    """Extrapolates a cost from the two previous lengths, or linearly from a single length."""
     name, causal, length, which = key
     known = [
         (other[2], found[quantity])
@@ -190,7 +190,7 @@ def measure_layers(
     gigabytes: float = 6.0,
     passes: tuple[str, ...] = (),
 ) -> Rows:
-    """Returns a row for each mechanism, size and pass, with the times of all rounds.
+    """Returns a row with the times of all rounds for each mechanism, size and pass.
 
     A pass is skipped if its extrapolated time exceeds `seconds` or its memory exceeds `gigabytes`.
     """
@@ -213,14 +213,14 @@ def measure_layers(
                 continue
             works[key] = work = one_pass(study, *key)
             most[key] = max(1, min(rounds, int(study.budget / found["seconds"])))
-            if most[key] == 1:  # `turns` does no warm-up if there is only one round
+            if most[key] == 1:  # `turns` skips the warm-up for a single round
                 work()
         spent.update(turns(works, most, study.clock))
     return [row(key, found, spent.get(key, [])) for key, found in costs.items()]
 
 
 def row(key: Key, found: Mapping[str, Any], seconds: list[float]) -> Row:
-    """Returns a row of the CSV; its note says why a pass was skipped or failed."""
+    """Returns a row of the CSV file; its note states why a pass was skipped or failed."""
     columns = ("mechanism", "causal", "length", "pass", "seconds", "peak_MiB", "process_MiB")
     memory = found.get("MiB"), found.get("process")
     numbers = dict(zip(columns, (*key, seconds, *memory), strict=True))
@@ -230,7 +230,7 @@ def row(key: Key, found: Mapping[str, Any], seconds: list[float]) -> Row:
 def curve(
     rows: Rows, name: str, quantity: str, causal: bool = False, which: str = TRAINING
 ) -> list[tuple[float, float]]:
-    """Returns (length, median seconds or peak MiB) for the lengths that were measured."""
+    """Returns (length, median seconds or peak MiB) for all measured lengths."""
     return [
         (r["length"], statistics.median(r["seconds"]) if quantity == "seconds" else r["peak_MiB"])
         for r in rows
@@ -239,9 +239,9 @@ def curve(
 
 
 def cost_table(rows: Rows, unit: str, which: str = TRAINING) -> str:
-    """Returns time and memory of a pass at every size, exponents, and the skipped passes.
+    """Formats the time and memory of a pass at every size, exponents, and the skipped passes.
 
-    Exponents are fitted to the longer half of the sizes.
+    Exponents are fitted to the larger half of the sizes.
     """
     rows, parts = pick(rows, **{"pass": which}), []
     sizes, note = names(rows, "length"), "" if which == TRAINING else f", {which}"
@@ -273,7 +273,7 @@ def trained(rows: Rows, name: str, length: int, causal: bool = False, which: str
 def cost_ratio(
     rows: Rows, quantity: str, one: str, other: str, length: int, causal: bool = False
 ) -> float | None:
-    """Returns the ratio of two mechanisms' time or memory in training, or None if not measured."""
+    """Returns the ratio of time or memory of two mechanisms in training; None if not measured."""
     a, b = (trained(rows, name, length, causal) for name in (one, other))
     if not a or not b:
         return None
@@ -283,7 +283,7 @@ def cost_ratio(
 
 
 def processes_table(rows: Rows, keys: Sequence[Key], unit: str) -> str:
-    """Returns a table of the peak memory of whole processes, GB, or "" if no key was measured."""
+    """Formats the peak memory of whole processes in GB; returns "" if no key was measured."""
     lines = []
     for name, length, causal, which in keys:
         if found := trained(rows, name, length, causal, which):
@@ -294,7 +294,7 @@ def processes_table(rows: Rows, keys: Sequence[Key], unit: str) -> str:
 
 
 def crystals(sizes: Sequence[int]) -> list[Data]:
-    """Returns cubic cells of atoms at random positions, 12 Å^3 per atom, in float64."""
+    """Returns cubic cells with atoms at random positions, 12 Å^3 per atom, in float64."""
     draw = torch.Generator().manual_seed(0)
     numbers = torch.tensor([1, 6, 8, 29, 78])
     made = []
@@ -302,7 +302,7 @@ def crystals(sizes: Sequence[int]) -> list[Data]:
         side = (VOLUME * atoms) ** (1 / 3)
         data = Data(pos=torch.rand(atoms, 3, generator=draw, dtype=torch.float64) * side)
         data.atomic_numbers = numbers[torch.randint(5, (atoms,), generator=draw)]
-        data.tags = 2 - torch.arange(atoms) % 2  # adsorbate and surface alternate
+        data.tags = 2 - torch.arange(atoms) % 2  # alternately adsorbate and surface
         data.cell = side * torch.eye(3, dtype=torch.float64)[None]
         data.pbc = torch.ones(1, 3, dtype=torch.bool)
         made.append(data)
@@ -315,7 +315,7 @@ class AtomLayer(nn.Module):
     Args:
         atoms: number of atoms in a graph.
         causal: not used.
-        least: smallest total number of atoms in a batch.
+        least: minimum total number of atoms in a batch.
         options: options of GraphAttention. With `periodic`, graphs have cubic cells.
     """
 
@@ -339,14 +339,14 @@ class AtomLayer(nn.Module):
 
 
 class DenseBatch(nn.Module):
-    """Calls an attention module of PyG on dense batches, as PyG's own models do."""
+    """Calls an attention module from PyG on dense batches, as PyG's own models do."""
 
     def __init__(self, attention: nn.Module) -> None:
         super().__init__()
         self.attention = attention
 
     def forward(self, x: Tensor, batch: Tensor | None = None, **_: Any) -> Tensor:
-        """Maps (atoms, channels) to (atoms, channels); without `batch`, all atoms are one graph."""
+        """Maps (atoms, channels) to the same shape; without `batch`, all atoms form one graph."""
         from torch_geometric.utils import to_dense_batch
 
         dense, mask = to_dense_batch(x, batch)
@@ -356,7 +356,7 @@ class DenseBatch(nn.Module):
 def pyg_performer(dim: int, heads: int, features: int) -> nn.Module:
     """Returns PyG's Performer with ReLU features.
 
-    PyG has no option for the number of features, and uses d log d.
+    PyG does not have an option for the number of features and uses d log d.
     """
     from torch_geometric.nn.attention import PerformerAttention
     from torch_geometric.nn.attention.performer import orthogonal_matrix

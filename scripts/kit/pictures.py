@@ -7,14 +7,14 @@ from typing import Any
 from kit.rows import Rows, names, pick
 from molflt.plots.figure import SERIES, label_ends, legend_outside, picture
 
-MOST = 8  # largest number of entries in a legend
+MOST = 8  # maximum number of entries in a legend
 UNIFORM = "uniform attention"  # all keys have equal weights
 
 
 def styles_of(names: Iterable[str], reference: str | None = None) -> dict[str, tuple[int, str]]:
-    """Returns the color and line of each curve; lines are dashed once all colors are in use.
+    """Returns the color and line style of each curve; lines are dashed once all colors are used.
 
-    The last color is that of `reference`, if there is one.
+    The last color is reserved for `reference`, if given.
     """
     count = len(SERIES) - (reference is not None)
     others = [name for name in names if name != reference]
@@ -33,7 +33,7 @@ def curves(
     Args:
         axes: axes of the panel.
         points: points by name; lines without points are omitted.
-        styles: index of the color, and line style, by name; by default those of `styles_of`.
+        styles: color index and line style by name; defaults to the result of `styles_of`.
         labels: arguments of `axes.set`. The y axis is labeled "lower is better".
     """
     if "ylabel" in labels:
@@ -71,8 +71,8 @@ def error_panels(
 ) -> None:
     """Draws the means of `Points` with bars of one standard deviation.
 
-    There is a panel for each combination of the labels `panel`. It contains a line against `x` for
-    each value of `curve`. `labels` are the labels of the axes, and `shape` is (rows, columns).
+    Each combination of the labels `panel` has its own panel, which contains a line against `x` for
+    each value of `curve`. `labels` are the axis labels, and `shape` is (rows, columns).
     """
     found = {tuple(row[key] for key in panel) for row in rows}
     panels = sorted(found, key=lambda values: [(isinstance(v, str), v) for v in values])

@@ -14,18 +14,18 @@ Rows = list[Row]
 
 
 class Points:
-    """Samples at several points, which are identified by labels."""
+    """Samples at several points that are identified by labels."""
 
     def __init__(self) -> None:
         self.samples: dict[tuple[tuple[str, Any], ...], list[float]] = {}
 
     def add(self, value: float | Tensor, **labels: object) -> None:
-        """Adds one sample, or a tensor of them."""
+        """Adds one sample or a tensor of samples."""
         values = value.flatten().tolist() if isinstance(value, Tensor) else [value]
         self.samples.setdefault(tuple(labels.items()), []).extend(values)
 
     def rows(self) -> Rows:
-        """Returns the labels, mean, standard deviation and number of samples of each point."""
+        """Returns the labels, mean, standard deviation and number of samples for each point."""
         return [
             {
                 **dict(labels),
@@ -40,7 +40,7 @@ class Points:
 def write_csv(path: Path, rows: Rows) -> None:
     """Writes numbers with six digits, and lists as numbers separated by spaces.
 
-    There is a column for each key of any row.
+    Each key that occurs in any row becomes a column.
     """
 
     def cell(value: object) -> object:
@@ -74,7 +74,7 @@ def read_csv(path: Path) -> Rows:
 
 
 def markdown(head: Iterable[object], lines: Iterable[Iterable[object]]) -> str:
-    """Returns a Markdown table; None becomes an empty cell."""
+    """Formats a Markdown table; None becomes an empty cell."""
     head = list(head)
     cells = [head, ["---"] * len(head), *lines]
     return "\n".join(
@@ -84,7 +84,7 @@ def markdown(head: Iterable[object], lines: Iterable[Iterable[object]]) -> str:
 
 
 def formatted(rows: Rows, columns: Mapping[str, str]) -> str:
-    """Returns a table; `columns` maps headings to formats such as "{mae_eV:.3f}"."""
+    """Formats a table; `columns` maps headings to formats such as "{mae_eV:.3f}"."""
     return markdown(columns, ([form.format(**row) for form in columns.values()] for row in rows))
 
 
@@ -107,18 +107,18 @@ def exponent(points: Sequence[tuple[float, float]]) -> float:
 
 
 def upper_half(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Returns the upper half of the points, including the middle point, but at least two points."""
+    """Returns the upper half of the points, including the middle point, and at least two points."""
     return points[min(len(points) // 2, max(0, len(points) - 2)) :]
 
 
 def mean_sd(values: Sequence[float], digits: int) -> str:
-    """Formats mean and sample standard deviation, or only the mean for a single value."""
+    """Formats the mean and the sample standard deviation, or only the mean for a single value."""
     mean = f"{statistics.fmean(values):.{digits}f}"
     return mean if len(values) < 2 else f"{mean} ± {statistics.stdev(values):.{digits}f}"
 
 
 def choose(names: Sequence[str], known: Iterable[str], what: str = "mechanism") -> list[str]:
-    """Returns the names, or all known names if the list is empty. Unknown names are errors."""
+    """Returns the names, or all known names if the list is empty; raises for unknown names."""
     known = list(known)
     for name in names:
         if name not in known:
@@ -127,7 +127,7 @@ def choose(names: Sequence[str], known: Iterable[str], what: str = "mechanism") 
 
 
 def by_group(rows: Rows, kind: str, value: str, head: str) -> str:
-    """Returns a table of mean values, eV, with a line per group and a column per model."""
+    """Formats a table of mean values in eV, with a line per group and a column per model."""
     models, lines = names(rows, "model"), []
     for group in sorted(names(rows, kind)):
         own = pick(rows, **{kind: group})

@@ -46,9 +46,9 @@ def on_data(job: Job, folder: Path) -> Job:
 
 
 def expect_same(place: Path, was: Job, job: Job) -> None:
-    """Raises ValueError if a result belongs to a different job; `was` may lack keys."""
+    """Raises ValueError if a result belongs to a different job; keys may be missing in `was`."""
     if other := [key for key in was if was[key] != job.get(key)]:
-        raise ValueError(f"{place}: made with other {', '.join(other)}; choose another folder")
+        raise ValueError(f"{place}: made with different {', '.join(other)}; choose another folder")
 
 
 def prepare(run: Path, job: Job) -> None:
@@ -61,7 +61,7 @@ def prepare(run: Path, job: Job) -> None:
 
 
 def run_logged(command: Sequence[str], log: Path, threads: int, text: str = "") -> None:
-    """Runs a process, and raises RuntimeError with the last line of its log if it fails."""
+    """Runs a process and raises RuntimeError with the last line of its log if it fails."""
     environment = os.environ | dict.fromkeys(THREADS, str(threads))
     with open(log, "a") as file:
         done = subprocess.run(
@@ -73,7 +73,7 @@ def run_logged(command: Sequence[str], log: Path, threads: int, text: str = "") 
 
 
 def run_all(works: Collection[Callable[[], object]], at_once: int) -> bool:
-    """Calls functions in threads and prints their errors. Returns True if all succeed."""
+    """Calls functions in threads and prints their errors; returns True if all calls succeed."""
     well = True
     with ThreadPoolExecutor(at_once) as pool:
         waiting = [pool.submit(work) for work in works]
@@ -97,7 +97,7 @@ def words_of(variant: str) -> list[str]:
 
 
 def name_of(variant: str) -> str:
-    """Returns the name of a variant: lm/flt.yaml,model.dropout=0.1 is named flt,dropout=0.1."""
+    """Returns the name of a variant, such as flt,dropout=0.1 for lm/flt.yaml,model.dropout=0.1."""
     path, *changes = variant.split(",")
     parts = (change.partition("=") for change in changes)
     own = [f"{key.rpartition('.')[2]}{equals}{value}" for key, equals, value in parts]
@@ -120,7 +120,7 @@ def job_of(options: argparse.Namespace, variant: str, seed: int) -> Job:
 
 
 def work(run: Path, job: Job, threads: int, evaluation: tuple[str, ...] = ()) -> None:
-    """Trains or resumes a run, and evaluates it with the options `evaluation`."""
+    """Trains or resumes a run and evaluates it with the options `evaluation`."""
     if (run / "results.json").exists():
         return
     train = ["train", "--config", job["config"], "--run", str(run), *job["words"]]
@@ -137,7 +137,7 @@ def work(run: Path, job: Job, threads: int, evaluation: tuple[str, ...] = ()) ->
 def work_all(
     jobs: dict[Path, Job], options: argparse.Namespace, evaluation: tuple[str, ...] = ()
 ) -> int:
-    """Trains and evaluates all runs, several at a time. Returns 1 if a run failed."""
+    """Trains and evaluates all runs, several at a time; returns 1 if a run failed."""
     for run, job in jobs.items():
         prepare(run, job)
     works = [partial(work, run, job, options.threads, evaluation) for run, job in jobs.items()]
@@ -145,7 +145,7 @@ def work_all(
 
 
 def collect(out: Path, kind: str, among: list[str], seeds: list[int]) -> Rows:
-    """Returns a row for each finished run and split; `kind` is the key of the name."""
+    """Returns a row for each finished run and split; `kind` is the key of the run's name."""
     rows = []
     for name in among:
         for seed in seeds:
@@ -156,14 +156,14 @@ def collect(out: Path, kind: str, among: list[str], seeds: list[int]) -> Rows:
 
 
 def read_energies(run: Path, split: str) -> dict[int, tuple[float, float]]:
-    """Returns predicted energy and label, eV, by sid; missing labels are NaN."""
+    """Returns predicted energies and labels in eV by sid; missing labels are NaN."""
     rows = [row for row in read_rows(run / "predictions.csv") if row["split"] == split]
     found = ((row["sid"], row["energy_eV"], row["target_eV"] or "nan") for row in rows)
     return {int(sid): (float(energy), float(target)) for sid, energy, target in found}
 
 
 def system_rows(folder: Path, energies: Mapping[int, tuple[float, float]], **labels: Any) -> Rows:
-    """Returns a row for each system: `labels`, names of the system, and energies in eV."""
+    """Returns a row for each system: `labels`, names of the system and energies in eV."""
     systems = read_systems(folder)
     return [
         {**labels, **systems[sid]._asdict(), "energy_eV": energy, "target_eV": target}
@@ -172,7 +172,7 @@ def system_rows(folder: Path, energies: Mapping[int, tuple[float, float]], **lab
 
 
 def errors_of_mean(runs: Sequence[Path], split: str) -> tuple[float, float] | None:
-    """Returns MAE, eV, and EwT, %, of the mean energies of runs, or None without labels."""
+    """Returns the MAE in eV and EwT in % of the mean energies of runs; None without labels."""
     found = [read_energies(run, split) for run in runs]
     systems = sorted(sid for sid, (_, target) in found[0].items() if math.isfinite(target))
     if not systems:

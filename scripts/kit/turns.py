@@ -1,4 +1,4 @@
-"""Times of functions that are called in turn, which a busy machine slows equally."""
+"""Times of functions that are called in turn, which exposes all to the same machine load."""
 
 import statistics
 import time
@@ -13,8 +13,9 @@ def turns(
     rounds: int | Mapping[Key, int],
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[Key, list[float]]:
-    """Returns the time in seconds of each function in each round. An additional first round is not
-    counted. Functions with a single round skip it.
+    """Returns the time in seconds of each function in each round.
+
+    An additional first round is not counted. It is skipped for functions with a single round.
     """
     most = {key: rounds if isinstance(rounds, int) else rounds[key] for key in works}
     if any(count < 1 for count in most.values()):
@@ -32,5 +33,5 @@ def turns(
 
 
 def paired(one: Sequence[float], other: Sequence[float]) -> float:
-    """Returns the median over rounds of the ratio of two times in the same round."""
+    """Returns the median over rounds of the ratio of two times from the same round."""
     return statistics.median(a / b for a, b in zip(one, other, strict=False))

@@ -8,13 +8,13 @@ from pathlib import Path
 
 
 def described(text: str | None, prog: str | None = None) -> argparse.ArgumentParser:
-    """Returns a parser whose help contains a docstring with its line breaks."""
+    """Returns a parser whose help contains a docstring, including its line breaks."""
     kind = argparse.RawDescriptionHelpFormatter
     return argparse.ArgumentParser(prog, description=text, formatter_class=kind)
 
 
 def parsed(parser: argparse.ArgumentParser, words: list[str] | None) -> argparse.Namespace:
-    """Parses the options of a script; `words` contains the words after --."""
+    """Parses the options of a script; the result's `words` contains the arguments after --."""
     words = sys.argv[1:] if words is None else words
     cut = words.index("--") if "--" in words else len(words)
     options = parser.parse_args(words[:cut])
@@ -40,7 +40,7 @@ def trainings(
 
 
 def guarded(main: Callable[..., int | None]) -> Callable[..., int]:
-    """Decorates a main function; errors of the user are printed on one line, with status 2."""
+    """Decorates a main function: user errors are printed in one line, with exit status 2."""
 
     @functools.wraps(main)
     def run(words: list[str] | None = None) -> int:

@@ -1,4 +1,4 @@
-"""Geometries of adsorbates of H, C, N and O, and the atoms by which they bind."""
+"""Geometries of adsorbates of H, C, N and O, and the atoms through which they bind."""
 
 from typing import NamedTuple
 
@@ -9,7 +9,7 @@ from scipy.spatial.transform import Rotation
 
 
 class _Adsorbate(NamedTuple):
-    """A molecule of ASE's G2 collection, or a part of it.
+    """A molecule from ASE's G2 collection, or a part of it.
 
     Attributes:
         whole: name of the molecule in the collection.
@@ -71,7 +71,7 @@ LARGE: dict[str, _Adsorbate] = {
 def _oriented(rng: np.random.Generator, name: str, tilt: float) -> Atoms:
     """Returns an adsorbate with its anchor at the origin and all other atoms above it.
 
-    It is rotated by a random angle about the surface normal, and tilted by a random angle with
+    It is rotated by a random angle about the surface normal and tilted by a random angle with
     standard deviation `tilt`, in degrees.
     """
     entry = {**ADSORBATES, **LARGE}[name]

@@ -1,4 +1,4 @@
-"""ASE calculators by name, relaxation, and references of adsorption energies.
+"""ASE calculators by name, relaxation, and references for adsorption energies.
 
 As in OC20, the adsorption energy is E(slab with adsorbate) - E(relaxed slab) - sum of E_element
 over the atoms of the adsorbate (Chanussot et al., ACS Catal. 11, 6059, 2021). The references
@@ -35,11 +35,11 @@ class Potential(NamedTuple):
         label: description of the energies, without versions.
         packages: packages whose versions affect the energies; the first contains the potential.
         install: command that installs the potential.
-        metals: supported metals; None for all.
-        max_step: largest displacement in a BFGS step, Å. With steps above 0.1 Å, many EMT
+        metals: supported metals; None for all metals.
+        max_step: maximum displacement in a BFGS step, Å. With steps above 0.1 Å, many EMT
             relaxations do not converge. With 0.1 Å, CHGNet needs 1.8 times as many steps as with
             0.2 Å.
-        intact: whether molecules remain intact on most surfaces. With EMT, three out of four
+        intact: True if molecules remain intact on most surfaces. With EMT, three out of four
             molecules dissociate while they settle, and the fragments are then relaxed.
     """
 
@@ -52,7 +52,7 @@ class Potential(NamedTuple):
     intact: bool = True
 
     def describe(self) -> str:
-        """Returns the label and the versions of the packages."""
+        """Formats the label and the package versions."""
         module = self.packages[0]
         if find_spec(module) is None:
             raise ModuleNotFoundError(
@@ -63,7 +63,7 @@ class Potential(NamedTuple):
 
 
 class Relaxation(NamedTuple):
-    """Energies of a relaxation in eV, and its frames if they were kept."""
+    """Energies of a relaxation in eV, and its frames if they were stored."""
 
     before: float
     after: float
@@ -73,7 +73,7 @@ class Relaxation(NamedTuple):
 
 @cache  # loading the weights takes a second
 def _chgnet() -> Calculator:
-    """Returns CHGNet, which computes stress only if requested; stress takes half of the time."""
+    """Returns CHGNet, computing stress only on request, because it takes half of the time."""
     with contextlib.redirect_stdout(io.StringIO()):  # it prints the device
         module = import_module("chgnet.model.dynamics")
         calculator = module.CHGNetCalculator(use_device="cpu", on_isolated_atoms="ignore")
@@ -87,7 +87,7 @@ def _chgnet() -> Calculator:
     ) -> None:
         task = "efs" if "stress" in properties else "ef"
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # about slow tensors
+            warnings.simplefilter("ignore", UserWarning)  # about slow tensor conversions
             compute(atoms, list(properties), list(system_changes), task=task)
 
     calculator.calculate = calculate
@@ -119,7 +119,7 @@ def relax(
     """Relaxes atoms in place with BFGS.
 
     Stops at the tolerance, in eV/Å, or after `steps` steps. With `frames`, the structures of all
-    steps are kept with their energies and forces.
+    steps are stored with their energies and forces.
     """
     entry = CALCULATORS[potential]
     atoms.calc = entry.build()
@@ -145,7 +145,7 @@ def relax(
 def molecule_energies(
     potential: str, names: Sequence[str] = ("H2", "H2O", "CO", "N2"), tolerance: float = 0.01
 ) -> dict[str, float]:
-    """Returns energies of relaxed gas-phase molecules, eV; the tolerance is in eV/Å."""
+    """Returns the energies of relaxed gas-phase molecules in eV; the tolerance is in eV/Å."""
     energies = {}
     for name in names:
         atoms = molecule(name, vacuum=VACUUM, pbc=True)  # learned potentials need a cell
@@ -153,14 +153,14 @@ def molecule_energies(
         if not relaxed.converged:
             raise ValueError(
                 f"calculator {potential}: gas-phase {name} did not relax; expected forces below "
-                f"{tolerance} eV/Å; use another calculator"
+                f"{tolerance} eV/Å; use a different calculator"
             )
         energies[name] = relaxed.after
     return energies
 
 
 def linear_references(molecules: Mapping[str, float]) -> dict[str, float]:
-    """Returns reference energies of the elements, eV, from energies of H2, H2O, CO and N2."""
+    """Computes reference energies of the elements in eV from those of H2, H2O, CO and N2."""
     oxygen = molecules["H2O"] - molecules["H2"]
     return {
         "H": molecules["H2"] / 2,
@@ -173,5 +173,5 @@ def linear_references(molecules: Mapping[str, float]) -> dict[str, float]:
 def adsorption_energy(
     total: float, slab: float, adsorbate: Iterable[str], references: Mapping[str, float]
 ) -> float:
-    """Returns E(slab with adsorbate) - E(slab) - the sum of the references, eV."""
+    """Computes E(slab with adsorbate) - E(slab) - the sum of the references, in eV."""
     return total - slab - sum(references[element] for element in adsorbate)

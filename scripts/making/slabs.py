@@ -16,7 +16,7 @@ from scipy.spatial import Voronoi
 from molflt.atoms import Tag
 
 _FORCE_TOLERANCE = 0.05  # eV/Å
-_MAX_SHIFT = 1.0  # Å, largest displacement of an atom in the relaxation of a clean slab
+_MAX_SHIFT = 1.0  # Å, maximum displacement of an atom in the relaxation of a clean slab
 
 # Lattice and metals. In L1_2, the first metal occupies three of four sites. Systems depend on the
 # order; a change requires a new version of the generator.
@@ -48,14 +48,14 @@ CATALYSTS: dict[str, tuple[str, tuple[str, ...]]] = {
 
 
 class _Facet(NamedTuple):
-    """A surface that is cut from the relaxed unit cell.
+    """A surface cut from the relaxed unit cell.
 
     Attributes:
         name: Miller indices as text.
         indices: Miller indices.
         layers: number of cells along the normal.
-        repeat: repetitions along the two vectors in the plane.
-        rotated: whether the cell has the vectors (1, 1, 0), (-1, 1, 0), (0, 0, 1).
+        repeat: numbers of repetitions along the two in-plane vectors.
+        rotated: True if the cell has the vectors (1, 1, 0), (-1, 1, 0), (0, 0, 1).
     """
 
     name: str
@@ -102,7 +102,7 @@ def _draw_surface(rng: np.random.Generator, catalyst: str) -> _Surface:
 
 
 def _unrelaxed_cell(catalyst: str) -> Atoms:
-    """Returns a unit cell whose volume is the mean of the metals' experimental volumes."""
+    """Returns a unit cell whose volume is the mean of the experimental volumes of the metals."""
     lattice, metals = CATALYSTS[catalyst]
     if len(metals) == 1:
         return bulk(metals[0], cubic=True) if lattice != "hcp" else bulk(metals[0])
@@ -126,7 +126,7 @@ def _unit_cell(potential: str, catalyst: str) -> Atoms:
     if not optimizer.run(fmax=0.01, steps=200):
         raise ValueError(
             f"calculator {potential}: the crystal {catalyst} did not relax; expected forces below "
-            "0.01 eV/Å within 200 steps; use another calculator"
+            "0.01 eV/Å within 200 steps; use a different calculator"
         )
     cell.calc = None
     return cell
@@ -138,7 +138,7 @@ def _cut(cell: Atoms, surface: _Surface) -> Atoms:
     if facet.rotated:
         cell = make_supercell(cell, [[1, 1, 0], [-1, 1, 0], [0, 0, 1]])
     cell = cell.copy()
-    cell.positions += 0.1 * cell.cell.array.sum(axis=0) / 4  # no atom is on the border of a layer
+    cell.positions += 0.1 * cell.cell.array.sum(axis=0) / 4  # avoids atoms on a layer boundary
     slab = cut(cell, facet.indices, facet.layers, vacuum=VACUUM, periodic=True)
     slab = slab.repeat((*facet.repeat, 1))
     if surface.upside_down:
@@ -164,7 +164,7 @@ def _relaxed_slab(potential: str, surface: _Surface) -> tuple[Atoms, float] | No
 
 
 def _draw_site(rng: np.random.Generator, slab: Atoms) -> tuple[str, np.ndarray]:
-    """Draws the kind and the position of a site in the plane of the surface, (2,) Å.
+    """Draws the kind of a site and its position in the surface plane in Å, of shape (2,).
 
     Sites are surface atoms (ontop), midpoints of neighbors (bridge) and corners of Voronoi cells
     (hollow). The three kinds have equal probabilities.

@@ -1,8 +1,8 @@
 """Random adsorption systems, relaxed with a potential and checked.
 
-A system consists of a slab of a metal or an ordered alloy and an adsorbate on one of its sites. A
-system depends only on calculator, seed, split and index, not on the number of workers, on
-interruptions or on the size of the split.
+A system consists of a slab of a metal or an ordered alloy and an adsorbate on one of its sites. It
+depends only on the calculator, the seed, the split and the index, and not on the number of workers,
+on interruptions or on the size of the split.
 """
 
 from functools import cache
@@ -22,7 +22,7 @@ from torch_geometric.data import Data
 from molflt.atoms import Tag
 from molflt.data.structures.records import make_record
 
-# Held-out adsorbates are similar to others. Metals of held-out alloys occur in other alloys.
+# Held-out adsorbates resemble other adsorbates. Metals of held-out alloys occur in other alloys.
 _OOD_ADSORBATES = ("CH2", "NH2", "C2H3", "CH2O", "CHOH", "HCN", "CH3CO")
 _OOD_CATALYSTS = ("Pd", "Cu3Pt", "NiPt", "AgAu", "Pt3Co", "CoAl", "FePd")
 _ADSORBATES = tuple(name for name in ADSORBATES if name not in _OOD_ADSORBATES)
@@ -38,28 +38,28 @@ _SPLITS = {
 }
 _LARGE = "val_large"
 _REPEATS = ((2, 1), (2, 2), (3, 2))  # repetitions of slabs in val_large
-_SHARE = 0.5  # share of systems in val_large with one adsorbate of `LARGE`
+_SHARE = 0.5  # fraction of systems in val_large with one adsorbate from `LARGE`
 _SIDS_PER_SPLIT = 10_000_000
 
 _TILT = 15.0  # degrees, standard deviation
 _JITTER = 0.2  # Å, standard deviation of x and y around the site
 # Initial distance, relative to the sum of the covalent radii.
 _CONTACT = (1.0, 1.2)
-# The final site of a molecule depends sensitively on its initial position. The molecule is
-# therefore relaxed on the frozen slab and then rattled, which gives the initial structure.
+# The final site of a molecule depends sensitively on its initial position. To obtain the initial
+# structure, the molecule is therefore relaxed on the frozen slab and then rattled.
 _SETTLED = 0.1  # eV/Å
 _RATTLE = 0.1  # Å, standard deviation of each coordinate of the adsorbate
 _MAX_ENERGY = 10.0  # eV, relaxed
 _MAX_START_ENERGY = 20.0  # eV, unrelaxed
-_BOND = 1.3  # largest length of a bond, relative to the sum of the covalent radii
-_DESORBED = 4.0  # Å; molecules that are farther from the slab are desorbed
-_MAX_SHIFT = 1.0  # Å, largest displacement of an atom of the slab
+_BOND = 1.3  # maximum bond length, relative to the sum of the covalent radii
+_DESORBED = 4.0  # Å; molecules farther from the slab count as desorbed
+_MAX_SHIFT = 1.0  # Å, maximum displacement of a slab atom
 _REJECTIONS = ("slab", "not_converged", "energy", "bonds", "desorbed", "reconstructed")
 _MAX_ATTEMPTS = 50
 
 
 class _Plan(NamedTuple):
-    """Settings of a data set; `references` are pairs of element and energy in eV."""
+    """Settings of a data set; `references` contains pairs of an element and its energy in eV."""
 
     calculator: str
     seed: int
@@ -73,7 +73,7 @@ class _System(NamedTuple):
     Attributes:
         record: structure with labels.
         names: adsorbate, catalyst, facet and site.
-        frames: steps of the relaxation with total energies and forces, if they were kept.
+        frames: steps of the relaxation with total energies and forces, if they were stored.
         rejected: number of earlier draws that were rejected, by reason.
     """
 
@@ -95,7 +95,7 @@ def _catalysts(calculator: str, split: str) -> tuple[str, ...]:
 
 
 def _place(rng: np.random.Generator, slab: Atoms, adsorbate: Atoms, site: np.ndarray) -> Atoms:
-    """Lowers the adsorbate onto `site`, (2,) Å, until it touches the slab."""
+    """Lowers the adsorbate onto `site`, given in Å with shape (2,), until it touches the slab."""
     points = adsorbate.positions.copy()
     points[:, :2] += site + rng.normal(scale=_JITTER, size=2)
     contact = rng.uniform(*_CONTACT) * np.add.outer(
@@ -121,7 +121,7 @@ def _place(rng: np.random.Generator, slab: Atoms, adsorbate: Atoms, site: np.nda
 
 
 def _settle(rng: np.random.Generator, system: Atoms, calculator: str) -> bool:
-    """Relaxes only the adsorbate, and rattles it. Returns True if the relaxation converged."""
+    """Relaxes only the adsorbate and rattles it; returns True if the relaxation converged."""
     mine = system.get_tags() == Tag.ADSORBATE
     constraints = system.constraints
     system.set_constraint(FixAtoms(mask=~mine))
@@ -132,7 +132,7 @@ def _settle(rng: np.random.Generator, system: Atoms, calculator: str) -> bool:
 
 
 def _bonds(adsorbate: Atoms) -> np.ndarray:
-    """Returns the bonds, including bonds to periodic images, (N, N) bool."""
+    """Returns a boolean matrix of the bonds, including bonds to periodic images: (N, N)."""
     radii = covalent_radii[adsorbate.numbers]
     distances = adsorbate.get_all_distances(mic=bool(adsorbate.pbc.any()))
     return distances < _BOND * np.add.outer(radii, radii)
@@ -158,7 +158,7 @@ def _rejection(
 
 
 def _attempt(rng: np.random.Generator, plan: _Plan, split: str, sid: int) -> _System | str:
-    """Draws a system, and returns it or the reason for its rejection."""
+    """Draws a system and returns it or the reason for its rejection."""
     known, catalysts = _SPLITS[split][0], _catalysts(plan.calculator, split)
     names = [known[int(rng.integers(len(known)))]]
     surface = _draw_surface(rng, catalysts[int(rng.integers(len(catalysts)))])
@@ -241,5 +241,5 @@ def _relax_system(plan: _Plan, split: str, index: int) -> _System:
         rejected[result] += 1
     raise ValueError(
         f"split {split}, system {index}: all {_MAX_ATTEMPTS} draws were rejected ({rejected}); try "
-        "another --seed"
+        "a different --seed"
     )

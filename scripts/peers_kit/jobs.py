@@ -1,4 +1,4 @@
-"""Training of one model within a CPU budget, and its predictions."""
+"""Training and predictions of one model within a CPU budget."""
 
 import json
 import resource
@@ -40,7 +40,7 @@ class Diverged(Exception):
 
 
 def part_of(whole: Structures, fraction: float, seed: int) -> Structures:
-    """Returns a random share of a data set; smaller shares are subsets of larger shares."""
+    """Returns a random fraction of a data set; smaller fractions are subsets of larger ones."""
     if fraction == 1.0:
         return whole
     order = np.random.default_rng([seed, 1]).permutation(len(whole))
@@ -52,7 +52,7 @@ def run_job(job: Job, out: Path) -> None:
     """Trains a model and writes its errors and predictions as JSON."""
     start = time.perf_counter()
     torch.set_num_threads(1)
-    # The tails of SchNet's Gaussians are denormal numbers, which make it five times as slow.
+    # The tails of SchNet's Gaussians are denormal numbers, which make it five times slower.
     torch.set_flush_denormal(True)
     seed_everything(job["seed"], verbose=False)
     budget = CpuBudget(60 * job["minutes"])
@@ -86,7 +86,7 @@ def run_job(job: Job, out: Path) -> None:
 def _fit(
     job: Job, sets: Mapping[str, Structures], budget: CpuBudget, out: Path
 ) -> tuple[Energies, dict[str, Any]]:
-    """Fits a model without gradients; returns its energies, and entries of the result."""
+    """Fits a model without gradients; returns its energies and entries of the result."""
     model, first = FITS[job["model"]](seed=job["seed"]), job["splits"][0]
     whole = open_structures(split_path(Path(job["data"]), "train"), False)
     with budget.running():
@@ -100,7 +100,7 @@ def _fit(
 def _train(
     job: Job, sets: Mapping[str, Structures], budget: CpuBudget, out: Path
 ) -> tuple[Energies, dict[str, Any]]:
-    """Trains a net, and writes its weights next to `out`; see `_fit` for the result."""
+    """Trains a network and writes its weights next to `out`; see `_fit` for the result."""
     task, data, options = prepare(job)
     count = sum(p.numel() for p in task.model.parameters() if p.requires_grad)
     about = {"chosen": {"lr": task.lr}, "parameters": count, "curve": []}
@@ -131,10 +131,10 @@ def net_of(job: Job, result: Path) -> nn.Module:
 
 
 def averaged(model: nn.Module, decay: float) -> AveragedModel:
-    """Returns a moving average of weights over at most a tenth of the steps so far.
+    """Returns a moving average of weights over up to a tenth of the steps so far.
 
     With a fixed decay of 0.999, the initial weights would make up two thirds of the average of a
-    slow net after 400 steps.
+    slow network after 400 steps.
     """
 
     def average(kept: tuple[Tensor, ...], new: tuple[Tensor, ...], count: Tensor | int) -> None:
@@ -154,8 +154,8 @@ def train(
 ) -> tuple[nn.Module, list[dict[str, float]]]:
     """Trains until a step exceeds the budget, which does not include evaluation.
 
-    Returns the model with its last or averaged weights, and its errors at `evaluations` times that
-    are evenly spaced over the budget.
+    Returns the model with its last or averaged weights, and its errors at `evaluations` evenly
+    spaced times of the budget.
     """
     due, curve, decay = 1, [], options["ema_decay"]
     with budget.running():
@@ -186,7 +186,7 @@ def _learn(
     budget: CpuBudget,
     options: Mapping[str, Any],
 ) -> None:
-    """Runs one training step; the learning rate depends on the used share of the budget."""
+    """Runs one training step; the learning rate depends on the used fraction of the budget."""
     share, span, limit = budget.share, options["max_steps"], options["gradient_clip"]
     for group in optimizer.param_groups:
         first = group.setdefault("initial_lr", group["lr"])  # includes task.lr_factors
@@ -215,14 +215,14 @@ def prepare(job: Job) -> tuple[IS2RETask, IS2REData, dict[str, Any]]:
     data.setup()
     data.datasets["train"] = part_of(data.datasets["train"], job["fraction"], job["seed"])
     model = EnergyRegressor(**config["model"]) if net is None else net.make()
-    model.subsurface = config["model"]["subsurface"]  # all nets use the same atoms
+    model.subsurface = config["model"]["subsurface"]  # all networks use the same atoms
     task = IS2RETask(model, seed=job["seed"], **config["task"])
     task.prepare(data)
     return task, data, config["trainer"]
 
 
 def config_of(model: str, words: list[str]) -> dict[str, Any]:
-    """Returns options by section; peers have their usual options unless `words` sets them."""
+    """Returns options by section; peers use their usual options unless `words` sets them."""
     net = NETS.get(model)
     if net is None:
         return options_of(words)
@@ -230,12 +230,12 @@ def config_of(model: str, words: list[str]) -> dict[str, Any]:
     usual += [] if net.batch_size is None else [f"--data.batch_size={net.batch_size}"]
     # The first words are --config FILE; options after the file take precedence over it.
     config = options_of([*words[:2], *usual, *words[2:]])
-    config["task"]["rotate"] = "none"  # energies of these nets are invariant
+    config["task"]["rotate"] = "none"  # energies of these networks are invariant
     return config
 
 
 def options_of(words: list[str]) -> dict[str, Any]:
-    """Returns options by section; raises ValueError for options that comparisons fix."""
+    """Returns options by section; raises ValueError for options that are fixed in comparisons."""
     found = plain(build_parser(words).parse_args(["--run=none", *words]).as_dict())
     given = {"recipe": found["recipe"], "init": found["init"]}
     given |= {key: found["trainer"][key] for key in ("precision", "accumulate", "patience")}
@@ -248,7 +248,7 @@ def options_of(words: list[str]) -> dict[str, Any]:
 
 
 def _metrics(energy: NDArray[np.float64] | None, target: NDArray[np.float64]) -> dict[str, Any]:
-    """Returns MAE and EwT, or None without predictions or labels."""
+    """Computes MAE and EwT, which are None without predictions or labels."""
     known, names = np.isfinite(target), ("mae_eV", "ewt_percent")
     if energy is None or not known.any():
         return dict.fromkeys(names)

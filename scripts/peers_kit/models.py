@@ -16,7 +16,7 @@ OURS = {
 
 
 class Net(NamedTuple):
-    """A net and its usual options; `batch_size=None` means the batch size of --config."""
+    """A network and its usual options; `batch_size=None` selects the batch size of --config."""
 
     make: type[nets.Peer]
     lr: float
@@ -47,8 +47,8 @@ def title(model: str) -> str:
 
 
 def variant_words(model: str) -> list[str]:
-    """Returns the options of `molflt train` that define a molflt model, or [] for another model."""
+    """Returns the options of `molflt train` that define a molflt model; [] for other models."""
     if model in OURS:
-        # A relative path, because a comparison may be continued in another clone.
+        # The path is relative, because a comparison may be continued in a different clone.
         return words_of(os.path.relpath(REPOSITORY / OURS[model]))
     return [] if model in MODELS else words_of(model)

@@ -1,9 +1,10 @@
-"""SchNet, DimeNet++ and ViSNet of PyG, and PaiNN, with edges to periodic images.
+"""SchNet, DimeNet++ and ViSNet from PyG, and PaiNN, with edges to periodic images.
 
 PyG's own radius graphs need torch_cluster and ignore cells. Here, `molflt.graph.PBCRadiusGraph`
-makes an edge for every image within the cutoff. Each net adds a learned vector per tag, which is
-initially 0, to the vector of the element. The initial output of each net is the mean energy, as in
-DimeNet++. Otherwise, the other nets would need much of a small budget to learn the mean.
+creates an edge for every image within the cutoff. Each network adds a learned vector per tag, which
+is initially 0, to the embedding of the element. The initial output of each network is the mean
+energy, as in DimeNet++. Otherwise, the other networks would spend much of a small budget on
+learning the mean.
 """
 
 import math
@@ -44,20 +45,20 @@ class TaggedEmbedding(nn.Module):
 
 
 def codes_of(batch: Data) -> Tensor:
-    """Returns element and tag of each atom as one number, (atoms,) int64."""
+    """Encodes the element and tag of each atom as one number: shape (atoms,), int64."""
     return batch.atomic_numbers.long() + _ELEMENTS * batch.tags.long()
 
 
 class Peer(nn.Module, ABC):
-    """Base class with the interface that `molflt.tasks.is2re.IS2RETask` needs.
+    """Base class with the interface required by `molflt.tasks.is2re.IS2RETask`.
 
     Args:
-        cutoff: largest length of an edge, Å.
+        cutoff: maximum edge length, Å.
 
     Attributes:
         energy_mean, energy_std: buffers that convert the normalized output to eV.
-        element_energies: buffer (119,) of energies, eV, which are added for each atom.
-        subsurface: whether atoms with tag 0 are used.
+        element_energies: (119,), buffer of energies in eV, which are added for each atom.
+        subsurface: True if atoms with tag 0 are used.
     """
 
     energy_mean: Tensor
@@ -73,7 +74,7 @@ class Peer(nn.Module, ABC):
         self.register_buffer("element_energies", torch.zeros(_ELEMENTS, dtype=torch.float64))
 
     def forward(self, batch: Batch) -> Mapping[str, Tensor]:
-        """Returns the energies of a batch, (graphs,) float64, eV."""
+        """Returns the energies of a batch in eV: shape (graphs,), float64."""
         dtype = next(self.parameters()).dtype
         kept = slice(None) if self.subsurface else Geometry.of_data(batch).above_subsurface()
         pos, graph = batch.pos[kept].to(dtype), batch.batch[kept]
@@ -87,16 +88,16 @@ class Peer(nn.Module, ABC):
 
     @abstractmethod
     def atomic(self, codes: Tensor, edges: Data) -> Tensor:
-        """Returns atomic energies (atoms,) for codes (atoms,) and edges of `PBCRadiusGraph`."""
+        """Returns atomic energies (atoms,) for codes (atoms,) and edges from `PBCRadiusGraph`."""
 
 
 def _one_each(codes: Tensor) -> Tensor:
-    """Assigns each atom to its own graph; sums over graphs then return atomic values."""
+    """Assigns each atom to its own graph, which turns sums over graphs into atomic values."""
     return torch.arange(len(codes), device=codes.device)
 
 
 class _Given(nn.Module):
-    """Replaces PyG's neighbor search, and returns edges instead of computing them."""
+    """Replaces PyG's neighbor search: returns the given edges instead of computing them."""
 
     def forward(self, edges: tuple[Tensor, ...], *_: object) -> tuple[Tensor, ...]:
         return edges
@@ -117,7 +118,7 @@ class PeriodicSchNet(Peer):
 
 
 class PeriodicDimeNet(Peer):
-    """DimeNet++ (arXiv:2011.14115) with the size in its paper."""
+    """DimeNet++ (arXiv:2011.14115) with the size used in its paper."""
 
     def __init__(self, cutoff: float = 5.0, **sizes: int) -> None:
         super().__init__(cutoff)
@@ -144,8 +145,8 @@ class PeriodicDimeNet(Peer):
 def triplets(edge_index: Tensor, shift: Tensor, atoms: int) -> tuple[Tensor, Tensor]:
     """Returns pairs of edges k -> j and j -> i, where k may be an image of i but not i itself.
 
-    PyG's function excludes these images. Edges are sources and ascending targets, (2, edges);
-    `shift` is the cell of the source, (edges, 3).
+    PyG's function excludes these images. Edges consist of sources and ascending targets, of shape
+    (2, edges); `shift` is the cell of the source, of shape (edges, 3).
     """
     source, target = edge_index
     degree = torch.bincount(target, minlength=atoms)
@@ -175,7 +176,7 @@ class PeriodicViSNet(Peer):
         nn.init.zeros_(self.net.output_model.output_network[-1].update_net[-1].weight)
 
     def atomic(self, codes: Tensor, edges: Data) -> Tensor:
-        # ViSNet has an edge of length 0 from each atom to itself. It normalizes only vectors
+        # ViSNet has a zero-length edge from each atom to itself. It normalizes only vectors
         # between different atoms, not vectors to images of the same atom. Here, all vectors are
         # normalized.
         own, zero = _one_each(codes), edges.edge_weight.new_zeros(len(codes))
@@ -188,7 +189,7 @@ class PeriodicViSNet(Peer):
 
 
 class _NearEmbedding(NeighborEmbedding):
-    """Includes images of the atom itself; PyG excludes them together with the edge of length 0."""
+    """Includes images of the atom itself, which PyG excludes together with the zero-length edge."""
 
     def forward(
         self, z: Tensor, x: Tensor, edge_index: Tensor, edge_weight: Tensor, edge_attr: Tensor
@@ -201,7 +202,7 @@ class _NearEmbedding(NeighborEmbedding):
 
 
 class PeriodicPaiNN(Peer):
-    """PaiNN (arXiv:2102.03150), which PyG does not contain."""
+    """PaiNN (arXiv:2102.03150), which PyG does not include."""
 
     def __init__(
         self, features: int = 128, layers: int = 3, num_basis: int = 20, cutoff: float = 5.0
@@ -227,14 +228,14 @@ class PeriodicPaiNN(Peer):
         return self.readout(scalars)[:, 0]
 
     def _basis(self, distance: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns sin(n pi r / cutoff) / r, (edges, num_basis), and a cosine cutoff, (edges, 1)."""
+        """Returns sin(n pi r / cutoff) / r: (edges, num_basis), and a cosine cutoff: (edges, 1)."""
         number = torch.arange(1, self.num_basis + 1, device=distance.device)
         angle = distance * (math.pi / self.cutoff)
         return (number * angle).sin() / distance, 0.5 * (angle.cos() + 1)
 
 
 class _Message(nn.Module):
-    """Messages (equations 7 and 8): filters of distances times a net of neighbors' scalars."""
+    """Messages (equations 7 and 8): distance filters times a network of the neighbors' scalars."""
 
     def __init__(self, features: int, num_basis: int) -> None:
         super().__init__()
@@ -258,7 +259,7 @@ class _Message(nn.Module):
 
 
 class _Update(nn.Module):
-    """Updates of equations 9 and 10, which mix scalars and vectors of each atom."""
+    """Updates (equations 9 and 10), which mix the scalars and vectors of each atom."""
 
     def __init__(self, features: int) -> None:
         super().__init__()

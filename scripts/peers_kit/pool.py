@@ -1,4 +1,4 @@
-"""Jobs of a comparison, and processes that run unfinished jobs."""
+"""Jobs of a comparison and processes that run unfinished jobs."""
 
 import json
 import sys
@@ -15,7 +15,7 @@ from peers_kit.jobs import Job, config_of
 from peers_kit.models import FITS, TRIED, title, variant_words
 
 SCRIPT = Path(__file__).resolve().parents[1] / "peers.py"
-TUNING_SEED = 99  # not one of the compared seeds
+TUNING_SEED = 99  # differs from the compared seeds
 
 Jobs = dict[Path, Job]
 _digest = cache(digest)
@@ -37,7 +37,7 @@ def words_of_job(options: Namespace, model: str) -> list[str]:
 
 
 def job_of(options: Namespace, model: str, seed: int, fraction: float, lr: float | None) -> Job:
-    """Returns all settings that affect a result; `lr=None` means the usual learning rate."""
+    """Returns all settings that affect a result; `lr=None` selects the usual learning rate."""
     words = words_of_job(options, model)
     splits = splits_of(options.data)
     # Both --config FILE and --config=FILE are possible.
@@ -72,7 +72,7 @@ def comparison(options: Namespace, rates: Mapping[str, float | None]) -> Jobs:
 
 
 def tuning(options: Namespace) -> dict[str, Jobs]:
-    """Returns short jobs for each model and learning rate, which predict only the first split."""
+    """Returns a short job for each model and learning rate that predicts only the first split."""
     found: dict[str, Jobs] = {}
     for model in options.models:
         name = title(model)
@@ -91,7 +91,7 @@ def _trial(options: Namespace, model: str, rate: float) -> tuple[Path, Job]:
 
 
 def widen(options: Namespace, trials: dict[str, Jobs]) -> bool:
-    """Adds a rate if the best rate is the largest or smallest. Returns True if it added a rate."""
+    """Adds a rate if the best rate is the largest or smallest; returns True if a rate was added."""
     before = sum(map(len, trials.values()))
     for model in options.models:
         jobs = trials.get(title(model), {})
@@ -117,7 +117,7 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def run(jobs: Jobs, workers: int) -> bool:
-    """Runs the jobs that have no result. Returns True if all succeed."""
+    """Runs all jobs without a result; returns True if all jobs succeed."""
     for path, job in jobs.items():
         if path.exists():
             expect_same(path, read(path)["job"], job)

@@ -1,4 +1,4 @@
-"""Rows, tables and pictures of the results of jobs."""
+"""Rows, tables and figures of job results."""
 
 import statistics
 from collections.abc import Mapping, Sequence
@@ -44,7 +44,7 @@ def rows_of(results: Results) -> Rows:
 
 
 def table(rows: Rows, tried: Mapping[str, int]) -> str:
-    """Returns a table of results for each share of the training set; the best model comes first."""
+    """Formats the results for each fraction of the training set, with the best model first."""
     splits = names(rows, "split")
     head = ["model", "seeds", "parameters", "lr (tried)", "steps", "CPU min", "peak MB"]
     head += [f"{split} MAE, eV" for split in splits] + [f"{split} EwT, %" for split in splits]
@@ -64,7 +64,7 @@ def table(rows: Rows, tried: Mapping[str, int]) -> str:
 
 
 def _line(own: Rows, splits: Sequence[str], tried: int) -> list[object]:
-    """Returns the results of one model."""
+    """Returns the results of one model as a line of the table."""
     first, jobs = own[0], pick(own, split=splits[0])
     steps = [row["steps"] for row in jobs if row["steps"] is not None]
     return [
@@ -81,7 +81,7 @@ def _line(own: Rows, splits: Sequence[str], tried: int) -> list[object]:
 
 
 def _cell(rows: Rows, measure: str, digits: int) -> str:
-    """Returns mean and spread, or a dash if a seed has no value."""
+    """Formats the mean and the spread; returns a dash if the value of a seed is missing."""
     found = [row[measure] for row in rows]
     return "–" if None in found else mean_sd(found, digits)
 
@@ -94,7 +94,7 @@ def _mean(rows: Rows, model: str, split: str) -> float:
 def write(
     out: Path, results: Results, tried: Mapping[str, int], against: str | None, alike: Sequence[str]
 ) -> None:
-    """Writes comparison.csv, comparison.md and the pictures, and prints the table."""
+    """Writes comparison.csv, comparison.md and the figures, and prints the table."""
     rows = rows_of(results)
     write_csv(out / "comparison.csv", rows)
     text = table(rows, tried)
@@ -110,16 +110,16 @@ def write(
 
 
 def whole(results: Results) -> Results:
-    """Returns the results with the largest share of the training set."""
+    """Returns the results for the largest fraction of the training set."""
     most = max(result["job"]["fraction"] for result in results)
     return [result for result in results if result["job"]["fraction"] == most]
 
 
 def error_by_time(results: Results) -> tuple[Curves, float | None]:
-    """Returns mean errors over seeds against CPU minutes by model, and the error of the median.
+    """Returns the curve of each model and the error of the median.
 
-    A model that diverged with one seed has no curve. Slow models may skip points. A mean curve ends
-    with the shortest curve of a seed.
+    A curve contains mean errors over seeds against CPU minutes. A model that diverged with one seed
+    has no curve. Slow models may skip points. A mean curve ends with the shortest curve of a seed.
     """
     diverged = {result["job"]["model"] for result in results if not result["curve"]}
     points: Curves = {}
@@ -138,7 +138,7 @@ def error_by_time(results: Results) -> tuple[Curves, float | None]:
 
 
 def error_by_size(rows: Rows, split: str) -> Curves:
-    """Returns mean errors over seeds against the share of the training set, by model."""
+    """Returns mean errors over seeds against the fraction of the training set, by model."""
     points: Curves = {}
     for model in names(rows, "model"):
         own = pick(rows, model=model, split=split)
@@ -151,7 +151,7 @@ def error_by_size(rows: Rows, split: str) -> Curves:
 
 
 def _draw(png: Path, points: Curves, xlabel: str, split: str, median: float | None = None) -> None:
-    """Draws a curve for each model; nets come first."""
+    """Draws a curve for each model, with networks first."""
     points = {model: points[model] for model in sorted(points, key=FITS.__contains__)}
     with picture(png, figsize=(7.2, 4.8)) as figure:
         axes = figure.subplots()
@@ -164,12 +164,13 @@ def _draw(png: Path, points: Curves, xlabel: str, split: str, median: float | No
 
 
 def differences(results: Results, first: str, alike: Sequence[str] = ()) -> str:
-    """Returns the differences between one model and all others, trained on the whole training set.
+    """Formats the differences between one model and all others, trained on the whole training set.
+
     Errors are averaged over the seeds of a model and compared for each system. The standard error
     is sqrt(V + sd_a^2 / seeds_a + sd_b^2 / seeds_b), where V is the `variance_of_mean` over
     systems. A second table lists Pearson's r between the signed errors of both models, averaged
     over pairs of seeds. Systems with the same value in one of the columns `alike` of systems.csv
-    are not independent; at most two columns are possible.
+    (up to two columns) are not treated as independent.
     """
     own = whole(results)
     models = list(dict.fromkeys(result["job"]["model"] for result in own))
@@ -193,7 +194,7 @@ def differences(results: Results, first: str, alike: Sequence[str] = ()) -> str:
 
 
 def groups_of(root: Path, dataset: Structures, columns: Sequence[str]) -> list[NDArray[np.int64]]:
-    """Returns group numbers of the systems, (n,), for each column of systems.csv."""
+    """Returns the group numbers of the systems, of shape (n,), for each column of systems.csv."""
     if not columns:
         return []
     rows = {row["sid"]: row for row in read_rows(root / SYSTEMS)}
@@ -201,19 +202,19 @@ def groups_of(root: Path, dataset: Structures, columns: Sequence[str]) -> list[N
     for column in columns:
         if missing := [index for index, row in enumerate(own) if column not in row]:
             sid = int(dataset[missing[0]].sid)
-            raise ValueError(f"{root / SYSTEMS}: no {column} for sid {sid}; choose another --alike")
+            raise ValueError(f"{root / SYSTEMS}: no {column} for sid {sid}; change --alike")
     words = (np.array([row[column] for row in own]) for column in columns)
     return [np.unique(each, return_inverse=True)[1] for each in words]
 
 
 def variance_of_mean(values: _Array, groups: Sequence[NDArray[np.int64]]) -> float:
-    """Returns the variance of the mean of values (n,), which may be correlated in a group.
+    """Estimates the variance of the mean of values (n,), which may be correlated within groups.
 
-    Without groups, it is s^2 / n. With one grouping, it is G / (G - 1) / n^2 times the sum of the
-    squared sums of x - mean in its G groups. With two groupings, it is V_1 + V_2 - V_12, where 12
-    denotes groups that agree in both (Cameron, Gelbach and Miller, J. Bus. Econ. Stat. 29, 238,
-    2011), but at least the larger of V_1 and V_2. The estimate is too small if there are few
-    groups, and nan for a single group.
+    Without groups, it is s^2 / n. With one grouping into G groups, it is G / (G - 1) / n^2 times
+    the sum over groups of S_g^2, where S_g is the sum of x - mean in group g. With two groupings,
+    it is V_1 + V_2 - V_12, where 12 denotes groups that agree in both (Cameron, Gelbach and Miller,
+    J. Bus. Econ. Stat. 29, 238, 2011), but at least the larger of V_1 and V_2. The estimate is too
+    small for few groups and nan for a single group.
     """
     away = values - values.mean()
 
@@ -232,7 +233,7 @@ def variance_of_mean(values: _Array, groups: Sequence[NDArray[np.int64]]) -> flo
 def _errors(
     results: Results, model: str, split: str, labels: _Array, known: NDArray[np.bool_]
 ) -> _Array | None:
-    """Returns signed errors (seeds, labeled systems), eV, or None if the model diverged."""
+    """Returns signed errors in eV: (seeds, labeled systems), or None if the model diverged."""
     found = [r["splits"][split]["energy_eV"] for r in results if r["job"]["model"] == model]
     return None if None in found else np.array(found)[:, known] - labels
 

@@ -15,7 +15,7 @@ from molflt.graph.elements import descriptors as elements_in_numbers
 _Array = NDArray[np.float64]
 
 CUTOFF, WIDTH, SHELLS = 6.0, 0.4, 12  # Å, Å, number of radial sums
-MOST = 5_000  # largest number of training systems, because the size of the kernel is quadratic
+MOST = 5_000  # maximum number of training systems, because the kernel grows quadratically
 
 
 def elements_of(dataset: Structures) -> list[int]:
@@ -25,18 +25,18 @@ def elements_of(dataset: Structures) -> list[int]:
 
 
 def describe(dataset: Structures, elements: list[int]) -> _Array:
-    """Returns the descriptors of all systems, (systems, descriptors)."""
+    """Returns the descriptors of all systems, of shape (systems, descriptors)."""
     return np.stack([descriptors(data, elements) for data in dataset])
 
 
 def descriptors(data: Data, elements: list[int]) -> _Array:
-    """Returns element counts of the adsorbate, properties of the slab, and radial sums.
+    """Returns the element counts of the adsorbate, properties of the slab, and radial sums.
 
     The slab is described by means and spreads of the properties of its elements, which also
     describe new metals. Radial sums are smeared counts of distances: from the adsorbate to the
-    slab, weighted by each property and averaged over atoms of the adsorbate; from each element of
-    the adsorbate to the slab; and between each pair of elements in the adsorbate. All descriptors
-    are invariant under rotations and lattice shifts. Without tags, all atoms count as the
+    slab, weighted by each property and averaged over the adsorbate atoms; from each element of the
+    adsorbate to the slab; and between each pair of elements in the adsorbate. All descriptors are
+    invariant under rotations and lattice translations. Without tags, all atoms count as the
     adsorbate.
     """
     numbers, adsorbate = data.atomic_numbers.numpy(), _adsorbate(data)
@@ -65,7 +65,7 @@ def descriptors(data: Data, elements: list[int]) -> _Array:
 
 @cache
 def _properties() -> _Array:
-    """Returns the properties of each element, with 0 for unknown values."""
+    """Returns the properties of each element; unknown values are 0."""
     return np.nan_to_num(elements_in_numbers().numpy().astype(float))
 
 
@@ -75,14 +75,14 @@ def _adsorbate(data: Data) -> NDArray[np.bool_]:
 
 
 class KernelRidge:
-    """Kernel ridge regression with kernel, width and penalty chosen by cross-validation."""
+    """Kernel ridge regression with kernel, width and penalty selected by cross-validation."""
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
         self.chosen: dict[str, float | str] = {}
 
     def fit(self, dataset: Structures, energies: _Array | None = None) -> None:
-        """Fits to the energies of a data set, or to other energies (systems,), eV."""
+        """Fits the model to the energies of a data set or to given energies (systems,) in eV."""
         from sklearn.kernel_ridge import KernelRidge as Ridge
         from sklearn.model_selection import GridSearchCV, KFold
         from sklearn.pipeline import make_pipeline

@@ -1,8 +1,8 @@
 """Training runs that are killed and continued, compared bitwise with uninterrupted runs.
 
 A small training run with dropout, averaged weights and redrawn features is killed with SIGKILL at
-random times, and before each of its file operations. The run is resumed if there is a checkpoint,
-and started again otherwise. Weights, optimizer state and validation results must equal those of an
+random times and before each of its file operations. The run is resumed if a checkpoint exists and
+restarted otherwise. Weights, optimizer state and validation results must be equal to those of an
 uninterrupted run.
 """
 
@@ -31,7 +31,7 @@ KILLED, CUT = "SIGKILL", "cut"
 
 
 def words(run: Path) -> list[str]:
-    """Returns the command for 13 steps with batches of 4; the last step is within an epoch."""
+    """Returns the command for 13 steps with batches of 4, which end in the middle of an epoch."""
     small = {"dim": 16, "heads": 2, "layers": 1, "ffn_dim": 16, "num_features": 8, "dropout": 0.2}
     steps = {"max_steps": 13, "val_every": 5, "checkpoint_every": 3, "log_every": 2}
     return [
@@ -46,7 +46,7 @@ def words(run: Path) -> list[str]:
 
 
 def start(command: list[str], before: Callable[[], None] = lambda: None) -> int:
-    """Starts a command without output in a fork of this process, and returns the process id."""
+    """Starts a command without output in a fork of this process and returns the process id."""
     pid = os.fork()
     if pid == 0:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
@@ -62,14 +62,14 @@ def start(command: list[str], before: Callable[[], None] = lambda: None) -> int:
 
 
 def end(pid: int) -> int:
-    """Waits for a process, and returns its exit status, which is negative for a signal."""
+    """Waits for a process and returns its exit status, which is negative for a signal."""
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
 def count_operations(run: Path, act: Callable[[int], None]) -> Callable[[], None]:
     """Returns a function that installs `act`, which is called with a count before file operations.
 
-    The operations are those that Python's audit hooks report for files of the run: opening for
+    Counted are the operations on files of the run that Python's audit hooks report: opening for
     writing, renaming, removing, creating folders, truncating, and changing permissions.
     """
     changing = {"os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.truncate", "os.chmod"}
@@ -118,7 +118,7 @@ def row(how: str, at: float, run: Path, expected: list[object]) -> Row:
 
 
 def measure(kills: int = 20, every: int = 1, seed: int = 0) -> Rows:
-    """Returns a row for each kill, at random times and before file operations."""
+    """Returns a row for each kill at a random time or before a file operation."""
     folder = Path(tempfile.mkdtemp(prefix="molflt-interruptions-"))
     whole, operations = folder / "whole", folder / "operations"
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
@@ -148,7 +148,7 @@ def measure(kills: int = 20, every: int = 1, seed: int = 0) -> Rows:
 
 
 def table(rows: Rows) -> str:
-    """Returns the numbers of resumed, restarted and equal runs."""
+    """Formats the numbers of resumed, restarted and equal runs."""
     lines = []
     titles = {KILLED: "SIGKILL at a random time", CUT: "before a file operation"}
     for how, name in titles.items():

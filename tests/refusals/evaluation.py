@@ -67,7 +67,7 @@ ROWS = [
         lambda folder: Calibration.read(folder / "u.json"), "u.json", AGAIN, "", FileNotFoundError
     ),
     refused(lambda: submission_splits(Path("a.npz"), ["val_id"]), "--splits", "test_id", "val_id"),
-    Refusal(totals, "model 2", "energies of one kind", "89 eV"),
+    Refusal(totals, "model 2", "same kind of energy", "89 eV"),
     refused(lambda: load_ensemble([Path("a"), Path("b")], "w.pt"), "--checkpoint", "best", "w.pt"),
     refused(lambda: named_sources(DATA, ["val"], Path("x")), "--splits", "--data", "both"),
     Refusal(classes, "classes.json", "2", "1 classes"),
