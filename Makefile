@@ -1,9 +1,9 @@
 # make demo    fresh machine: environment, train on the shipped sample, evaluate four splits -> runs/demo
 # make test    fresh machine: environment, all tests
-# make gpu     numbers and exact resume on a GPU: runs/gpu/gpu.md
-# make fuzz    thousands of damaged files through the readers
-# make docs    the documentation as a site: docs/_build/html/index.html
-# make bench NAME=decoding    a benchmark: docs/results/decoding.csv and .png, and its block of docs/results/*.md
+# make gpu     numerical results and exact resuming on a GPU: runs/gpu/gpu.md
+# make fuzz    read thousands of damaged files
+# make docs    build the documentation as a site: docs/_build/html/index.html
+# make bench NAME=decoding    run a benchmark: docs/results/decoding.csv and .png, and its block of docs/results/*.md
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
@@ -17,24 +17,24 @@ SPLITS := val_id val_ood_ads val_ood_cat val_ood_both
 .PHONY: help env check demo bench gpu fuzz test quick docs lint types format dist clean
 
 help:
-	@echo "make demo    train on the shipped sample and evaluate the four splits, into $(RUN)"
-	@echo "make bench   list the benchmarks; NAME=decoding runs one, ARGS has further options"
-	@echo "make gpu     numbers and exact resume on a GPU against the CPU"
-	@echo "make fuzz    INPUTS damaged files of each format: read correctly or refused"
-	@echo "make test    all tests"
-	@echo "make quick   a part of them, in a minute"
-	@echo "make docs    the documentation as a site, docs/_build/html/index.html; stops on broken links"
-	@echo "make lint    ruff check and format --check"
-	@echo "make types   mypy"
-	@echo "make check   whether the installed packages fit together"
-	@echo "make format  rewrite the files in ruff's format"
-	@echo "make dist    sdist and wheel, into dist"
-	@echo "make env     only the environment, $(VENV)"
+	@echo "make demo    train on the shipped sample and evaluate the four splits in $(RUN)"
+	@echo "make bench   list the benchmarks; NAME=decoding runs one, ARGS passes further options"
+	@echo "make gpu     compare numerical results and exact resuming on a GPU with the CPU"
+	@echo "make fuzz    check that INPUTS damaged files of each format are read correctly or rejected"
+	@echo "make test    run all tests"
+	@echo "make quick   run some of the tests, in about a minute"
+	@echo "make docs    build the documentation site, docs/_build/html/index.html; fails on broken links"
+	@echo "make lint    run ruff check and ruff format --check"
+	@echo "make types   run mypy"
+	@echo "make check   check that the installed packages are compatible"
+	@echo "make format  format all files with ruff"
+	@echo "make dist    build sdist and wheel in dist"
+	@echo "make env     create only the environment, $(VENV)"
 	@echo "make clean   remove $(VENV) and caches (runs/ is kept)"
 
 env: $(VENV)/.molflt
 
-# The stamps make the set-up happen once, and again only when what it depends on has changed.
+# The stamp files make the setup run once, and again only when its inputs have changed.
 $(VENV)/.molflt: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "molflt needs Python >= 3.11; $(PYTHON) is " + sys.version.split()[0] + "; use make PYTHON=python3.11")'
 	$(PYTHON) -m venv $(VENV)
@@ -48,8 +48,8 @@ $(VENV)/.molflt-dev: $(VENV)/.molflt
 check: $(VENV)/.molflt-dev
 	$(BIN)/python -m pip check
 
-# An interrupted demo is continued and a finished one only evaluated again. When configs/demo.yaml has
-# changed since, the old run is moved aside, because it could only be continued as it was begun.
+# An interrupted demo is resumed, and a finished demo is only evaluated again. If configs/demo.yaml
+# has changed since then, the old run is renamed, because it can be resumed only without changes.
 demo: $(VENV)/.molflt
 	@if [ -e $(RUN)/config.yaml ] && [ configs/demo.yaml -nt $(RUN)/config.yaml ]; then \
 	    old=$(RUN).$$(date +%Y%m%d-%H%M%S); mv $(RUN) $$old; \
@@ -61,7 +61,7 @@ demo: $(VENV)/.molflt
 	$(BIN)/molflt evaluate $(RUN) --splits $(SPLITS)
 	$(BIN)/molflt report $(RUN)
 
-# Without NAME, a line for each benchmark. ARGS="--out runs/bench" leaves the documentation as it is.
+# Without NAME, lists the benchmarks. ARGS="--out runs/bench" does not change the documentation.
 bench: $(VENV)/.molflt-dev
 	@OMP_NUM_THREADS=1 $(BIN)/python scripts/run.py $(NAME) $(ARGS)
 
@@ -77,8 +77,8 @@ test: $(VENV)/.molflt-dev
 quick: $(VENV)/.molflt-dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 $(QUICK)
 
-# The source folder is the repository, docs/conf.py says which files are pages. -W: a warning, such as
-# that of a broken link, is an error; -E: in pages that have not changed, too.
+# The source folder is the repository; docs/conf.py lists the pages. -W turns warnings, such as those
+# about broken links, into errors; -E also checks pages that have not changed.
 docs: $(VENV)/.molflt-dev
 	OMP_NUM_THREADS=1 $(BIN)/sphinx-build -q -E -W --keep-going -n -c docs . docs/_build/html
 	@echo "docs/_build/html/index.html"

@@ -189,8 +189,8 @@ def test_bad_members_get_one_line(runs, tmp_path, capsys) -> None:
     one, two = str(runs[0]), str(runs[1])
     twin = shutil.copytree(runs[0], tmp_path / "twin")
     for words, parts in (
-        (["--also", two, f"{one}/../{runs[0].name}"], ["has the weights of"]),
-        (["--also", str(twin)], [f"{twin}: has the weights of {one}"]),
+        (["--also", two, f"{one}/../{runs[0].name}"], ["has the same weights as"]),
+        (["--also", str(twin)], [f"{twin}: has the same weights as {one}"]),
         (["--also", two, "--splits", "test_id", "--calibration_split", "val_id"],
          ["--calibration_split val_id", "test_id"]),
         (["--calibration_split", "val_id"], ["--also"]),

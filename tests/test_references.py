@@ -117,7 +117,7 @@ def test_members_of_one_kind_of_totals_make_an_ensemble(data, run, tmp_path, cap
     assert main([*command, str(again)]) == 0
     file = str(data / "val_id.safetensors")
     told = printed(capsys, "predict", run, file, "--also", shifted, status=2).err
-    assert "train all members on energies of one kind" in told
+    assert "train all members on the same kind of energy" in told
     atoms = Atoms("Cu3N", positions=np.eye(4, 3) * 2.5, cell=[8, 8, 20], pbc=True)
     atoms.set_tags([1, 1, 1, 2])
     write(tmp_path / "in.extxyz", atoms)
