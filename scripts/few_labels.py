@@ -53,7 +53,7 @@ def ridge(folder: Path, count: int, seed: int) -> Rows:
     with_baseline = bool(np.isfinite(train.y_baseline).all())
 
     def left(dataset: Structures) -> np.ndarray:
-        """Returns the energies in eV to which kernel ridge regression is fitted: (systems,)."""
+        """Returns the energies in eV to which kernel ridge regression is fitted."""
         if not with_baseline:
             return dataset.y_relaxed
         atoms = dataset.compositions(np.arange(len(dataset)), of_adsorbates=True)

@@ -5,7 +5,7 @@
     python scripts/folds.py --config configs/game-net.yaml --data datasets/game-net/folds \\
         --out runs/folds --jobs 2 --published published_predictions.npz
 
-There is one training run for each folder testI-valJ of the data. Weights are selected on val_id and
+Each folder testI-valJ of the data has its own training run. Weights are selected on val_id and
 evaluated on test_id. All runs with the same test fold form an ensemble, which predicts the mean of
 their energies. Writes folds.md, folds.csv (a line per system) and folds.png. After an interruption,
 the same command continues.

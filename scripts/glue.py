@@ -66,7 +66,7 @@ def table(rows: Rows, absent: list[str]) -> str:
     head = ["task", "split", "seeds", "median, %", "counts as"]
     count = f"average of {len(scores)} of {len(GLUE)} tasks"
     lines.append([count, None, None, None, f"{statistics.fmean(scores):.1f}"])
-    return "\n".join([markdown(head, lines), *(f"\nleft out: {line}" for line in absent)])
+    return "\n".join([markdown(head, lines), *(f"\nskipped: {line}" for line in absent)])
 
 
 @guarded

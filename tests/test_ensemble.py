@@ -182,7 +182,7 @@ def test_predict_without_a_calibration_warns(evaluated, runs, energy_data, tmp_p
     assert "belongs to other weights" in err and "spread_eV" in err
     assert "uncertainty_eV" not in table(out)[0]
     line = error_of(capsys, *words, runs[1], "--calibration", kept)
-    assert "other weights (3 members; expected these 2)" in line
+    assert "other weights, of 3 members; expected the 2 members" in line
 
 
 def test_bad_members_get_one_line(runs, tmp_path, capsys) -> None:

@@ -56,8 +56,8 @@ _COLUMNS = {
 }
 
 _Array = NDArray[np.float64]
-_Errors = tuple[_Array, _Array]  # |error| and spread of systems with labels, (systems,), eV
-_Judged = tuple[_Array, _Array]  # |error| and uncertainty of systems with labels, (systems,), eV
+_Errors = tuple[_Array, _Array]  # |error| and spread, in eV, of the systems with labels
+_Judged = tuple[_Array, _Array]  # the same with the uncertainty instead of the spread
 
 
 @dataclass(frozen=True)
@@ -90,8 +90,8 @@ class Calibration:
         does not predict the error, the floor is large and all intervals are nearly equal.
 
         Args:
-            error: signed errors of the ensemble's energies, (systems,), eV.
-            spread: standard deviations over the members, (systems,), eV.
+            error: (systems,), signed errors of the ensemble's energies in eV.
+            spread: (systems,), standard deviations over the members in eV.
             split: name of the split that contains the systems.
             members: sha256 of the weights of each member.
         """
@@ -145,8 +145,8 @@ class Calibration:
         """Returns the calibration; raises ValueError if it belongs to other weights."""
         if self.members != tuple(sorted(model.weights)):
             raise ValueError(
-                f"{name}: belongs to different weights ({len(self.members)} members; expected "
-                f"these {len(model.weights)}); {EVALUATE}"
+                f"{name}: belongs to other weights, of {len(self.members)} members; expected the "
+                f"{len(model.weights)} members of this ensemble; {EVALUATE}"
             )
         return self
 
@@ -176,7 +176,7 @@ def conformal_factor(scores: _Array, level: float = LEVEL) -> float:
     score is equally likely (Lei et al., arXiv:1604.04173, section 2.2).
 
     Args:
-        scores: |error| / width of the held-out systems, (systems,).
+        scores: (systems,), |error| / width of the held-out systems.
         level: probability, in (0, 1) and at most n / (n + 1).
     """
     rank = math.ceil((len(scores) + 1) * level)
@@ -298,7 +298,7 @@ def _aside(part: Predictions) -> NDArray[np.bool_]:
 def _with_new(
     calibration: Calibration, found: Mapping[str, Predictions]
 ) -> tuple[Calibration, dict[str, _Array]]:
-    """Calibrates for new elements and returns the uncertainties by split, in eV: (systems,).
+    """Calibrates for new elements and returns the uncertainties of systems by split, in eV.
 
     The uncertainty of a system with new elements is computed with a calibration that is fitted to
     systems with different new elements.
@@ -377,7 +377,7 @@ def _draw(calibration: Calibration, aside: _Errors, judged: dict[str, _Judged], 
 def uncertainty_of(
     model: nn.Module, found: Predictions, calibration: Calibration | None
 ) -> dict[str, _Array]:
-    """Returns spread_eV and, if calibrated, uncertainty_eV of an ensemble: (systems,) each.
+    """Returns spread_eV and, if calibrated, uncertainty_eV of each system for an ensemble.
 
     Uncertainties are NaN for new elements if the calibration does not include a factor for them.
     """

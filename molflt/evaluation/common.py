@@ -218,7 +218,7 @@ def draw_encoding(
 def attention_of(
     stack: nn.Module, run: Callable[[], object], last: int | None = None
 ) -> list[Tensor]:
-    """Returns the attention matrices of the layers in `stack`: (batch, heads, queries, keys).
+    """Returns the attention matrices (batch, heads, queries, keys) of the layers in `stack`.
 
     `run` calls the model. Each call of a layer contributes one matrix. If `last` is not None, only
     the matrices of the `last` calls are computed.

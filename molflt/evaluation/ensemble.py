@@ -56,9 +56,9 @@ class EnsembleRegressor(nn.Module):
         """Predicts a batch; see `molflt.graph.EnergyRegressor`.
 
         Returns:
-            "energy", the mean over members, (graphs,), eV, and "energy_by_member", (graphs,
-            members), eV. Also the means "displacement", (atoms, 3), Å, and "adsorbate_energy",
-            (atoms,), eV, of quantities that all members predict.
+            "energy", (graphs,), the mean over members in eV, and "energy_by_member", (graphs,
+            members), in eV. If all members predict them, also the means "displacement", (atoms, 3),
+            in Å, and "adsorbate_energy", (atoms,), in eV.
         """
         found = [member(batch) for member in self.members]
         by_member = torch.stack([out["energy"].double() for out in found], dim=1)

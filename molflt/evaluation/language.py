@@ -125,7 +125,7 @@ def token_losses(
     name: str,
     right: list[NDArray[np.bool_]] | None = None,
 ) -> NDArray[np.float64]:
-    """Returns the negative log-likelihoods of tokens in nats: (blocks, length), NaN for padding.
+    """Returns the negative log-likelihoods (blocks, length) in nats, which are NaN for padding.
 
     For each batch, a mask of the correctly predicted tokens, of shape (batch, length), is appended
     to the list `right`. Without this list, logits are not kept in memory.

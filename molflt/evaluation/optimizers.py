@@ -205,7 +205,7 @@ def _shown(sd: float) -> str:
 
 
 def _intervals(curves: _Curve) -> tuple[_Curve, _Curve]:
-    """Returns the middle step of each interval: (n,), and its mean losses: (repeats, n)."""
+    """Returns the middle steps (n,) and the mean losses (repeats, n) of the intervals."""
     steps = curves.shape[1]
     edges = np.linspace(0, steps, min(steps, _ROWS) + 1).round().astype(int)
     means = [curves[:, a:b].mean(axis=1) for a, b in itertools.pairwise(edges)]
@@ -350,7 +350,7 @@ def _random(functions: Functions, seeds: list[int], evaluations: int) -> _Curve:
 
 
 BASELINES: dict[str, _Search] = {"cma-es": _cma_es, "random": _random}
-"""Baselines by name; each returns all values in the order of evaluation: (runs, evaluations)."""
+"""Baselines by name; each returns all values (runs, evaluations) in the order of evaluation."""
 
 
 def _uniform(count: int, functions: Functions, generator: torch.Generator) -> Tensor:

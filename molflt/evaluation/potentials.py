@@ -176,7 +176,7 @@ class Points(NamedTuple):
     """Predictions of a potential for the structures of one source, in the order of the source."""
 
     energies: Predictions
-    force_mae: _Numbers  # MAE of each structure, (systems,), eV/Å; NaN without labels
+    force_mae: _Numbers  # (systems,), MAE of each structure in eV/Å; NaN without labels
     metrics: dict[str, float]  # metrics over all structures, as in training
     elements: NDArray[np.int64]  # atomic numbers of the atoms with force labels, (atoms,)
     forces: _Numbers  # labels and predictions of the same atoms, (2, atoms, 3), eV/Å

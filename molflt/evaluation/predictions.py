@@ -55,7 +55,7 @@ class Predictions:
     """Predictions of a model for the structures of one source, in the order of the source.
 
     Attributes:
-        sid: (systems,).
+        sid: (systems,), sids of the systems.
         natoms: (systems,), number of atoms.
         members: (systems, members), relaxed energies in eV, predicted by each member of an
             ensemble; (systems, 1) for a single model.
@@ -89,12 +89,12 @@ class Predictions:
 
     @property
     def energy(self) -> NDArray[np.float64]:
-        """Returns the predicted relaxed energies in eV, averaged over members: (systems,)."""
+        """Returns the predicted relaxed energies of the systems in eV, averaged over members."""
         return self.members.mean(axis=1)
 
     @property
     def spread(self) -> NDArray[np.float64]:
-        """Returns the standard deviation in eV over the members of an ensemble: (systems,)."""
+        """Returns the standard deviation over the members of an ensemble for each system, in eV."""
         return self.members.std(axis=1, ddof=1)
 
     @property
@@ -127,7 +127,7 @@ def open_structures(
 def check_structures(
     dataset: Structures, model: nn.Module | None = None, domain: Domain | None = None
 ) -> Structures:
-    """Returns the structures that can be predicted, and warns about omitted structures.
+    """Returns the structures that can be predicted and warns about omitted structures.
 
     If the data set omits invalid structures, structures with unsupported elements and structures
     that the training domain rejects are also omitted.
@@ -359,7 +359,7 @@ def _outputs(model: nn.Module, batch: Batch, path: Path) -> Mapping[str, Tensor]
 
 
 def _energies(out: Mapping[str, Tensor], batch: Batch, path: Path) -> NDArray[np.float64]:
-    """Returns the energies, in eV, of each member or of the single model: (graphs, members)."""
+    """Returns the energies of each member or of the single model in eV, as (graphs, members)."""
     energy: NDArray[np.float64] = out["energy"].double().cpu().numpy()
     if len(bad := np.flatnonzero(~np.isfinite(energy))):
         raise ValueError(

@@ -151,7 +151,7 @@ def adwt(distances: _Numbers) -> float:
 
     This is the fraction of structures whose atoms are, on average, closer to their relaxed
     positions than a threshold, averaged over thresholds from 0.01 to 0.5 Å (arXiv:2010.09990,
-    section 4.2). `distances` contains the mean distance of each structure in Å: (structures,).
+    section 4.2). `distances` contains the mean distance of each structure in Å.
     """
     return 100.0 * float((distances[:, None] < _THRESHOLDS).mean())
 

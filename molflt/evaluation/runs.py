@@ -54,7 +54,7 @@ class Run:
         columns: columns of metrics.csv.
         unmeasured: reason why the results in the folder do not belong to the run, or empty.
         results: content of results.json if it belongs to the run.
-        predictions: rows of predictions.csv, if there are results.
+        predictions: rows of predictions.csv if results exist.
         errors: |error| of the systems of each split, eV, if known.
     """
 

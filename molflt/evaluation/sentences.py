@@ -89,8 +89,8 @@ def official(task: str, predicted: _Numbers, label: _Numbers) -> dict[str, float
 
     Args:
         task: key of `molflt.data.text.glue.TASKS`.
-        predicted: predicted classes (indices) or scores, (items,).
-        label: true classes or scores, (items,).
+        predicted: (items,), predicted classes (indices) or scores.
+        label: (items,), true classes or scores.
     """
     from scipy import stats
 

@@ -34,7 +34,7 @@ _Row = dict[str, object]
 
 
 def noted(rows: int, total: int, made: Mapping[str, object]) -> dict[str, object]:
-    """Returns the additional column of a shard; see `made_of` for `made`."""
+    """Returns the column that is added to the rows of a shard; see `made_of` for `made`."""
     return {_KEY: "; ".join([f"{rows} of {total}", *(f"{k} {made[k]}" for k in made)])}
 
 
@@ -122,7 +122,7 @@ def _shards(out: Path) -> list[Shard]:
     everything = [Shard(number, counts[0]) for number in range(1, counts[0] + 1)]
     if missing := [shard for shard in everything if shard not in found]:
         raise ValueError(
-            f"{out}: {len(missing)} of {counts[0]} shards missing: "
+            f"{out}: {len(missing)} of {counts[0]} shards are missing: "
             f"{shown([shard.number for shard in missing])}; repeat --shard {missing[0]} and so on"
         )
     return everything

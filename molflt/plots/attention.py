@@ -45,7 +45,7 @@ def attention_matrices(
         weights: (heads, queries, keys), such as the result of `Attention.weights` for one sequence.
         file: file to write.
         title: title of the figure, such as the name of the layer.
-        tokens: names of the queries and of the keys, written along the axes if there are up to 32.
+        tokens: names of the queries and of the keys, shown if both contain at most 32 tokens.
     """
     from torch.nn.functional import avg_pool2d
 

@@ -24,7 +24,7 @@ def structure_overview(
 ) -> None:
     """Draws a histogram of the labels of a source and one of its structures.
 
-    `energies` contains the labels of each split in eV: (structures,), NaN for missing labels.
+    `energies` contains the labels of each split in eV, with NaN for missing labels.
     """
     widths = (1.2, 1, 1)
     with panels(file, 3, 3, (13 / 3, 4.2), width_ratios=widths) as (figure, (left, top, side)):
@@ -49,7 +49,7 @@ def structure_views(structures: Mapping[str, Data], file: Path) -> None:
 
 
 def _histogram(axes: Axes, energies: Mapping[str, np.ndarray]) -> None:
-    """Draws a histogram of labels, eV, over the range that contains 98 % of them."""
+    """Draws a histogram of labels in eV over the range that contains 98 % of them."""
     finite = {name: values[np.isfinite(values)] for name, values in energies.items()}
     axes.set(xlabel="energy (eV)", ylabel="systems")
     everything = np.concatenate(list(finite.values()))

@@ -21,7 +21,7 @@ _ROWS, _COLUMNS = 4, 8
 def losses_by_place(losses: Mapping[str, NDArray[np.float64]], file: Path) -> None:
     """Plots the mean loss against the position in a block, which is the length of the context.
 
-    `losses` contains the token losses of each text in nats: (blocks, length), NaN if missing.
+    `losses` contains the token losses (blocks, length) of each text in nats; NaN if missing.
     """
     with panels(file, 1, 1, (6.0, 3.4)) as (_, (axes,)):
         for (name, loss), color in zip(losses.items(), itertools.cycle(SERIES), strict=False):

@@ -154,8 +154,8 @@ def overlaid_curves(
 ) -> None:
     """Plots columns of several metrics.csv files against the step, with one panel per metric.
 
-    `runs` contains the columns of each run, including step, with NaN for empty cells: (rows,) each.
-    Columns without values are omitted.
+    `runs` contains the columns of each run, including step, with NaN for empty cells. Columns
+    without values are omitted.
     """
     shown = [
         name
@@ -215,8 +215,8 @@ def intervals(
 def loss_curves(tasks: Mapping[str, Mapping[str, _Array]], file: Path, steps: int) -> None:
     """Plots losses against the step: the geometric mean and the range over repeats.
 
-    `tasks` contains nonnegative losses at evenly spaced steps up to `steps`, by task and optimizer:
-    (repeats, n). Infinite values are omitted.
+    `tasks` contains nonnegative losses (repeats, n) at n evenly spaced steps up to `steps`, by task
+    and optimizer. Infinite values are omitted.
     """
 
     def band(losses: _Array) -> _Band:
@@ -236,8 +236,8 @@ def best_values(
 ) -> None:
     """Draws the mean of log10 of the best value with a band of one standard deviation.
 
-    `panels` contains log10 of the best value after each number of `evaluations`, by function and
-    optimizer: (runs, points).
+    `panels` contains log10 of the best values (runs, points) after each number of `evaluations`, by
+    function and optimizer.
     """
 
     def band(values: _Array) -> _Band:

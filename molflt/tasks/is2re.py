@@ -89,9 +89,9 @@ class IS2RETask(OfStructures, Task["Batch", "IS2REData"]):
         references: energies of elements, which are subtracted from the labels and stored with the
             weights. fit: least squares on the training set; adapt: the same after subtracting the
             energies predicted by the initial weights, which are scaled to fit the labels; a JSON or
-            YAML file: energies in eV by symbol; none: no references; null: fit for model.readout
-            adsorbate, otherwise none, and total energies are rejected. With model.readout all,
-            references are subtracted for all atoms; otherwise, only for adsorbate atoms.
+            YAML file: energies in eV by symbol; none: no references; null (the default): fit for
+            model.readout adsorbate, otherwise none; total energies are rejected. With model.readout
+            all, references are subtracted for all atoms; otherwise, only for adsorbate atoms.
         rotate: random rotations and reflections of training structures: about z (the surface
             normal), or in all directions. FLT's random nodes are not rotation invariant.
         interpolate: fraction of training structures that start at a random point between their
@@ -264,7 +264,7 @@ class IS2RETask(OfStructures, Task["Batch", "IS2REData"]):
 
 
 def _goal(batch: "Batch") -> tuple[Tensor, Tensor]:
-    """Returns displacements in Å: (atoms, 3), and a mask of free atoms with known displacements."""
+    """Returns displacements (atoms, 3) in Å and a mask of free atoms with known displacements."""
     target = batch.pos_relaxed - batch.pos
     return target, torch.isfinite(target).all(dim=1) & ~batch.fixed
 

@@ -193,7 +193,7 @@ def hide(
     """Hides random tokens.
 
     Args:
-        tokens: ids, (batch, length).
+        tokens: (batch, length), ids.
         there: (batch, length), False for padding.
         draws: (3, batch, length), uniform in [0, 1), for the choice of hidden tokens, the kind of
             replacement and the random token.

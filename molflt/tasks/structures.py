@@ -48,7 +48,7 @@ class OfStructures:
     ) -> "ElementEnergies | None":
         """Stores element energies, fitted or read from a file, in a buffer of the model.
 
-        `explained` contains energies in eV that the fit subtracts from the labels: (structures,).
+        `explained` contains the energies, in eV, that the fit subtracts from the labels.
         """
         # same annotation as in the tasks, because typing caches the first order of a union
         from ase.data import chemical_symbols

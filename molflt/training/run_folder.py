@@ -165,16 +165,16 @@ class RunFolder:
         """Stores the configuration; raises ValueError if it would change steps of a resumed run.
 
         Options in `_FREE` may change. ``trainer.max_steps`` and ``trainer.max_epochs`` may be
-        increased; the schedule then uses the new number of steps. Other changes are rejected, for
-        example of `trainer.devices`, which multiplies the batch size. A run ended by early stopping
-        can be resumed only with more patience.
+        increased; the schedule then uses the new number of steps. Other changes, for example of
+        `trainer.devices`, which multiplies the batch size, are rejected. A run ended by early
+        stopping can be resumed only with more patience.
         """
         self.provenance["config"] = now = cast(Config, plain(config))
         if self.checkpoint is None:
             return
         path = self.path / "config.yaml"
         was = self._was().get("config") or read_config(self.path)
-        # older configurations lack options that were added later
+        # older configurations do not contain options that were added later
         known = cast(Mapping[str, object], plain(defaults(now["recipe"])))
         old = {**dict(_flat(known)), **dict(_flat(was))}
         new = dict(_flat(cast(Mapping[str, object], now)))

@@ -60,7 +60,7 @@ def forms(dim: int, generator: torch.Generator) -> dict[str, Mix]:
 
 
 def drawn(kind: str, tokens: int, dim: int, generator: torch.Generator) -> list[Tensor]:
-    """Draws queries, keys, values and weights of the outputs: (1, heads, tokens, dim) each."""
+    """Draws queries, keys, values and weights of the outputs, as (1, heads, tokens, dim)."""
     shape = (1, HEADS, tokens, dim)
     q, k, v, w = (torch.randn(shape, generator=generator) for _ in range(4))
     if kind == "clustered":
@@ -71,7 +71,7 @@ def drawn(kind: str, tokens: int, dim: int, generator: torch.Generator) -> list[
 
 
 def results(mix: Mix, inputs: list[Tensor], temperature: float) -> list[Tensor]:
-    """Returns the output, all gradients, and those of queries and keys: (heads, numbers) each."""
+    """Returns the output, all gradients, and those of queries and keys, as (heads, numbers)."""
     *inputs, weights = (x.detach().requires_grad_() for x in inputs)
     query, key = (temperature**0.5 * F.normalize(x, dim=-1) for x in inputs[:2])
     out = mix(query, key, inputs[2])

@@ -1,4 +1,4 @@
-"""Time of one GraphAttention layer on graphs of different sizes, equal sizes, and with padding.
+"""Time of one GraphAttention layer for graphs of different sizes, equal sizes and padded sizes.
 
 In "mixed", the layer receives graphs of different sizes. In "padded", all graphs are padded to the
 size of the largest graph, as in PyG. In "equal", the batch has the same numbers of atoms and

@@ -49,7 +49,7 @@ def curves(
 
 
 def legend(figure: Any, axes: Any, columns: int = 4) -> None:
-    """Draws one legend below all panels, or labels the ends of the lines if there are many."""
+    """Draws one legend below all panels, or labels the line ends if the legend would be long."""
     if len(axes.get_legend_handles_labels()[1]) <= MOST:
         legend_outside(figure, axes, "lower", columns, fontsize="small")
         return

@@ -73,7 +73,7 @@ class Relaxation(NamedTuple):
 
 @cache  # loading the weights takes a second
 def _chgnet() -> Calculator:
-    """Returns CHGNet, computing stress only on request, because it takes half of the time."""
+    """Returns CHGNet, which computes stress only on request, because stress doubles the time."""
     with contextlib.redirect_stdout(io.StringIO()):  # it prints the device
         module = import_module("chgnet.model.dynamics")
         calculator = module.CHGNetCalculator(use_device="cpu", on_isolated_atoms="ignore")

@@ -164,7 +164,7 @@ def _relaxed_slab(potential: str, surface: _Surface) -> tuple[Atoms, float] | No
 
 
 def _draw_site(rng: np.random.Generator, slab: Atoms) -> tuple[str, np.ndarray]:
-    """Draws the kind of a site and its position in the surface plane in Å, of shape (2,).
+    """Draws the kind of a site and its in-plane position in Å.
 
     Sites are surface atoms (ontop), midpoints of neighbors (bridge) and corners of Voronoi cells
     (hollow). The three kinds have equal probabilities.

@@ -95,7 +95,7 @@ def _catalysts(calculator: str, split: str) -> tuple[str, ...]:
 
 
 def _place(rng: np.random.Generator, slab: Atoms, adsorbate: Atoms, site: np.ndarray) -> Atoms:
-    """Lowers the adsorbate onto `site`, given in Å with shape (2,), until it touches the slab."""
+    """Lowers the adsorbate onto `site`, in-plane coordinates in Å, until it touches the slab."""
     points = adsorbate.positions.copy()
     points[:, :2] += site + rng.normal(scale=_JITTER, size=2)
     contact = rng.uniform(*_CONTACT) * np.add.outer(
@@ -132,7 +132,7 @@ def _settle(rng: np.random.Generator, system: Atoms, calculator: str) -> bool:
 
 
 def _bonds(adsorbate: Atoms) -> np.ndarray:
-    """Returns a boolean matrix of the bonds, including bonds to periodic images: (N, N)."""
+    """Returns the boolean matrix of the bonds, including bonds to periodic images."""
     radii = covalent_radii[adsorbate.numbers]
     distances = adsorbate.get_all_distances(mic=bool(adsorbate.pbc.any()))
     return distances < _BOND * np.add.outer(radii, radii)

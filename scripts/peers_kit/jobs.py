@@ -131,7 +131,7 @@ def net_of(job: Job, result: Path) -> nn.Module:
 
 
 def averaged(model: nn.Module, decay: float) -> AveragedModel:
-    """Returns a moving average of weights over up to a tenth of the steps so far.
+    """Returns a moving average of the weights over up to a tenth of the steps so far.
 
     With a fixed decay of 0.999, the initial weights would make up two thirds of the average of a
     slow network after 400 steps.

@@ -45,7 +45,7 @@ class TaggedEmbedding(nn.Module):
 
 
 def codes_of(batch: Data) -> Tensor:
-    """Encodes the element and tag of each atom as one number: shape (atoms,), int64."""
+    """Encodes the element and tag of each atom as one int64 number."""
     return batch.atomic_numbers.long() + _ELEMENTS * batch.tags.long()
 
 
@@ -74,7 +74,7 @@ class Peer(nn.Module, ABC):
         self.register_buffer("element_energies", torch.zeros(_ELEMENTS, dtype=torch.float64))
 
     def forward(self, batch: Batch) -> Mapping[str, Tensor]:
-        """Returns the energies of a batch in eV: shape (graphs,), float64."""
+        """Returns the energies of a batch, of shape (graphs,), in eV and float64."""
         dtype = next(self.parameters()).dtype
         kept = slice(None) if self.subsurface else Geometry.of_data(batch).above_subsurface()
         pos, graph = batch.pos[kept].to(dtype), batch.batch[kept]
@@ -228,7 +228,7 @@ class PeriodicPaiNN(Peer):
         return self.readout(scalars)[:, 0]
 
     def _basis(self, distance: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns sin(n pi r / cutoff) / r: (edges, num_basis), and a cosine cutoff: (edges, 1)."""
+        """Returns sin(n pi r / cutoff) / r (edges, num_basis) and a cosine cutoff (edges, 1)."""
         number = torch.arange(1, self.num_basis + 1, device=distance.device)
         angle = distance * (math.pi / self.cutoff)
         return (number * angle).sin() / distance, 0.5 * (angle.cos() + 1)

@@ -233,7 +233,7 @@ def variance_of_mean(values: _Array, groups: Sequence[NDArray[np.int64]]) -> flo
 def _errors(
     results: Results, model: str, split: str, labels: _Array, known: NDArray[np.bool_]
 ) -> _Array | None:
-    """Returns signed errors in eV: (seeds, labeled systems), or None if the model diverged."""
+    """Returns signed errors (seeds, labeled systems) in eV, or None if the model diverged."""
     found = [r["splits"][split]["energy_eV"] for r in results if r["job"]["model"] == model]
     return None if None in found else np.array(found)[:, known] - labels
 

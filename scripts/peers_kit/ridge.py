@@ -82,7 +82,7 @@ class KernelRidge:
         self.chosen: dict[str, float | str] = {}
 
     def fit(self, dataset: Structures, energies: _Array | None = None) -> None:
-        """Fits the model to the energies of a data set or to given energies (systems,) in eV."""
+        """Fits the model to the energies of a data set, or to `energies` in eV if given."""
         from sklearn.kernel_ridge import KernelRidge as Ridge
         from sklearn.model_selection import GridSearchCV, KFold
         from sklearn.pipeline import make_pipeline
@@ -109,7 +109,7 @@ class KernelRidge:
         self.chosen["tried"] = len(self.search.cv_results_["params"])
 
     def predict(self, dataset: Structures) -> _Array:
-        """Returns energies (systems,), eV."""
+        """Returns energies in eV, of shape (systems,)."""
         return self.search.predict(describe(dataset, self.elements)) + self.mean
 
 
@@ -124,5 +124,5 @@ class Median:
         self.median = float(np.median(dataset.y_relaxed))
 
     def predict(self, dataset: Structures) -> _Array:
-        """Returns energies (systems,), eV."""
+        """Returns energies in eV, of shape (systems,)."""
         return np.full(len(dataset), self.median)
