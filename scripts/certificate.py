@@ -1,4 +1,4 @@
-"""Make the inputs of docs/results/certificate.md: frames and networks with random weights.
+"""Create the inputs of docs/results/certificate.md: frames and networks with random weights.
 
 python scripts/certificate.py FOLDER   # writes FOLDER/train.extxyz and FOLDER/val_id.extxyz
 PYTHONPATH=scripts python -m molflt.certify certificate:mace --elements Cu O C H

@@ -97,8 +97,8 @@ def make(
         test: number of expressions for testing.
         depth: maximum nesting depth of lists.
         arguments: maximum number of arguments of an operator.
-        min_length: lower bound of the number of tokens, which every expression exceeds.
-        max_length: upper bound of the number of tokens, which no expression reaches.
+        min_length: exclusive lower bound of the number of tokens in an expression.
+        max_length: exclusive upper bound of the number of tokens in an expression.
         seed: seed of the random numbers.
     """
     drawn = expressions(random.Random(seed), depth, arguments, min_length, max_length)

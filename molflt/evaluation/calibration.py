@@ -66,7 +66,7 @@ class Calibration:
 
     Attributes:
         factor: dimensionless factor.
-        floor: spread that is added in quadrature, eV, because members may agree by chance.
+        floor: spread in eV that is added in quadrature, because members may agree by chance.
         split: name of the split that was used for the calibration.
         systems: number of systems that were used for the calibration.
         members: sha256 of the weights of each member, sorted.
@@ -184,7 +184,7 @@ def conformal_factor(scores: _Array, level: float = LEVEL) -> float:
 
 
 def _interval_score(error: _Array, width: _Array) -> float:
-    """Returns the mean interval score of calibrated intervals, eV; smaller is better."""
+    """Returns the mean interval score of calibrated intervals in eV; smaller is better."""
     half = conformal_factor(error / width) * width
     return float(np.mean(half + np.maximum(error - half, 0) / (1 - LEVEL)))
 

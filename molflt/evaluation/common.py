@@ -57,7 +57,7 @@ def chosen_splits(
 def named_sources(
     own: Mapping[str, object], splits: list[str] | None = None, data: Path | None = None
 ) -> dict[str, str]:
-    """Returns the texts to evaluate, as files or hf: names, by the name of the split or file.
+    """Returns the texts to evaluate, which are files or hf: names, by name of the split or file.
 
     Args:
         own: data options of the run.
@@ -239,7 +239,7 @@ def attention_of(
 
 
 def locality_of(matrices: list[Tensor], distances: Tensor, causal: bool) -> dict[str, float | None]:
-    """Returns the share of attention on the "nearest" and "farthest" 10 % of the tokens.
+    """Returns the share of attention to the "nearest" and "farthest" 10 % of the tokens.
 
     Both shares are averages over heads and layers. They are None if the attention does not sum to
     1, as with normalize "none". See `attention_of` for `matrices` and `molflt.metrics.locality` for

@@ -71,7 +71,7 @@ def evaluate(
 
     For each task, Adam uses the learning rate with the smallest final loss in the same repeats. The
     tasks are the Rosenbrock function, a matrix factorization, a network that is deeper and larger
-    than the training networks and, with `data`, a network and a convolutional network on images.
+    than the training networks and, with `data`, a dense and a convolutional network on images.
     Writes curves.csv (mean losses over up to 200 intervals of steps), optimizations.png and, with a
     relative encoding, encoding.png.
 

@@ -110,7 +110,7 @@ class Page:
         return list(self.attempt(make, []))
 
     def pictures(self) -> list[_Part]:
-        """Returns the figures of the evaluation that exist."""
+        """Returns the existing figures of the evaluation."""
         parts: list[_Part] = []
         for name, text in FIGURES.items() if self.run.results else ():
             if (file := self.path / f"{name}.png").is_file():
@@ -152,7 +152,7 @@ def _table(
     text_columns: int = 1,
     most: int = 30,
 ) -> _Part:
-    """Returns a table of up to `most` rows with `text_columns` columns of text, then numbers."""
+    """Returns a table of up to `most` rows; the first `text_columns` columns contain text."""
     parts = {"head": head, "rows": rows, "caption": caption}
     return {**parts, "text_columns": text_columns, "most": most}
 

@@ -144,7 +144,7 @@ def check_structures(
         warn(text)
     if len(dataset) == 0:
         raise ValueError(
-            f"{path}: expected at least one structure; got 0 ({len(dataset.bad)} invalid, omitted)"
+            f"{path}: expected at least one structure; got 0 ({len(dataset.bad)} invalid omitted)"
         )
     return dataset
 
@@ -359,7 +359,7 @@ def _outputs(model: nn.Module, batch: Batch, path: Path) -> Mapping[str, Tensor]
 
 
 def _energies(out: Mapping[str, Tensor], batch: Batch, path: Path) -> NDArray[np.float64]:
-    """Returns the energies of each member or of the single model in eV, as (graphs, members)."""
+    """Returns the energies (graphs, members) of all members, or of the single model, in eV."""
     energy: NDArray[np.float64] = out["energy"].double().cpu().numpy()
     if len(bad := np.flatnonzero(~np.isfinite(energy))):
         raise ValueError(

@@ -39,8 +39,8 @@ class Run:
     Args:
         path: folder of the run.
         name: short, unique name.
-        attempt: function that is called with a function that reads a file and with the value to
-            use if the file is damaged; by default, errors are raised.
+        attempt: function that is called as attempt(read, otherwise) and returns `otherwise` if
+            `read` fails because a file is damaged; by default, errors are raised.
 
     Attributes:
         metrics: metrics of the task.
@@ -52,10 +52,10 @@ class Run:
         seconds: time of training and validation; None in runs of earlier versions.
         time: `seconds` as text.
         columns: columns of metrics.csv.
-        unmeasured: reason why the results in the folder do not belong to the run, or empty.
+        unmeasured: reason why the results in the folder do not belong to the run; empty if they do.
         results: content of results.json if it belongs to the run.
         predictions: rows of predictions.csv if results exist.
-        errors: |error| of the systems of each split, eV, if known.
+        errors: |error| of the systems in eV, by split, if known.
     """
 
     def __init__(

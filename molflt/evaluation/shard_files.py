@@ -51,7 +51,7 @@ def made_of(model: nn.Module, dataset: Structures, **options: object) -> dict[st
 
 
 def _frames(text: str) -> list[_Row]:
-    """Splits an extended XYZ file into structures, without the notes of `noted`."""
+    """Splits an extended XYZ file into structures, without the column added by `noted`."""
     lines = iter(text.splitlines(keepends=True))
     rows: list[_Row] = []
     for count in lines:

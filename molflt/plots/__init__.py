@@ -1,8 +1,8 @@
 """Figures of training, predictions, errors, attention and learned encodings, as PNG, SVG or PDF.
 
 The argument `file` is the file to write; its name ends in .png, .svg or .pdf. Matplotlib is
-imported when the first figure is drawn and does not need a display. The color palette by Okabe and
-Ito is accessible to color-blind readers.
+imported when the first figure is drawn and does not need a display. The colors are from the palette
+of Okabe and Ito, which is accessible to color-blind readers.
 """
 
 from molflt.plots.attention import attention_matrices

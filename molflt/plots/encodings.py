@@ -20,7 +20,7 @@ _DEPTH = 12.0  # a curve ends this far below its largest value
 
 
 def has_bias(position: torch.nn.Module | None) -> bool:
-    """Returns True if a position module adds a bias to the logits, which can be drawn.
+    """Returns True if a position module adds a bias to the logits; only a bias can be drawn.
 
     Rotations and stochastic encodings modify queries and keys instead.
     """
@@ -183,7 +183,7 @@ def _array(values: torch.Tensor) -> _Array:
 
 
 def _bias(position: torch.nn.Module, delta: torch.Tensor) -> _Array:
-    """Returns f at offsets (n, l), for a query at 0 and keys at -delta, of shape (heads, n)."""
+    """Returns f (heads, n) at offsets (n, l), for a query at 0 and keys at -delta."""
     origin = delta.new_zeros(1, 1, delta.shape[-1])
     return _array(position("softmax", origin, -delta[None]).bias)[0, :, 0]
 

@@ -87,7 +87,7 @@ def plain(text: str) -> str:
 def label_ends(axes: Axes, height: float) -> None:
     """Writes the labels of lines next to their ends, on the right of a panel, without overlaps.
 
-    Call it after everything else is drawn. `height` is the height of the panel in inches.
+    It must be called after everything else is drawn. `height` is the height of the panel in inches.
     """
     axes.set(xlim=axes.get_xlim(), ylim=axes.get_ylim())
     at = axes.transData + axes.transAxes.inverted()
@@ -119,7 +119,7 @@ def label_ends(axes: Axes, height: float) -> None:
 
 
 def plain_numbers(axis: Axis, wide: bool) -> None:
-    """Labels a logarithmic axis with numbers such as 0.2, only at powers of ten if it is wide."""
+    """Labels a logarithmic axis with plain numbers such as 0.2; if `wide`, only powers of ten."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     axis.set_major_locator(LogLocator(subs=(1.0,) if wide else (1.0, 2.0, 5.0)))

@@ -37,7 +37,7 @@ def parity(
     """Plots predictions against labels, with one panel per split and equal axes.
 
     Args:
-        panels: labels and predictions of each split, (systems,) each, in `unit`.
+        panels: labels and predictions in `unit`, of shape (systems,) each, by split.
         file: file to write.
         names: names of the systems of each split; if given, the largest errors are labeled.
         quantity: name of the predicted quantity.
@@ -115,9 +115,9 @@ def calibration(
     """Plots the coverage against the nominal level, and the errors against the uncertainty.
 
     Args:
-        coverage: levels in (0, 1), and the fractions of errors within the intervals of each split,
-            (levels,) each.
-        errors: uncertainties and |errors| of the systems of each split, in eV, (systems,) each.
+        coverage: levels in (0, 1) and fractions of errors within the intervals, of shape (levels,)
+            each, by split.
+        errors: uncertainties and |errors| in eV, of shape (systems,) each, by split.
         level: fraction of errors that the uncertainty should cover, in (0, 1).
         file: file to write.
     """
@@ -139,7 +139,7 @@ def calibration(
 def _binned(
     axes: Axes, errors: Mapping[str, tuple[_Array, _Array]], level: float, colors: dict[str, str]
 ) -> None:
-    """Plots quantiles of |error| against the uncertainty in bins of equal numbers of systems."""
+    """Plots quantiles of |error| against the uncertainty in bins with equal numbers of systems."""
     seen = []
     for split, (uncertainty, error) in errors.items():
         bins = min(_MOST_BINS, max(1, len(error) // _BIN))

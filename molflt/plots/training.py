@@ -283,7 +283,7 @@ def errors(
     Args:
         groups: groups of each kind (adsorbate, slab, element, natoms). Groups of natoms are sorted
             by size. For the other kinds, the 20 groups with the largest errors are drawn.
-        absolute: |error| of the systems of each split, (systems,) in eV; may be empty.
+        absolute: |error| in eV, of shape (systems,), by split; may be empty.
         file: file to write.
         unit: unit of the MAE.
     """

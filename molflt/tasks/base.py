@@ -123,7 +123,7 @@ class Task(ABC, Generic[_Batch, _Data]):
             if not any(self.model.get_parameter(name).requires_grad for name in named):
                 raise ValueError(
                     f"task.lr_factors {pattern!r}: all {len(named)} matching parameters are "
-                    "frozen; expected trainable ones; remove it, or a pattern of task.freeze"
+                    "frozen; expected trainable parameters; remove it, or a pattern of task.freeze"
                 )
 
     def prepare(self, data: _Data) -> None:
@@ -135,7 +135,7 @@ class Task(ABC, Generic[_Batch, _Data]):
         return False
 
     def files(self) -> dict[str, bytes]:
-        """Returns the files of the run folder that describe the data: content by name."""
+        """Returns files for the run folder that describe the data, as contents by name."""
         return {}
 
     @abstractmethod
@@ -171,7 +171,7 @@ class Task(ABC, Generic[_Batch, _Data]):
         return list(dict.fromkeys([self.best, *(name for name in self.metrics if name in found)]))
 
     def redraw(self, generator: torch.Generator) -> None:
-        """Draws new random features of the model."""
+        """Draws new random features for the model."""
         cast(Any, self.model).redraw_(generator)
 
     def optimizer(self) -> Optimizer:

@@ -82,9 +82,9 @@ class IS2RETask(OfStructures, Task["Batch", "IS2REData"]):
         model: `molflt.graph.regressor.EnergyRegressor`, or a model with the same `forward`.
         position_weight: w at the first step. If both weights are 0, displacements are ignored.
         position_weight_final: w at the last step.
-        energy_mean: energy, eV, that the loss subtracts from energies; null uses the mean of the
+        energy_mean: value in eV that the loss subtracts from energies; null uses the mean of the
             training set.
-        energy_std: energy, eV, by which the loss divides energies; null uses the standard deviation
+        energy_std: value in eV by which the loss divides energies; null uses the standard deviation
             of the training set.
         references: energies of elements, which are subtracted from the labels and stored with the
             weights. fit: least squares on the training set; adapt: the same after subtracting the

@@ -202,7 +202,7 @@ def hide(
         rate, mask_share, random_share: see `MaskedTask`.
 
     Returns:
-        Input ids and targets (-1 if not hidden), (batch, length) each.
+        Input ids and targets, of shape (batch, length) each; targets are -1 if not hidden.
     """
     told = there & ordinary[tokens] & (draws[0] < rate)
     anything = ordinary.nonzero()[:, 0]

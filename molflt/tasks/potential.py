@@ -30,7 +30,7 @@ _NO_FORCE = 1.0  # meV/Å; below this mean magnitude, force labels count as zero
 
 
 class _Errors(NamedTuple):
-    """Errors of the predictions that have labels."""
+    """Errors of all predictions with labels."""
 
     energy: Tensor  # (structures,), eV per atom
     forces: Tensor  # (components,), eV/Å

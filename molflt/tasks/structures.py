@@ -64,7 +64,7 @@ class OfStructures:
         return fit
 
     def check_data(self, data: "IS2REData | PotentialData") -> None:
-        """Raises ValueError if validation copies training data or elements have no descriptors."""
+        """Raises ValueError for training data in the validation set or undescribed elements."""
         from molflt.data.structures.parts import element_faults
         from molflt.graph.heads import undescribed
 

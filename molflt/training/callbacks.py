@@ -30,7 +30,7 @@ _SECONDS = 0.1  # seconds between updates of the bar during validation
 def _callbacks_of(
     task: Task[Never, Never], folder: RunFolder, options: TrainerOptions
 ) -> list[Callback]:
-    """Returns the callbacks in order.
+    """Returns the callbacks in the order in which they are called.
 
     Callbacks that need the validated weights come before the averaging callback, which restores the
     current weights at the end of a validation epoch.

@@ -2,7 +2,7 @@
 
 An exported model is a safetensors file that contains the weights and everything needed to use them.
 Its header describes the model and its training as JSON. A copy of the header, config.json, is
-written for readers and for the Hugging Face Hub.
+intended for readers and for the Hugging Face Hub.
 """
 
 from __future__ import annotations
@@ -429,7 +429,7 @@ def write_exported(
     """Writes model.safetensors and config.json.
 
     Args:
-        folder: folder to write into; created if missing.
+        folder: folder to write to; created if missing.
         weights: weights by name; for several models, with the prefixes "members.0.", "members.1.".
         content: recipe, models (the options of each), about, license, datasets, task (options),
             results, and files (the content of small files in the run folder, by name).

@@ -43,7 +43,7 @@ PARTS = ("model", "data", "task", "trainer")
 def add_options(parser: ArgumentParser, recipe: str) -> None:
     """Adds the options of ``molflt train``, which are the keys of config.yaml.
 
-    The groups model, data, task and trainer are the arguments of the classes in the recipe.
+    The groups model, data, task and trainer contain the arguments of the classes in the recipe.
     """
     parts = Recipe.of({"recipe": recipe})
     parser.add_argument(
@@ -91,7 +91,7 @@ def check_values(parser: ArgumentParser, config: Namespace) -> None:
 
 
 def read_config(run: Path) -> Config:
-    """Reads config.yaml in the folder of a run, and adds defaults for missing options."""
+    """Reads config.yaml in the folder of a run and adds defaults for missing options."""
     path = Path(run) / "config.yaml"
     if not path.is_file():
         above = (parent for parent in Path(run).parents if (parent / "config.yaml").is_file())

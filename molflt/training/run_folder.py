@@ -257,7 +257,7 @@ class RunFolder:
         self.provenance["machine"] = machine
 
     def say(self, text: str, file: TextIO | None = None) -> None:
-        """Prints a text in the first process only."""
+        """Prints a text, only in the first process."""
         if self.writes:
             print(text, file=file)
 

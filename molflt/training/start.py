@@ -324,8 +324,8 @@ class Initializer:
 def _transfer(source: Saved, model: nn.Module, files: Mapping[str, bytes]) -> dict[str, Any]:
     """Loads the tensors whose name and shape match, except tensors that depend on the data.
 
-    The model's `of_data` lists name prefixes. Buffers with such a prefix, such as the normalizer,
-    are never loaded. Parameters with such a prefix, such as the class logits, are loaded only if
+    The model's `of_data` lists name prefixes. Buffers with these prefixes, such as the normalizer,
+    are never loaded. Parameters with these prefixes, such as the class logits, are loaded only if
     the data files (vocabulary, classes) are the same; if `of_data` lists prefixes for each file,
     only that file is compared. All other buffers are loaded: the random features with which the
     weights were trained, and records of the training data, such as its elements, which the new

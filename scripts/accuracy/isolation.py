@@ -79,7 +79,7 @@ def change(found: list[Tensor], expected: list[Tensor]) -> float:
 
 
 def leak(layer: nn.Module, graphs: list[Graph]) -> float:
-    """Returns the largest ratio of gradients at atoms of other graphs to those at its own atoms."""
+    """Returns the largest ratio of gradients at atoms of other graphs to those at own atoms."""
     given = collated(graphs)
     leaves = [given[name].requires_grad_() for name in ("x", "pos")]
     out, worst = layer(**given), 0.0

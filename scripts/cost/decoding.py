@@ -113,7 +113,7 @@ def measure(
 
 
 def rows_of(times: Times, sizes: dict[Key, int]) -> Rows:
-    """Returns the rows of the CSV file; `softmax_ratio` is the time of softmax over the row's."""
+    """Returns the rows of the CSV file; `softmax_ratio` is softmax's time divided by the row's."""
     first = next(iter(times))[1]
     of_turns = {key: [median(turn) for turn in turns] for key, turns in times.items()}
 

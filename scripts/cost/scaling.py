@@ -33,7 +33,7 @@ RATIOS = (
 
 
 class Layer(nn.Module):
-    """Attention with its encoding, on a line or at random positions as dense as a metal."""
+    """Attention with its encoding, on a line or at random positions with a metal's density."""
 
     def __init__(self, length: int, causal: bool, position: str, dim: int, **options: Any) -> None:
         super().__init__()

@@ -107,7 +107,7 @@ def exponent(points: Sequence[tuple[float, float]]) -> float:
 
 
 def upper_half(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Returns the upper half of the points, including the middle point, and at least two points."""
+    """Returns the upper half of the points with the middle point, but at least two points."""
     return points[min(len(points) // 2, max(0, len(points) - 2)) :]
 
 

@@ -27,7 +27,7 @@ def trainings(
 ) -> argparse.ArgumentParser:
     """Returns a parser with the options of all scripts that train, and their defaults.
 
-    The option --seeds exists if it has a default.
+    The option --seeds is included only if its default is given.
     """
     parser = described(text)
     parser.add_argument("--config", type=Path, default=Path(config))

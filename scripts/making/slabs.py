@@ -167,7 +167,7 @@ def _draw_site(rng: np.random.Generator, slab: Atoms) -> tuple[str, np.ndarray]:
     """Draws the kind of a site and its in-plane position in Å.
 
     Sites are surface atoms (ontop), midpoints of neighbors (bridge) and corners of Voronoi cells
-    (hollow). The three kinds have equal probabilities.
+    (hollow). All three kinds are equally probable.
     """
     top = slab.positions[slab.get_tags() == Tag.SURFACE][:, :2]
     lattice = slab.cell.array[:2, :2]

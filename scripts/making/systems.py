@@ -222,7 +222,7 @@ def _attempt(rng: np.random.Generator, plan: _Plan, split: str, sid: int) -> _Sy
 def _relax_system(plan: _Plan, split: str, index: int) -> _System:
     """Draws and relaxes a system, which is identified by its split and index.
 
-    A draw is rejected, and the next draw is tried, for these reasons:
+    A draw is rejected and replaced by the next draw for these reasons:
         slab: the clean slab reconstructs.
         not_converged: a relaxation takes more than 300 BFGS steps.
         energy: |y_relaxed| > 10 eV or |y_init| > 20 eV.

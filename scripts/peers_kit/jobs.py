@@ -154,8 +154,8 @@ def train(
 ) -> tuple[nn.Module, list[dict[str, float]]]:
     """Trains until a step exceeds the budget, which does not include evaluation.
 
-    Returns the model with its last or averaged weights, and its errors at `evaluations` evenly
-    spaced times of the budget.
+    Returns the model with its last or averaged weights, and its errors at `evaluations` times that
+    are evenly spaced over the budget.
     """
     due, curve, decay = 1, [], options["ema_decay"]
     with budget.running():

@@ -74,7 +74,7 @@ class Peer(nn.Module, ABC):
         self.register_buffer("element_energies", torch.zeros(_ELEMENTS, dtype=torch.float64))
 
     def forward(self, batch: Batch) -> Mapping[str, Tensor]:
-        """Returns the energies of a batch, of shape (graphs,), in eV and float64."""
+        """Returns the energies of a batch in eV, of shape (graphs,) and in float64."""
         dtype = next(self.parameters()).dtype
         kept = slice(None) if self.subsurface else Geometry.of_data(batch).above_subsurface()
         pos, graph = batch.pos[kept].to(dtype), batch.batch[kept]
@@ -228,7 +228,7 @@ class PeriodicPaiNN(Peer):
         return self.readout(scalars)[:, 0]
 
     def _basis(self, distance: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns sin(n pi r / cutoff) / r (edges, num_basis) and a cosine cutoff (edges, 1)."""
+        """Returns the basis sin(n pi r / cutoff) / r and a cosine cutoff for each edge."""
         number = torch.arange(1, self.num_basis + 1, device=distance.device)
         angle = distance * (math.pi / self.cutoff)
         return (number * angle).sin() / distance, 0.5 * (angle.cos() + 1)

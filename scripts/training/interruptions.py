@@ -69,8 +69,8 @@ def end(pid: int) -> int:
 def count_operations(run: Path, act: Callable[[int], None]) -> Callable[[], None]:
     """Returns a function that installs `act`, which is called with a count before file operations.
 
-    Counted are the operations on files of the run that Python's audit hooks report: opening for
-    writing, renaming, removing, creating folders, truncating, and changing permissions.
+    The count includes all operations on files of the run that Python's audit hooks report: opening
+    for writing, renaming, removing, creating folders, truncating, and changing permissions.
     """
     changing = {"os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.truncate", "os.chmod"}
     writing = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
