@@ -59,14 +59,14 @@ def add_options(parser: ArgumentParser, recipe: str) -> None:
         help="run, exported model, weights or hf:OWNER/NAME that provides the initial weights",
     )
     parser.add_argument(
-        "--run", type=Path | None, help="folder to write; by default runs/DATE-CONFIG"
+        "--run", type=Path | None, help="folder to write to; by default runs/DATE-CONFIG"
     )
     parser.add_argument("--seed", type=int, default=0, help="seed of weights, batches and dropout")
     parser.add_argument(
         "--recipe",
         type=Literal[*RECIPES],
         default=recipe,
-        help="what to train; --recipe NAME --help lists the options of a recipe",
+        help="recipe to train; --recipe NAME --help lists the options of a recipe",
     )
     parser.add_class_arguments(parts.load("model"), "model")
     parser.add_class_arguments(parts.load("data"), "data")
