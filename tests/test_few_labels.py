@@ -59,7 +59,7 @@ def test_larger_draws_contain_smaller_ones(tmp_path):
         assert len(open_dataset(folder / "val_id.safetensors")) == 2
     assert len(drawn[3, 0]) == 3 and drawn[3, 0] < drawn[6, 0] and drawn[3, 0] != drawn[3, 1]
     write_store(tmp_path / "other" / "train.safetensors", structures(12, 2))
-    with pytest.raises(ValueError, match="3-0.*other data"):
+    with pytest.raises(ValueError, match="3-0.*different data"):
         script.draw(tmp_path / "other", tmp_path / "3-0", 3, 0)
     words = ["--data", str(data), "--out", str(tmp_path), "--ridge", "--seeds", "0", "--labels"]
     assert script.main([*words, "3", "6"]) == 0

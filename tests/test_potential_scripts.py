@@ -59,7 +59,7 @@ def test_energies_by_relaxation_and_a_second_start(tmp_path, monkeypatch, capsys
     assert script.main([*told, "--fmax", "0.1"]) == 2
     ase.io.write(data / "frames" / "val_id.extxyz", frames[::-1])
     assert script.main(told) == 2  # relaxations of other frames are not reused
-    assert "other digests" in capsys.readouterr().err
+    assert "different digests" in capsys.readouterr().err
 
 
 def test_drift_is_the_slope_of_the_total_energy():

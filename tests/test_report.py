@@ -299,13 +299,13 @@ def test_results_of_other_weights_are_left_out(runs, tmp_path, capsys, quick):
     tensors["readout.mlp.0.weight"] += 0.1
     save_file(tensors, wide / "checkpoints" / "best.safetensors")  # the file lacks a digest
     trained = molflt.load(wide).trained
-    assert not trained.results and "other weights" in trained.unmeasured
+    assert not trained.results and "different weights" in trained.unmeasured
     text = compare(capsys, runs / "narrow", wide)
     assert f"omitted: {wide / 'results.json'}" in text and f"not evaluated: {wide}" in text
     assert rows_of(text)["val_id mae_eV"][1] == "-"
     page = page_of(wide)
     assert ">Results<" not in page and "Figures of the evaluation" not in page
-    assert "other weights" in page and "no parity" not in page
+    assert "different weights" in page and "no parity" not in page
     (wide / "results_of.json").write_text("[]")
     line = error_of(capsys, "compare", str(runs / "narrow"), str(wide))
     assert line.startswith(str(wide / "results_of.json"))
