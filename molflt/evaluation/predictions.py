@@ -342,7 +342,7 @@ def counted_reasons(outside: Sequence[Sequence[str]]) -> list[str]:
 
 
 def _outputs(model: nn.Module, batch: Batch, path: Path) -> Mapping[str, Tensor]:
-    """Evaluates the model on a batch; error messages state the largest structure of the batch."""
+    """Evaluates the model on a batch; error messages identify its largest structure."""
 
     def described() -> str:
         counts = batch.ptr.diff()

@@ -110,7 +110,7 @@ def write_csv(path: Path, rows: Sequence[Mapping[str, object]]) -> Path:
 
 
 def finite_row(columns: Mapping[str, NDArray[np.float64]], i: int) -> dict[str, float | None]:
-    """Returns row i of a table, with None in place of NaN."""
+    """Returns row i of a table, with NaN replaced by None."""
     return {name: None if np.isnan(one[i]) else float(one[i]) for name, one in columns.items()}
 
 

@@ -49,7 +49,7 @@ class _EnergySums(NamedTuple):
     ) -> "_EnergySums":
         """Computes the sums from predictions and labels in eV, of shape (structures,) each.
 
-        The displacement error, in Å, is included if `known`, of shape (atoms,), contains True.
+        The displacement error, in Å, is included if `known` is True for any atom.
         """
         expect_same_shape("energies", energy, target)
         error = (energy.double() - target.double()).abs()
