@@ -233,7 +233,7 @@ class MeshNodes(_Multiplied):
     def mix(self, terms: Terms) -> tuple[Sums, State | None]:
         if terms.causal:
             raise ValueError(
-                "causal attention does not support a mesh; use reciprocal nodes, or none"
+                "causal attention does not support a mesh; use reciprocal nodes instead"
             )
         return linear_with_mesh(*terms[:3], self.on_mesh, self._sorted_pairs(terms)), None
 

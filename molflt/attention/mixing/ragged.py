@@ -232,8 +232,8 @@ class _Output(torch.autograd.Function):
 def _expect_first_derivative() -> None:
     if torch.is_grad_enabled():
         raise ValueError(
-            "mixing='triton' has only first derivatives; got create_graph=True, as for forces in "
-            "training; use mixing='auto'"
+            "mixing='triton' supports first derivatives only; got create_graph=True, as for forces "
+            "in training; use mixing='auto'"
         )
 
 

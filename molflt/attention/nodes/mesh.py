@@ -58,7 +58,8 @@ class Mesh(NamedTuple):
         if math.prod(sides) > _MOST_POINTS:
             raise ValueError(
                 f"too many mesh points below {max_frequency} cycles/Å; expected at most "
-                f"{_MOST_POINTS:,}; got sides {length.tolist()} Å of graph {graph}"
+                f"{_MOST_POINTS:,}; got {math.prod(sides):,} for graph {graph} with sides of "
+                f"{length.tolist()} Å"
             )
         ranges = [
             torch.arange(-m * (axis > 0), m + 1, device=dual.device)
