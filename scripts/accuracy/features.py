@@ -27,7 +27,7 @@ QUICK = {
 
 
 def relative(estimate: Tensor, exact: Tensor) -> float:
-    """Returns the mean squared error divided by the mean square."""
+    """Returns the mean squared error divided by the mean square of the exact values."""
     return float((estimate - exact).square().mean() / exact.square().mean())
 
 
@@ -40,7 +40,7 @@ def measure(
     queries: int = 512,
     dim: int = 16,
 ) -> Rows:
-    """Returns the errors of all maps, projections and numbers of features."""
+    """Returns a row for each scale, feature map, projection, number of features and quantity."""
     points, generator = Points(), torch.Generator().manual_seed(0)
     for scale, _ in tqdm(list(itertools.product(scales, range(samples))), leave=False):
         query, key, value = (
@@ -65,7 +65,7 @@ def measure(
 
 
 def table(rows: Rows) -> str:
-    """Returns the slopes of log error against log M and the errors relative to those of "iid"."""
+    """Formats errors, slopes of log error against log M, and ratios of errors to those of "iid"."""
     others = [name for name in names(rows, "projection") if name not in ("iid", UNIFORM)]
     head = ["map, scale, error", f"iid at M = {max(names(rows, 'm'))}", "uniform", "iid: slope"]
     head += [f"{name}: slope, / iid" for name in others]
@@ -84,7 +84,7 @@ def table(rows: Rows) -> str:
 
 
 def draw(png: Path, rows: Rows) -> None:
-    """Draws a figure for each scale: the first at `png` and the others next to it."""
+    """Draws a figure for each scale; writes the first to `png` and the others next to it."""
     labels = ("features per token M", "relative mean squared error")
     for index, scale in enumerate(names(rows, "scale")):
         page = png.with_stem(f"{png.stem}-scale-{scale:g}") if index else png

@@ -22,12 +22,12 @@ Graph = tuple[Tensor, Tensor, Tensor]  # features, positions, cell
 
 
 def theirs(kind: type[nn.Module], **options: Any) -> nn.Module:
-    """Returns a module from PyG whose heads have the same width as in molflt's layers."""
+    """Returns a module from PyG with heads that are as wide as those of molflt's layers."""
     return DenseBatch(kind(DIM, HEADS, head_channels=DIM // HEADS, **options))
 
 
 def mechanisms() -> dict[str, Callable[[], nn.Module]]:
-    """Returns functions that build the layers, by name."""
+    """Returns functions that build the layers, keyed by mechanism."""
     ours = partial(GraphAttention, DIM, HEADS)
     few = partial(ours, num_features=32)
     schemes: dict[str, dict[str, Any]] = {
@@ -52,7 +52,7 @@ def mechanisms() -> dict[str, Callable[[], nn.Module]]:
 
 
 def crystal(atoms: int, generator: torch.Generator) -> Graph:
-    """Returns random atoms in a triclinic cell, 15 Å^3 per atom, in the default dtype."""
+    """Returns features and positions of random atoms, and their cell (about 15 Å^3 per atom)."""
     side = (15.0 * atoms) ** (1 / 3)
     cell = side * (torch.eye(3) + 0.1 * torch.randn(3, 3, generator=generator))
     x = torch.randn(atoms, DIM, generator=generator)
@@ -60,7 +60,7 @@ def crystal(atoms: int, generator: torch.Generator) -> Graph:
 
 
 def collated(graphs: list[Graph]) -> dict[str, Tensor]:
-    """Returns the arguments of a layer for a batch of graphs."""
+    """Batches graphs and returns the batch as arguments of a layer."""
     x, pos, cells = zip(*graphs, strict=True)
     batch = torch.arange(len(graphs)).repeat_interleave(torch.tensor([len(own) for own in x]))
     return {"x": torch.cat(x), "pos": torch.cat(pos), "batch": batch, "cell": torch.stack(cells)}
@@ -68,18 +68,22 @@ def collated(graphs: list[Graph]) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def outputs(layer: nn.Module, graphs: list[Graph]) -> list[Tensor]:
-    """Returns the outputs of each graph, computed in one batch."""
+    """Computes the outputs of all graphs in one batch and returns a tensor for each graph."""
     return list(layer(**collated(graphs)).split([len(x) for x, _, _ in graphs]))
 
 
 def change(found: list[Tensor], expected: list[Tensor]) -> float:
-    """Returns the largest relative change in the outputs of a graph."""
+    """Returns the largest relative change in outputs over all graphs."""
     pairs = zip(found, expected, strict=True)
     return max(((a - b).abs().max() / b.abs().max()).item() for a, b in pairs)
 
 
 def leak(layer: nn.Module, graphs: list[Graph]) -> float:
-    """Returns the largest ratio of gradients at atoms of other graphs to those at own atoms."""
+    """Measures how much the outputs of a graph depend on the inputs of other graphs.
+
+    Returns the largest gradient with respect to inputs of other graphs, divided by the largest
+    gradient with respect to inputs of the same graph.
+    """
     given = collated(graphs)
     leaves = [given[name].requires_grad_() for name in ("x", "pos")]
     out, worst = layer(**given), 0.0
@@ -95,7 +99,7 @@ def leak(layer: nn.Module, graphs: list[Graph]) -> float:
 
 
 def changes(name: str, build: Callable[[], nn.Module], cases: int, large: int) -> Row:
-    """Returns the largest changes over batches of five random graphs with random weights."""
+    """Returns a row with the largest changes over several batches of five random graphs."""
     found = []
     for seed in range(cases):
         torch.manual_seed(seed)
@@ -113,7 +117,10 @@ def changes(name: str, build: Callable[[], nn.Module], cases: int, large: int) -
 
 
 def measure(cases: int = 10, large: int = 200) -> Rows:
-    """Returns the changes for all layers in float64; SGFormerAttention uses the default dtype."""
+    """Returns a row for each layer, measured in float64.
+
+    The default dtype is changed to float64, because SGFormerAttention uses the default dtype.
+    """
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:

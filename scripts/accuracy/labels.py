@@ -1,9 +1,9 @@
 """Adsorption energies of a potential compared with DFT, for structures relaxed with DFT.
 
-The input is an ASE file with `y_relaxed` (eV), `adsorbate`, `fixed` and tags (2 = adsorbate), such
-as the public set of small adsorbates on metals and alloys by Deimel et al. (ACS Catal. 10, 13729,
-2020). The slab is relaxed with and without the adsorbate. As in that set, the reference molecules
-are H2, H2O and CH4.
+The input is an ASE file whose structures have `y_relaxed` (in eV), `adsorbate`, `fixed` and tags (2
+for adsorbates). An example is the public set of small adsorbates on metals and alloys by Deimel et
+al. (ACS Catal. 10, 13729, 2020). The slab is relaxed with and without the adsorbate. As in that
+set, the reference molecules are H2, H2O and CH4.
 """
 
 import math
@@ -25,7 +25,7 @@ STEPS = 200
 
 
 def binding(atoms: Atoms, calculator: str, elements: dict[str, float]) -> tuple[float, bool]:
-    """Returns the adsorption energy in eV, and True if both relaxations converged."""
+    """Returns the adsorption energy in eV, and a flag: True if both relaxations converged."""
     atoms = atoms.copy()
     atoms.pbc = True
     fixed = atoms.arrays["fixed"].astype(bool)
@@ -61,13 +61,13 @@ def measure(
 
 
 def correlation(a: NDArray[np.float64], b: NDArray[np.float64]) -> float:
-    """Computes Pearson's r; nan for fewer than three systems or constant values."""
+    """Computes Pearson's r; returns nan for fewer than three values, or if an array is constant."""
     known = len(a) > 2 and min(a.std(), b.std()) > 1e-9
     return float(np.corrcoef(a, b)[0, 1]) if known else math.nan
 
 
 def agreement(rows: Rows) -> dict[str, float]:
-    """Computes correlations and errors, in eV, for all systems and within each adsorbate."""
+    """Computes correlations and errors in eV, also after subtracting the means of adsorbates."""
     dft, energy = (np.array([float(row[key]) for row in rows]) for key in ("dft", "energy"))
     adsorbate = np.array([row["adsorbate"] for row in rows])
     apart = [
@@ -85,7 +85,11 @@ def agreement(rows: Rows) -> dict[str, float]:
 
 
 def table(rows: Rows) -> str:
-    """Formats the agreement for each adsorbate with at least three systems and for all systems."""
+    """Formats the agreement of all systems whose relaxations converged.
+
+    The table has a line for each adsorbate with at least three systems, a line for all other
+    adsorbates, and a line for all systems.
+    """
     rows = pick(rows, converged=True)
     parts = {name: pick(rows, adsorbate=name) for name in sorted(names(rows, "adsorbate"))}
     several = {name: own for name, own in parts.items() if len(own) > 2}

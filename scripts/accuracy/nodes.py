@@ -1,7 +1,8 @@
 """Error of a mask in three dimensions and its scatter under rotations, for each node rule.
 
 The mask is exp(-|z|^2 / 2 s^2), and positions are uniform in a ball of diameter 2 R. Random rules
-draw from the spectral density of the mask, which is optimal. `suggest_nodes` selects the shells.
+draw nodes from the spectral density of the mask, which is the optimal density. `suggest_nodes`
+selects the shells.
 """
 
 import math
@@ -23,7 +24,7 @@ QUICK = {"nodes": (16, 256), "tolerances": (0.03, 0.01), "pairs": 200, "draws": 
 
 
 def ball_pairs(count: int, ratio: float, generator: torch.Generator) -> Tensor:
-    """Returns differences of points in a ball of diameter `ratio`, of shape (count, 3)."""
+    """Returns differences (count, 3) between random points in a ball of diameter `ratio`."""
     points = torch.randn(2 * count, 3, dtype=torch.float64, generator=generator)
     draw = torch.rand(2 * count, 1, dtype=torch.float64, generator=generator)
     points = ratio / 2 * draw ** (1 / 3) * points / points.norm(dim=-1, keepdim=True)
@@ -32,7 +33,7 @@ def ball_pairs(count: int, ratio: float, generator: torch.Generator) -> Tensor:
 
 @torch.no_grad()
 def sampled(nodes: Nodes, spectrum: Spectrum, z: Tensor) -> Tensor:
-    """Evaluates the sampled mask at differences (n, 3); the result has the shape (heads, n)."""
+    """Returns the values (heads, n) of the mask sampled with `nodes`, at differences z (n, 3)."""
     xi, coefficients = nodes.sample(spectrum)
     rows = [
         (2 * math.pi * z @ own.T).cos() @ row
@@ -42,7 +43,7 @@ def sampled(nodes: Nodes, spectrum: Spectrum, z: Tensor) -> Tensor:
 
 
 def errors(nodes: Nodes, ratio: float, heads: int, pairs: int, turned: int) -> dict[str, float]:
-    """Computes the root mean squares of the error and of its spread over rotations."""
+    """Computes the rms error of the mask and the rms of its standard deviation over rotations."""
     generator = torch.Generator().manual_seed(0)
     spectrum = SPECTRA["gaussian"](heads, length_range=(1.0, 1.0)).double()
     spectrum.amplitude.requires_grad_(False).fill_(1.0)
@@ -65,7 +66,7 @@ def measure(
     draws: int = 8,
     turned: int = 16,
 ) -> Rows:
-    """Returns the errors of all rules and numbers of nodes for two diameters."""
+    """Returns a row of errors for each diameter, rule and number of nodes."""
     rows: Rows = []
     for ratio in (5.0, 10.0):
         for rule in RULES[:3]:
@@ -99,7 +100,7 @@ def table(rows: Rows) -> str:
 
 
 def draw(png: Path, rows: Rows) -> None:
-    """Plots the error and the scatter against the number of nodes, with one column per diameter."""
+    """Plots the error and the scatter against the number of nodes; each diameter has a column."""
     points = [
         {"what": what, "2R / s": row["ratio"], **row, "mean": row[column], "sd": 0.0}
         for what, column in (("rms error", "error"), ("scatter over rotations", "scatter"))

@@ -1,8 +1,7 @@
-"""Polynomial and random features against softmax of normalized queries and keys.
+"""Errors of polynomial and random features relative to softmax of normalized queries and keys.
 
-Errors are relative errors, over all tokens of a head, of the output and of the gradients of a
-random linear function of the output. Random maps have as many features as the polynomial of
-degree 2.
+Errors of outputs, and of gradients of a random linear function of the outputs, are relative errors
+over all tokens of a head. Random maps have as many features as the polynomial of degree 2.
 """
 
 import itertools
@@ -35,14 +34,14 @@ def taylor(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 
 
 def featured(name: str, dim: int, generator: torch.Generator, **options: object) -> Mix:
-    """Returns linear attention with a newly drawn feature map."""
+    """Returns a function that computes linear attention with a newly drawn feature map."""
     phi = FEATURE_MAPS[name](dim, HEADS, **options)
     phi.redraw_(generator)
     return lambda query, key, value: linear(phi(query), phi(key), value).ratio()
 
 
 def forms(dim: int, generator: torch.Generator) -> dict[str, Mix]:
-    """Returns the approximations of softmax by name."""
+    """Returns functions that approximate softmax attention, keyed by name."""
     size = math.comb(dim + 2, 2)
     options: dict[str, dict[str, object]] = {
         "polynomial": {},
@@ -60,7 +59,7 @@ def forms(dim: int, generator: torch.Generator) -> dict[str, Mix]:
 
 
 def drawn(kind: str, tokens: int, dim: int, generator: torch.Generator) -> list[Tensor]:
-    """Draws queries, keys, values and weights of the outputs, as (1, heads, tokens, dim)."""
+    """Draws queries, keys, values and output weights, each of shape (1, heads, tokens, dim)."""
     shape = (1, HEADS, tokens, dim)
     q, k, v, w = (torch.randn(shape, generator=generator) for _ in range(4))
     if kind == "clustered":
@@ -71,7 +70,10 @@ def drawn(kind: str, tokens: int, dim: int, generator: torch.Generator) -> list[
 
 
 def results(mix: Mix, inputs: list[Tensor], temperature: float) -> list[Tensor]:
-    """Returns the output, all gradients, and those of queries and keys, as (heads, numbers)."""
+    """Returns the output, the gradients of all inputs, and the gradients of queries and keys.
+
+    Each of the three results is a tensor (heads, number of values).
+    """
     *inputs, weights = (x.detach().requires_grad_() for x in inputs)
     query, key = (temperature**0.5 * F.normalize(x, dim=-1) for x in inputs[:2])
     out = mix(query, key, inputs[2])
@@ -102,7 +104,7 @@ def measure(
 
 
 def table(rows: Rows) -> str:
-    """Formats the errors of the output and of the gradient of all inputs, in percent."""
+    """Formats the errors of the output and of the gradients of all inputs, in percent."""
     forms = names(rows, "form")
     lines = []
     keys = ("directions", "d", "temperature")
