@@ -17,7 +17,7 @@ KERNEL = {"position": "multiplicative"}
 
 
 def pyg(atoms: int, causal: bool) -> nn.Module:
-    """Builds PyG's Performer with the same number of ReLU features."""
+    """Builds PyG's Performer with as many ReLU features as molflt's layers have features."""
     return layers.DenseBatch(layers.pyg_performer(layers.DIM, layers.HEADS, layers.FEATURES))
 
 
@@ -50,6 +50,6 @@ draw = partial(STUDY.draw, limit=16.0)
 
 
 def table(rows: Rows) -> str:
-    """Formats the costs and the peak memory of whole processes with a million atoms."""
+    """Formats the costs of a layer, and the peak memory of processes with a million atoms."""
     parts = [layers.cost_table(rows, "atoms"), layers.processes_table(rows, MILLION, "atoms")]
     return "\n\n".join(filter(None, parts))

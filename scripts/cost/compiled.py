@@ -1,8 +1,8 @@
 """Time and accuracy of machine code from AOTInductor, compared with the model.
 
-Each form is compiled once per precision for all numbers of graphs and atoms. Times are measured
-in float32 and differences in float64. Times include batch preparation (neighbors, reciprocal
-nodes, padding).
+Each form is compiled once per precision, and the machine code accepts any number of graphs and
+atoms. Times are measured in float32 and differences in float64. Times include the preparation of
+batches (neighbors, reciprocal nodes, padding).
 """
 
 import statistics
@@ -47,7 +47,7 @@ QUICK = {"forms": ("performer",), "batches": ("2 of 2 and 3",), "rounds": 1, "di
 
 
 def structures(sizes: list[int]) -> list[Batch]:
-    """Returns random crystals in batches of similar size."""
+    """Returns batches of random crystals; the crystals in a batch are of similar size."""
     made = crystals(sorted(sizes))
     each = -(-len(made) // CLASSES)
     return [Batch.from_data_list(made[i : i + each]) for i in range(0, len(made), each)]
@@ -91,7 +91,7 @@ def measure(
 
 
 def compared(name: str, timed: Pair, exact: Pair, rounds: int) -> Row:
-    """Returns the times of the first pair and the energy difference of the second pair."""
+    """Returns a row with times of both models in `timed` and the energy difference in `exact`."""
     given = structures(BATCHES[name])
     energies = [all_energies(model, given) for model in exact]
     works = {

@@ -3,7 +3,7 @@
 The input is one cubic cell of 10^2 to 10^5 atoms at random positions, with 12 Å^3 per atom. The
 layer has a multiplicative kernel that is exact for pairs within 5 Å. Its far field uses nodes on
 the reciprocal lattice, the N x N matrix or a mesh. Times are CPU times, and memory is measured with
-the default allocator. See kit/layers.py for the measurement.
+the default settings of the allocator. See kit/layers.py for the measurement.
 """
 
 from functools import partial
@@ -45,7 +45,7 @@ draw = partial(STUDY.draw, limit=8.0)
 
 
 def table(rows: Rows) -> str:
-    """Formats the costs of each pass, exponents for meshes, and peak memory of large processes."""
+    """Formats the costs of each pass, exponents of meshes, and the memory for large crystals."""
     parts = [layers.cost_table(rows, "atoms", which) for which in names(rows, "pass")]
     lines = []
     for name in MESHES:

@@ -2,9 +2,9 @@
 
 In each round, all mechanisms are timed at all positions in turn. A turn decodes 9 tokens one after
 another, starting from the state at its position. The first token fills the caches and is not
-counted. Times are CPU times: medians over tokens and rounds. A ratio is the median over rounds of
-the ratio of two turns in the same round. Exponents are fitted to the larger half of the positions.
-The size of a state includes all memory that the state holds.
+counted. Times are medians of CPU times over tokens and rounds. Ratios of times are computed for two
+turns in the same round, and the median over rounds is reported. Exponents are fitted to the larger
+half of the positions. The size of a state includes all memory that the state holds.
 """
 
 import time
@@ -40,9 +40,10 @@ Times = dict[Key, list[list[float]]]  # seconds of each token of each round
 
 
 def decoders(given: Sequence[str], longest: int) -> dict[str, LanguageModel]:
-    """Returns models that decode from a state, by the name of their configuration.
+    """Returns models that can decode from a state, keyed by the name of their configuration.
 
-    By default, all configurations in configs/lm with a state and without data are used.
+    If `given` is empty, these are all models in configs/lm that can decode from a state and whose
+    configuration does not contain data.
     """
     paths = sorted(CONFIGS.glob("*.yaml"))
     configs = {path.stem: yaml.safe_load(path.read_text()) for path in paths}
@@ -59,7 +60,7 @@ def decoders(given: Sequence[str], longest: int) -> dict[str, LanguageModel]:
 
 
 def held(state: object) -> int:
-    """Returns the size in bytes of all tensors in a state; each storage is counted once."""
+    """Returns the total size of all tensors in a state in bytes; each storage is counted once."""
     tensors = (leaf for leaf in tree_leaves(state) if isinstance(leaf, Tensor))
     storages = {one.untyped_storage().data_ptr(): one.untyped_storage() for one in tensors}
     return sum(storage.nbytes() for storage in storages.values())
@@ -68,7 +69,7 @@ def held(state: object) -> int:
 def states(
     model: LanguageModel, tokens: Tensor, positions: Sequence[int]
 ) -> Iterator[LanguageState]:
-    """Yields the state after each of the given numbers of tokens."""
+    """Yields the state after each number of tokens in `positions`."""
     state: LanguageState | None = None
     for end in positions:
         start = 0 if state is None else state.length
@@ -80,7 +81,7 @@ def states(
 
 
 def turn(model: LanguageModel, state: LanguageState, tokens: Tensor) -> list[float]:
-    """Decodes tokens from a state and returns the seconds per token, except for the first."""
+    """Decodes tokens from a state and returns the time of each token, except the first, in s."""
     seconds = []
     for token in tokens.split(1, dim=1):
         start = time.thread_time()
@@ -113,7 +114,11 @@ def measure(
 
 
 def rows_of(times: Times, sizes: dict[Key, int]) -> Rows:
-    """Returns the rows of the CSV file; `softmax_ratio` is softmax's time divided by the row's."""
+    """Returns a row for each mechanism and position.
+
+    `ratio` is the time relative to the first position, and `softmax_ratio` is the time of softmax
+    at the same position relative to the time of the mechanism.
+    """
     first = next(iter(times))[1]
     of_turns = {key: [median(turn) for turn in turns] for key, turns in times.items()}
 
@@ -132,12 +137,12 @@ def rows_of(times: Times, sizes: dict[Key, int]) -> Rows:
 
 
 def growth(rows: Rows) -> float:
-    """Returns the exponent of the time, fitted to the larger half of the positions."""
+    """Fits the exponent of time against position to the larger half of the positions."""
     return exponent(upper_half([(row["position"], row["ratio"]) for row in rows]))
 
 
 def table(rows: Rows) -> str:
-    """Formats the time at the first position, ratios to it, exponents, and state sizes."""
+    """Formats times at the first position, times relative to these, exponents, and state sizes."""
     places = names(rows, "position")
     first, last = places[0], places[-1]
     head = ["", f"ms at {first}", *(f"{n} / {first}" for n in places[1:]), "time ~ n^"]

@@ -1,9 +1,10 @@
-"""Time of the form that `mixing: auto` selects, and of both forms, for 10 to 10^4 atoms.
+"""Time of linear attention, the N x N matrix, and the form that `auto` selects, by graph size.
 
-The inputs are graphs of equal size with at least 1,000 atoms in total, at random positions with 12
-Å^3 per atom. Positions enter as additive masks, as multiplicative kernels or not at all, without
-and with periodic cells. Each layer is measured in the linear form, with the N x N matrix, and in
-the form that `auto` selects. Times are CPU times. See kit/layers.py for the measurement.
+The inputs are graphs of equal size, from 10 to 10^4 atoms, with at least 1,000 atoms in total, at
+random positions with 12 Å^3 per atom. Positions are used in additive masks, in multiplicative
+kernels or not at all, with and without periodic cells. Each layer is measured in the linear form,
+with the N x N matrix, and in the form that `auto` selects. Times are CPU times. See kit/layers.py
+for the measurement.
 """
 
 from functools import partial
@@ -50,7 +51,7 @@ measure = partial(
 
 
 def table(rows: Rows) -> str:
-    """Formats the time ratios of the two forms, and of `auto` to the faster form."""
+    """Formats time ratios: the N x N matrix to the linear form, and `auto` to the faster form."""
     sizes, parts = names(rows, "length"), []
     ratios = {"N × N / linear": [("quadratic", "linear")]}
     ratios["auto / the better form"] = [("auto", "linear"), ("auto", "quadratic")]
@@ -66,5 +67,5 @@ def table(rows: Rows) -> str:
 
 
 def ratio(rows: Rows, kind: str, size: int, one: str, other: str) -> float | None:
-    """Returns the time of one form divided by that of the other, or None if not measured."""
+    """Returns the time of `one` divided by the time of `other`; None if not measured."""
     return layers.cost_ratio(rows, "time", f"{kind}: {one}", f"{kind}: {other}", size)

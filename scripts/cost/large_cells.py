@@ -22,7 +22,7 @@ QUICK = {"edges": (5,)}
 
 
 def crystal(edge: int) -> Atoms:
-    """Returns edge^3 atoms, alternately tagged as adsorbate and surface."""
+    """Returns a crystal of edge^3 atoms, which are alternately tagged as adsorbate and surface."""
     step = VOLUME ** (1 / 3)
     places = np.stack(np.meshgrid(*[np.arange(edge)] * 3, indexing="ij"), axis=-1).reshape(-1, 3)
     shaken = step * places + np.random.default_rng(0).normal(0, 0.1, places.shape)
@@ -32,7 +32,7 @@ def crystal(edge: int) -> Atoms:
 
 
 def predict(words: list[str]) -> tuple[float, float]:
-    """Returns the peak memory in GB and the CPU time in s of a prediction."""
+    """Runs `molflt predict` and returns its peak memory in GB and its CPU time in s."""
     command = [sys.executable, "-m", "molflt", "predict", *words, "--force"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         said = process.stdout.read() if process.stdout else ""

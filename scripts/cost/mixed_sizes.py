@@ -28,7 +28,7 @@ Inputs = dict[str, Tensor]
 
 
 def made(**options: Any) -> Callable[[int], nn.Module]:
-    """Returns a function that builds a layer of a given width in the linear form."""
+    """Returns a function that builds a layer with linear mixing for a given width."""
     return lambda dim: GraphAttention(
         dim, HEADS, mixing="linear", num_features=FEATURES, **{"periodic": "none", **options}
     )
@@ -57,7 +57,7 @@ class Mix(NamedTuple):
     ways: tuple[str, ...] = ("mixed", "equal", "padded")
 
     def equal(self) -> list[int]:
-        """Returns sizes of equal graphs with the same number of atoms."""
+        """Returns the sizes if the atoms are distributed as evenly as possible over the graphs."""
         least, more = divmod(sum(self.sizes), len(self.sizes))
         return [least + 1] * more + [least] * (len(self.sizes) - more)
 
@@ -75,7 +75,7 @@ QUICK = {"rounds": 1, "mixes": ("4 of 3 to 30",), "dim": 16}
 
 
 def inputs(sizes: list[int], dim: int) -> Inputs:
-    """Returns the arguments of a layer for random crystals of these sizes."""
+    """Returns the arguments of a layer for random crystals of the given sizes."""
     batch = Batch.from_data_list(crystals(sizes))
     x = torch.randn(len(batch.pos), dim, generator=torch.Generator().manual_seed(0))
     return {"x": x, "pos": batch.pos.float(), "batch": batch.batch, "cell": batch.cell.float()}
@@ -89,7 +89,7 @@ def mixed(layer: nn.Module, given: Inputs) -> Tensor:
 
 
 def padded(layer: nn.Module, given: Inputs) -> Tensor:
-    """Calls a layer of molflt or PyG with all graphs padded to the largest size."""
+    """Calls a layer of molflt or PyG on graphs that are padded to the size of the largest."""
     x, mask = to_dense_batch(given["x"], given["batch"])
     if not isinstance(layer, GraphAttention):
         return layer(x, mask)[mask]
@@ -144,7 +144,10 @@ def measure(rounds: int = 3, mixes: tuple[str, ...] = MEASURED, dim: int = DIM) 
 
 
 def ratio(rows: Rows, mix: str, name: str, way: str, other: str | None = None) -> float | None:
-    """Returns the time of a different variant or mechanism relative to that of the mixed batch."""
+    """Returns the time of a variant divided by the time of the mixed batch; None if not measured.
+
+    `other` is the mechanism of the variant and defaults to `name`.
+    """
     of = pick(rows, mix=mix, mechanism=other or name, way=way)
     ours = pick(rows, mix=mix, mechanism=name, way="mixed")
     return paired(of[0]["seconds"], ours[0]["seconds"]) if of and ours else None

@@ -1,8 +1,8 @@
 """Time and peak memory of a masked pre-training step at the size of BERT-base, by mixer.
 
-A step is the forward and backward pass of configs/masked/base.yaml, with a mechanism from the same
-folder, on one sequence, as in section 4.2 of FNet (arXiv:2105.03824). The optimizer is excluded,
-because it takes little time. Times are CPU times. See kit/layers.py for the measurement.
+A step is a forward and backward pass on one sequence, as in section 4.2 of FNet (arXiv:2105.03824).
+The model is configs/masked/base.yaml with a mechanism from the same folder. The optimizer is
+excluded, because it takes little time. Times are CPU times. See kit/layers.py for the measurement.
 """
 
 from functools import partial
@@ -16,12 +16,15 @@ from torch import Tensor, nn
 from molflt.sequence import MaskedLanguageModel
 from molflt.tasks.masked import MaskedTask
 
-SPECIAL, PIECES = 5, 32_000  # number of special tokens and of all tokens
+SPECIAL, PIECES = 5, 32_000  # number of special tokens, number of all tokens
 FILES = ("bert", "fnet-hybrid", "fnet", "linear", "random", "ff-only", "performer", "nprf", "flt")
 
 
 class Step(nn.Module):
-    """A training step of a mixer; converts uniform random numbers (1, length) to ids."""
+    """A training step of a mixer.
+
+    The input consists of uniform random numbers (1, length), which are converted to token ids.
+    """
 
     def __init__(self, length: int, causal: bool, file: str) -> None:
         super().__init__()

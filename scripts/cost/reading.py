@@ -23,7 +23,7 @@ QUICK = {"systems": 30, "rounds": 1}
 
 
 def repeated(source: Path, target: Path, systems: int) -> None:
-    """Repeats the pickles of an LMDB under new keys in another LMDB."""
+    """Writes `systems` records to an LMDB by repeating the pickles of the LMDB `source`."""
     with lmdb.open(str(source), subdir=False, readonly=True, lock=False).begin() as transaction:
         records = [bytes(value) for key, value in transaction.cursor() if key.isdigit()]
     environment = lmdb.open(str(target), subdir=False, map_size=1 << 36, lock=False)

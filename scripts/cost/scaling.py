@@ -33,7 +33,7 @@ RATIOS = (
 
 
 class Layer(nn.Module):
-    """Attention with its encoding, on a line or at random positions with a metal's density."""
+    """Attention with its encoding, for tokens on a line or atoms at random positions in 3D."""
 
     def __init__(self, length: int, causal: bool, position: str, dim: int, **options: Any) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ def performer_pytorch(length: int, causal: bool) -> nn.Module:
 
 
 def transformers_fnet(length: int, causal: bool) -> nn.Module:
-    """Builds Hugging Face's Fourier sublayer, without the tuple around its output."""
+    """Builds Hugging Face's Fourier sublayer, changed to return a tensor instead of a tuple."""
     from transformers import FNetConfig
     from transformers.models.fnet.modeling_fnet import FNetBasicFourierTransform
 
@@ -113,7 +113,7 @@ draw = STUDY.draw
 
 
 def table(rows: Rows) -> str:
-    """Formats the costs of a forward and backward pass, and the measured ratios."""
+    """Formats the costs of a forward and backward pass, and the measured ratios in `RATIOS`."""
     text, lines = layers.cost_table(rows, "tokens"), []
     for quantity, one, other, causal in RATIOS:
         if value := layers.cost_ratio(rows, quantity, one, other, FAR, causal):

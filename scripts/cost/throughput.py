@@ -65,13 +65,13 @@ def measure(
 
 
 def share(rows: Rows, name: str) -> float:
-    """Returns the operations per second of a step, relative to the matrix product."""
+    """Returns the operations per second of a step, as a fraction of those of the matrix product."""
     own, product = (pick(rows, mechanism=key)[0] for key in (name, PRODUCT))
     return own["operations"] / product["operations"] * paired(product["seconds"], own["seconds"])
 
 
 def table(rows: Rows) -> str:
-    """Formats the times and rates of the mechanisms."""
+    """Formats the times and the operations per second of the mechanisms and the matrix product."""
     lines = []
     for row in rows:
         seconds, part = statistics.median(row["seconds"]), share(rows, row["mechanism"])
