@@ -25,7 +25,7 @@ class CpuBudget:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Counts the time of the block."""
+        """Adds the CPU time of the block to `used`."""
         start = time.process_time()
         yield
         took = time.process_time() - start

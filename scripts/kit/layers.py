@@ -58,7 +58,7 @@ class Study(NamedTuple):
     Attributes:
         module: module that defines the study as STUDY.
         unit: unit of the lengths, such as "tokens".
-        mechanisms: functions of length and `causal` that build the layers, by name.
+        mechanisms: functions that build a layer from the length and `causal`, keyed by name.
         inputs: function of the length that returns the input.
         styles: color and line style of each curve.
         causal: layers that are also measured in their causal form.
@@ -80,7 +80,7 @@ class Study(NamedTuple):
     allocator: Mapping[str, str] = ALLOCATOR
 
     def draw(self, png: Path, rows: Rows, limit: float = math.nan) -> None:
-        """Draws time and memory against the length, and a line at the memory limit in GB."""
+        """Draws time and memory against the length, and a line at the memory `limit` in GB."""
         rows = pick(rows, **{"pass": TRAINING}) or rows
         kinds = names(rows, "causal")
         titles = {"seconds": "forward and backward, s", "MiB": "peak memory, MiB"}
@@ -126,13 +126,13 @@ def one_pass(study: Study, name: str, causal: bool, length: int, which: str) -> 
 
 
 def resident(field: str) -> float:
-    """Returns the resident memory of this process in MiB: VmRSS is current, VmHWM is the peak."""
+    """Returns resident memory of this process in MiB; the field is VmRSS (now) or VmHWM (peak)."""
     found = re.search(rf"{field}:\s+(\d+) kB", Path("/proc/self/status").read_text())
     return int(found[1]) / 1024 if found else math.nan
 
 
 def growth(work: Callable[[], object]) -> float:
-    """Returns the increase of peak resident memory during a call, in MiB."""
+    """Calls `work` and returns the increase of peak resident memory in MiB."""
     Path("/proc/self/clear_refs").write_text("5")
     before = resident("VmRSS")
     work()
@@ -140,7 +140,7 @@ def growth(work: Callable[[], object]) -> float:
 
 
 def cost(module: str, name: str, causal: bool, length: int, which: str) -> dict[str, Any]:
-    """Returns the time and memory of one pass and the peak of the process, or an error message."""
+    """Returns time and memory of one pass and peak memory of the process, or an error message."""
     torch.set_num_threads(1)
     study: Study = import_module(module).STUDY
     try:
@@ -168,7 +168,7 @@ def ask(module: str, key: Key, allocator: Mapping[str, str] = ALLOCATOR) -> dict
 
 
 def expected(costs: Costs, key: Key, quantity: str) -> float:
-    """Extrapolates a cost from the two previous lengths, or linearly from a single length."""
+    """Extrapolates a cost from the last two measured lengths, or linearly from a single length."""
     name, causal, length, which = key
     known = [
         (other[2], found[quantity])
@@ -190,7 +190,7 @@ def measure_layers(
     gigabytes: float = 6.0,
     passes: tuple[str, ...] = (),
 ) -> Rows:
-    """Returns a row with the times of all rounds for each mechanism, size and pass.
+    """Returns a row for each mechanism, size and pass, which contains the times of all rounds.
 
     A pass is skipped if its extrapolated time exceeds `seconds` or its memory exceeds `gigabytes`.
     """
@@ -230,7 +230,7 @@ def row(key: Key, found: Mapping[str, Any], seconds: list[float]) -> Row:
 def curve(
     rows: Rows, name: str, quantity: str, causal: bool = False, which: str = TRAINING
 ) -> list[tuple[float, float]]:
-    """Returns (length, median seconds or peak MiB) for all measured lengths."""
+    """Returns pairs of a measured length and its median time in s, or its peak memory in MiB."""
     return [
         (r["length"], statistics.median(r["seconds"]) if quantity == "seconds" else r["peak_MiB"])
         for r in rows
@@ -239,7 +239,7 @@ def curve(
 
 
 def cost_table(rows: Rows, unit: str, which: str = TRAINING) -> str:
-    """Formats the time and memory of a pass at every size, exponents, and the skipped passes.
+    """Formats the time and memory of a pass at every size, their exponents, and skipped passes.
 
     Exponents are fitted to the larger half of the sizes.
     """
@@ -273,7 +273,7 @@ def trained(rows: Rows, name: str, length: int, causal: bool = False, which: str
 def cost_ratio(
     rows: Rows, quantity: str, one: str, other: str, length: int, causal: bool = False
 ) -> float | None:
-    """Returns the ratio of time or memory of two mechanisms in training; None if not measured."""
+    """Returns the time or memory of `one` relative to `other` in training; None if not measured."""
     a, b = (trained(rows, name, length, causal) for name in (one, other))
     if not a or not b:
         return None
@@ -294,7 +294,7 @@ def processes_table(rows: Rows, keys: Sequence[Key], unit: str) -> str:
 
 
 def crystals(sizes: Sequence[int]) -> list[Data]:
-    """Returns cubic cells with atoms at random positions, 12 Å^3 per atom, in float64."""
+    """Returns a cubic cell of random atoms for each size, with 12 Å^3 per atom, in float64."""
     draw = torch.Generator().manual_seed(0)
     numbers = torch.tensor([1, 6, 8, 29, 78])
     made = []
@@ -346,7 +346,7 @@ class DenseBatch(nn.Module):
         self.attention = attention
 
     def forward(self, x: Tensor, batch: Tensor | None = None, **_: Any) -> Tensor:
-        """Maps (atoms, channels) to the same shape; without `batch`, all atoms form one graph."""
+        """Maps features (atoms, channels) to the same shape; `batch` defaults to a single graph."""
         from torch_geometric.utils import to_dense_batch
 
         dense, mask = to_dense_batch(x, batch)
@@ -356,7 +356,7 @@ class DenseBatch(nn.Module):
 def pyg_performer(dim: int, heads: int, features: int) -> nn.Module:
     """Returns PyG's Performer with ReLU features.
 
-    PyG does not have an option for the number of features and uses d log d.
+    PyG has no option for the number of features. The number that it uses, d log d, is replaced.
     """
     from torch_geometric.nn.attention import PerformerAttention
     from torch_geometric.nn.attention.performer import orthogonal_matrix

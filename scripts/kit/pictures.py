@@ -69,7 +69,7 @@ def error_panels(
     shape: tuple[int, int],
     figsize: tuple[float, float],
 ) -> None:
-    """Draws the means of `Points` with bars of one standard deviation.
+    """Draws the means in rows of `Points`, with error bars of one standard deviation.
 
     Each combination of the labels `panel` has its own panel, which contains a line against `x` for
     each value of `curve`. `labels` are the axis labels, and `shape` is (rows, columns).

@@ -14,7 +14,7 @@ Rows = list[Row]
 
 
 class Points:
-    """Samples at several points that are identified by labels."""
+    """Samples grouped by labels; each combination of labels is a point."""
 
     def __init__(self) -> None:
         self.samples: dict[tuple[tuple[str, Any], ...], list[float]] = {}
@@ -38,7 +38,7 @@ class Points:
 
 
 def write_csv(path: Path, rows: Rows) -> None:
-    """Writes numbers with six digits, and lists as numbers separated by spaces.
+    """Writes a CSV file: floats with six digits, and lists as numbers separated by spaces.
 
     Each key that occurs in any row becomes a column.
     """
@@ -57,7 +57,7 @@ def write_csv(path: Path, rows: Rows) -> None:
 
 
 def read_csv(path: Path) -> Rows:
-    """Reads numbers and strings; empty cells are None, and `seconds` are lists of numbers."""
+    """Reads a CSV file; empty cells become None, and the column `seconds` contains lists."""
 
     def value(key: str, text: str) -> Any:
         if key == "seconds":
@@ -89,7 +89,7 @@ def formatted(rows: Rows, columns: Mapping[str, str]) -> str:
 
 
 def pick(rows: Rows, **labels: object) -> Rows:
-    """Returns the rows with all these labels."""
+    """Returns the rows that have all given labels."""
     return [row for row in rows if all(row[key] == value for key, value in labels.items())]
 
 
@@ -107,7 +107,7 @@ def exponent(points: Sequence[tuple[float, float]]) -> float:
 
 
 def upper_half(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Returns the upper half of the points with the middle point, but at least two points."""
+    """Returns the upper half of the points, including the middle point, and at least two points."""
     return points[min(len(points) // 2, max(0, len(points) - 2)) :]
 
 
@@ -118,7 +118,7 @@ def mean_sd(values: Sequence[float], digits: int) -> str:
 
 
 def choose(names: Sequence[str], known: Iterable[str], what: str = "mechanism") -> list[str]:
-    """Returns the names, or all known names if the list is empty; raises for unknown names."""
+    """Returns `names`, or all known names if it is empty; raises ValueError for unknown names."""
     known = list(known)
     for name in names:
         if name not in known:

@@ -39,14 +39,14 @@ def digest(path: Path) -> str:
 
 
 def on_data(job: Job, folder: Path) -> Job:
-    """Adds the stores of a folder and their digests to a job."""
+    """Returns the job with `folder` as the data root and with digests of the folder's files."""
     paths = sorted([*folder.glob("*.safetensors"), *folder.glob(SYSTEMS)])
     stores = {path.as_posix(): digest(path) for path in paths}
     return job | {"words": [*job["words"], f"--data.root={folder}"], "stores": stores}
 
 
 def expect_same(place: Path, was: Job, job: Job) -> None:
-    """Raises ValueError if a result belongs to a different job; keys may be missing in `was`."""
+    """Raises ValueError if `job` differs in a key of `was`, the job that made `place`."""
     if other := [key for key in was if was[key] != job.get(key)]:
         raise ValueError(f"{place}: made with different {', '.join(other)}; choose another folder")
 
@@ -61,7 +61,7 @@ def prepare(run: Path, job: Job) -> None:
 
 
 def run_logged(command: Sequence[str], log: Path, threads: int, text: str = "") -> None:
-    """Runs a process and raises RuntimeError with the last line of its log if it fails."""
+    """Runs a process; if the process fails, raises RuntimeError with the last line of its log."""
     environment = os.environ | dict.fromkeys(THREADS, str(threads))
     with open(log, "a") as file:
         done = subprocess.run(
@@ -145,7 +145,7 @@ def work_all(
 
 
 def collect(out: Path, kind: str, among: list[str], seeds: list[int]) -> Rows:
-    """Returns a row for each finished run and split; `kind` is the key of the run's name."""
+    """Returns a row for each finished run and split, with the name of the run at the key `kind`."""
     rows = []
     for name in among:
         for seed in seeds:
@@ -156,14 +156,14 @@ def collect(out: Path, kind: str, among: list[str], seeds: list[int]) -> Rows:
 
 
 def read_energies(run: Path, split: str) -> dict[int, tuple[float, float]]:
-    """Returns predicted energies and labels in eV by sid; missing labels are NaN."""
+    """Returns (predicted energy, label) in eV for each sid; missing labels are NaN."""
     rows = [row for row in read_rows(run / "predictions.csv") if row["split"] == split]
     found = ((row["sid"], row["energy_eV"], row["target_eV"] or "nan") for row in rows)
     return {int(sid): (float(energy), float(target)) for sid, energy, target in found}
 
 
 def system_rows(folder: Path, energies: Mapping[int, tuple[float, float]], **labels: Any) -> Rows:
-    """Returns a row for each system: `labels`, names of the system and energies in eV."""
+    """Returns a row for each system with `labels`, the system's names, and energies in eV."""
     systems = read_systems(folder)
     return [
         {**labels, **systems[sid]._asdict(), "energy_eV": energy, "target_eV": target}
@@ -172,7 +172,7 @@ def system_rows(folder: Path, energies: Mapping[int, tuple[float, float]], **lab
 
 
 def errors_of_mean(runs: Sequence[Path], split: str) -> tuple[float, float] | None:
-    """Returns the MAE in eV and EwT in % of the mean energies of runs; None without labels."""
+    """Returns MAE in eV and EwT in % of energies averaged over runs; None without labels."""
     found = [read_energies(run, split) for run in runs]
     systems = sorted(sid for sid, (_, target) in found[0].items() if math.isfinite(target))
     if not systems:

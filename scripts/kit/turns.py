@@ -13,7 +13,7 @@ def turns(
     rounds: int | Mapping[Key, int],
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[Key, list[float]]:
-    """Returns the time in seconds of each function in each round.
+    """Calls each function once per round and returns the times in seconds.
 
     An additional first round is not counted. It is skipped for functions with a single round.
     """
@@ -33,5 +33,5 @@ def turns(
 
 
 def paired(one: Sequence[float], other: Sequence[float]) -> float:
-    """Returns the median over rounds of the ratio of two times from the same round."""
+    """Divides the times `one` by the times `other` in each round and returns the median."""
     return statistics.median(a / b for a, b in zip(one, other, strict=False))

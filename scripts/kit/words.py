@@ -14,7 +14,7 @@ def described(text: str | None, prog: str | None = None) -> argparse.ArgumentPar
 
 
 def parsed(parser: argparse.ArgumentParser, words: list[str] | None) -> argparse.Namespace:
-    """Parses the options of a script; the result's `words` contains the arguments after --."""
+    """Parses the options of a script and stores the arguments after -- in the option `words`."""
     words = sys.argv[1:] if words is None else words
     cut = words.index("--") if "--" in words else len(words)
     options = parser.parse_args(words[:cut])
@@ -25,7 +25,7 @@ def parsed(parser: argparse.ArgumentParser, words: list[str] | None) -> argparse
 def trainings(
     text: str | None, config: str, out: str, seeds: Sequence[int] = ()
 ) -> argparse.ArgumentParser:
-    """Returns a parser with the options of all scripts that train, and their defaults.
+    """Returns a parser with the options that all training scripts share, and the given defaults.
 
     The option --seeds is included only if its default is given.
     """
