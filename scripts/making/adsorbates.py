@@ -13,9 +13,9 @@ class _Adsorbate(NamedTuple):
 
     Attributes:
         whole: name of the molecule in the collection.
-        anchors: alternative binding sites: one atom, two atoms whose bond is parallel to the
-            surface, or the center of three or more atoms.
-        without: atoms that are removed.
+        anchors: alternative binding sites, as indices: one atom, two atoms whose bond is parallel
+            to the surface, or three or more atoms, which bind with their center.
+        without: indices of the atoms that are removed.
     """
 
     whole: str
@@ -69,10 +69,10 @@ LARGE: dict[str, _Adsorbate] = {
 
 
 def _oriented(rng: np.random.Generator, name: str, tilt: float) -> Atoms:
-    """Returns an adsorbate with its anchor at the origin and all other atoms above it.
+    """Returns an adsorbate with its anchor at the origin and its center above the anchor.
 
-    It is rotated by a random angle about the surface normal and tilted by a random angle with
-    standard deviation `tilt`, in degrees.
+    The adsorbate is rotated by a random angle about the surface normal. It is tilted by a normally
+    distributed angle with a standard deviation of `tilt` degrees.
     """
     entry = {**ADSORBATES, **LARGE}[name]
     anchor = list(entry.anchors[int(rng.integers(len(entry.anchors)))])

@@ -3,8 +3,8 @@
 As in OC20, the adsorption energy is E(slab with adsorbate) - E(relaxed slab) - sum of E_element
 over the atoms of the adsorbate (Chanussot et al., ACS Catal. 11, 6059, 2021). The references
 E_element are combinations of the energies of gas-phase H2, H2O, CO and N2: E_H = E(H2) / 2,
-E_O = E(H2O) - E(H2), E_C = E(CO) - E_O, E_N = E(N2) / 2. A model can learn them from the
-composition.
+E_O = E(H2O) - E(H2), E_C = E(CO) - E_O, E_N = E(N2) / 2. A model can learn these references from
+the composition.
 """
 
 import contextlib
@@ -63,7 +63,7 @@ class Potential(NamedTuple):
 
 
 class Relaxation(NamedTuple):
-    """Energies of a relaxation in eV, and its frames if they were stored."""
+    """Energies before and after a relaxation in eV, and its frames if they were stored."""
 
     before: float
     after: float
@@ -118,8 +118,8 @@ def relax(
 ) -> Relaxation:
     """Relaxes atoms in place with BFGS.
 
-    Stops at the tolerance, in eV/Å, or after `steps` steps. With `frames`, the structures of all
-    steps are stored with their energies and forces.
+    Stops if all forces are below `tolerance`, in eV/Å, or after `steps` steps. With `frames`, the
+    structures of all steps are stored with their energies and forces.
     """
     entry = CALCULATORS[potential]
     atoms.calc = entry.build()
@@ -160,7 +160,7 @@ def molecule_energies(
 
 
 def linear_references(molecules: Mapping[str, float]) -> dict[str, float]:
-    """Computes reference energies of the elements in eV from those of H2, H2O, CO and N2."""
+    """Computes the references of the elements in eV from the energies of H2, H2O, CO and N2."""
     oxygen = molecules["H2O"] - molecules["H2"]
     return {
         "H": molecules["H2"] / 2,

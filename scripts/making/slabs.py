@@ -1,4 +1,4 @@
-"""Slabs of metals and ordered alloys with four layers of four atoms, and adsorption sites."""
+"""Slabs of metals and ordered alloys (four layers of four atoms), and their adsorption sites."""
 
 from functools import cache
 from typing import NamedTuple
@@ -55,7 +55,8 @@ class _Facet(NamedTuple):
         indices: Miller indices.
         layers: number of cells along the normal.
         repeat: numbers of repetitions along the two in-plane vectors.
-        rotated: True if the cell has the vectors (1, 1, 0), (-1, 1, 0), (0, 0, 1).
+        rotated: True if the unit cell is first replaced by a cell with the vectors (1, 1, 0),
+            (-1, 1, 0) and (0, 0, 1), in units of the lattice vectors.
     """
 
     name: str
@@ -102,7 +103,7 @@ def _draw_surface(rng: np.random.Generator, catalyst: str) -> _Surface:
 
 
 def _unrelaxed_cell(catalyst: str) -> Atoms:
-    """Returns a unit cell whose volume is the mean of the experimental volumes of the metals."""
+    """Returns a unit cell; its volume is the sum of the volumes of its atoms in pure metals."""
     lattice, metals = CATALYSTS[catalyst]
     if len(metals) == 1:
         return bulk(metals[0], cubic=True) if lattice != "hcp" else bulk(metals[0])
@@ -119,7 +120,7 @@ def _unrelaxed_cell(catalyst: str) -> Atoms:
 
 @cache
 def _unit_cell(potential: str, catalyst: str) -> Atoms:
-    """Returns the unit cell with the lattice constants of the potential."""
+    """Returns the unit cell, relaxed with the potential."""
     cell = _unrelaxed_cell(catalyst)
     cell.calc = CALCULATORS[potential].build()
     optimizer = BFGS(FrechetCellFilter(cell), logfile=None)
@@ -133,7 +134,7 @@ def _unit_cell(potential: str, catalyst: str) -> Atoms:
 
 
 def _cut(cell: Atoms, surface: _Surface) -> Atoms:
-    """Returns an unrelaxed slab with tags 1 (top quarter) and 0; the lower half is fixed."""
+    """Returns an unrelaxed slab: tag 1 in the top quarter, tag 0 below, and a fixed lower half."""
     facet = surface.facet
     if facet.rotated:
         cell = make_supercell(cell, [[1, 1, 0], [-1, 1, 0], [0, 0, 1]])
@@ -155,7 +156,11 @@ def _cut(cell: Atoms, surface: _Surface) -> Atoms:
 
 @cache
 def _relaxed_slab(potential: str, surface: _Surface) -> tuple[Atoms, float] | None:
-    """Returns a clean slab and its energy, or None; callers must not change the slab."""
+    """Returns a relaxed clean slab and its energy in eV, or None if the slab is rejected.
+
+    It is rejected if the relaxation does not converge or moves an atom by more than 1 Å. Callers
+    must not change the slab, because it is cached.
+    """
     slab = _cut(_unit_cell(potential, surface.catalyst), surface)
     start = slab.positions.copy()
     done = relax(slab, potential, _FORCE_TOLERANCE)

@@ -95,7 +95,7 @@ def _catalysts(calculator: str, split: str) -> tuple[str, ...]:
 
 
 def _place(rng: np.random.Generator, slab: Atoms, adsorbate: Atoms, site: np.ndarray) -> Atoms:
-    """Lowers the adsorbate onto `site`, in-plane coordinates in Å, until it touches the slab."""
+    """Returns the slab with the adsorbate lowered onto `site` (x and y in Å) until they touch."""
     points = adsorbate.positions.copy()
     points[:, :2] += site + rng.normal(scale=_JITTER, size=2)
     contact = rng.uniform(*_CONTACT) * np.add.outer(
@@ -132,7 +132,7 @@ def _settle(rng: np.random.Generator, system: Atoms, calculator: str) -> bool:
 
 
 def _bonds(adsorbate: Atoms) -> np.ndarray:
-    """Returns the boolean matrix of the bonds, including bonds to periodic images."""
+    """Returns a boolean matrix (atoms, atoms) of bonds, including bonds to periodic images."""
     radii = covalent_radii[adsorbate.numbers]
     distances = adsorbate.get_all_distances(mic=bool(adsorbate.pbc.any()))
     return distances < _BOND * np.add.outer(radii, radii)
@@ -141,7 +141,11 @@ def _bonds(adsorbate: Atoms) -> np.ndarray:
 def _rejection(
     start: Atoms, relaxed: Atoms, bonds: np.ndarray, energies: tuple[float, float]
 ) -> str | None:
-    """Returns the reason for rejecting a relaxation, or None; `bonds` are the expected bonds."""
+    """Returns the reason for rejecting a relaxation, or None if it is accepted.
+
+    `bonds` contains the expected bonds. `energies` are the adsorption energies before and after
+    the relaxation, in eV per adsorbate.
+    """
     before, after = energies
     slab = len(relaxed) - len(bonds)
     if not (abs(after) <= _MAX_ENERGY and abs(before) <= _MAX_START_ENERGY):  # also true for NaN
