@@ -86,7 +86,7 @@ def run_job(job: Job, out: Path) -> None:
 def _fit(
     job: Job, sets: Mapping[str, Structures], budget: CpuBudget, out: Path
 ) -> tuple[Energies, dict[str, Any]]:
-    """Fits a model without gradients; returns its energies and entries of the result."""
+    """Fits a model without gradients; returns energies by split, and entries of the result."""
     model, first = FITS[job["model"]](seed=job["seed"]), job["splits"][0]
     whole = open_structures(split_path(Path(job["data"]), "train"), False)
     with budget.running():
@@ -100,7 +100,7 @@ def _fit(
 def _train(
     job: Job, sets: Mapping[str, Structures], budget: CpuBudget, out: Path
 ) -> tuple[Energies, dict[str, Any]]:
-    """Trains a network and writes its weights next to `out`; see `_fit` for the result."""
+    """Trains a network and writes its weights next to `out`; returns the same as `_fit`."""
     task, data, options = prepare(job)
     count = sum(p.numel() for p in task.model.parameters() if p.requires_grad)
     about = {"chosen": {"lr": task.lr}, "parameters": count, "curve": []}
@@ -131,10 +131,10 @@ def net_of(job: Job, result: Path) -> nn.Module:
 
 
 def averaged(model: nn.Module, decay: float) -> AveragedModel:
-    """Returns a moving average of the weights over up to a tenth of the steps so far.
+    """Returns a model with averaged weights; the average covers at most a tenth of the steps.
 
-    With a fixed decay of 0.999, the initial weights would make up two thirds of the average of a
-    slow network after 400 steps.
+    Slow networks may complete only 400 steps. With a fixed decay of 0.999, the initial weights
+    would then make up two thirds of the average.
     """
 
     def average(kept: tuple[Tensor, ...], new: tuple[Tensor, ...], count: Tensor | int) -> None:
@@ -152,7 +152,7 @@ def train(
     evaluations: int = 0,
     evaluate: Callable[[nn.Module], dict[str, Any]] = lambda model: {},
 ) -> tuple[nn.Module, list[dict[str, float]]]:
-    """Trains until a step exceeds the budget, which does not include evaluation.
+    """Trains until the budget is used; the time of evaluations is not counted.
 
     Returns the model with its last or averaged weights, and its errors at `evaluations` times that
     are evenly spaced over the budget.
@@ -222,7 +222,7 @@ def prepare(job: Job) -> tuple[IS2RETask, IS2REData, dict[str, Any]]:
 
 
 def config_of(model: str, words: list[str]) -> dict[str, Any]:
-    """Returns options by section; peers use their usual options unless `words` sets them."""
+    """Returns all options by section; `words` take precedence over a peer's usual options."""
     net = NETS.get(model)
     if net is None:
         return options_of(words)
@@ -235,7 +235,7 @@ def config_of(model: str, words: list[str]) -> dict[str, Any]:
 
 
 def options_of(words: list[str]) -> dict[str, Any]:
-    """Returns options by section; raises ValueError for options that are fixed in comparisons."""
+    """Returns all options by section; raises ValueError for values that comparisons exclude."""
     found = plain(build_parser(words).parse_args(["--run=none", *words]).as_dict())
     given = {"recipe": found["recipe"], "init": found["init"]}
     given |= {key: found["trainer"][key] for key in ("precision", "accumulate", "patience")}

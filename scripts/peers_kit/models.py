@@ -35,7 +35,7 @@ TRIED = (1 / 3, 1.0, 3.0)  # learning rates, relative to the usual rate
 
 
 def title(model: str) -> str:
-    """Returns the name of an entry of `MODELS` or of a variant FILE.yaml[,key=value ...]."""
+    """Returns the name of a model: an entry of `MODELS`, or a variant FILE.yaml[,key=value ...]."""
     if model in MODELS:
         return model
     if not model.partition(",")[0].endswith(".yaml"):
@@ -47,7 +47,7 @@ def title(model: str) -> str:
 
 
 def variant_words(model: str) -> list[str]:
-    """Returns the options of `molflt train` that define a molflt model; [] for other models."""
+    """Returns the options of `molflt train` that define a variant of --config; [] otherwise."""
     if model in OURS:
         # The path is relative, because a comparison may be continued in a different clone.
         return words_of(os.path.relpath(REPOSITORY / OURS[model]))

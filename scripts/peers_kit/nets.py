@@ -26,7 +26,7 @@ _EPS = 1e-8  # added to a squared norm, because the gradient of a norm is not fi
 
 
 class TaggedEmbedding(nn.Module):
-    """Embeds an atom as the sum of a vector per element and a vector per tag, initially 0."""
+    """Embeds an atom as a vector for its element plus a vector for its tag (initially 0)."""
 
     def __init__(self, element: nn.Embedding) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class Peer(nn.Module, ABC):
 
     Attributes:
         energy_mean, energy_std: buffers that convert the normalized output to eV.
-        element_energies: (119,), buffer of energies in eV, which are added for each atom.
+        element_energies: buffer (119,) of energies in eV, which are added for each atom.
         subsurface: True if atoms with tag 0 are used.
     """
 
@@ -74,7 +74,7 @@ class Peer(nn.Module, ABC):
         self.register_buffer("element_energies", torch.zeros(_ELEMENTS, dtype=torch.float64))
 
     def forward(self, batch: Batch) -> Mapping[str, Tensor]:
-        """Returns the energies of a batch in eV, of shape (graphs,) and in float64."""
+        """Returns a mapping whose entry "energy" is a float64 tensor (graphs,) in eV."""
         dtype = next(self.parameters()).dtype
         kept = slice(None) if self.subsurface else Geometry.of_data(batch).above_subsurface()
         pos, graph = batch.pos[kept].to(dtype), batch.batch[kept]
@@ -143,10 +143,10 @@ class PeriodicDimeNet(Peer):
 
 
 def triplets(edge_index: Tensor, shift: Tensor, atoms: int) -> tuple[Tensor, Tensor]:
-    """Returns pairs of edges k -> j and j -> i, where k may be an image of i but not i itself.
+    """Returns indices of edges k -> j and j -> i for all triplets with k different from i.
 
-    PyG's function excludes these images. Edges consist of sources and ascending targets, of shape
-    (2, edges); `shift` is the cell of the source, of shape (edges, 3).
+    Here, k may be a periodic image of i, which PyG's function excludes. `edge_index` (2, edges)
+    contains sources and targets, sorted by target. `shift` (edges, 3) is the cell of each source.
     """
     source, target = edge_index
     degree = torch.bincount(target, minlength=atoms)
@@ -189,7 +189,10 @@ class PeriodicViSNet(Peer):
 
 
 class _NearEmbedding(NeighborEmbedding):
-    """Includes images of the atom itself, which PyG excludes together with the zero-length edge."""
+    """Neighbor embedding that includes periodic images of the atom itself.
+
+    PyG excludes these images together with the zero-length edge.
+    """
 
     def forward(
         self, z: Tensor, x: Tensor, edge_index: Tensor, edge_weight: Tensor, edge_attr: Tensor
@@ -228,14 +231,18 @@ class PeriodicPaiNN(Peer):
         return self.readout(scalars)[:, 0]
 
     def _basis(self, distance: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the basis sin(n pi r / cutoff) / r and a cosine cutoff for each edge."""
+        """Returns basis functions sin(n pi r / cutoff) / r and a cosine cutoff for each edge."""
         number = torch.arange(1, self.num_basis + 1, device=distance.device)
         angle = distance * (math.pi / self.cutoff)
         return (number * angle).sin() / distance, 0.5 * (angle.cos() + 1)
 
 
 class _Message(nn.Module):
-    """Messages (equations 7 and 8): distance filters times a network of the neighbors' scalars."""
+    """Messages from neighbors (equations 7 and 8).
+
+    A filter, which depends on the distance, is multiplied by the output of a network for the
+    scalars of the neighbor.
+    """
 
     def __init__(self, features: int, num_basis: int) -> None:
         super().__init__()

@@ -59,7 +59,7 @@ def job_of(options: Namespace, model: str, seed: int, fraction: float, lr: float
 
 
 def comparison(options: Namespace, rates: Mapping[str, float | None]) -> Jobs:
-    """Returns jobs by result file; the jobs of the first seed come first."""
+    """Returns all jobs, keyed by result file; the jobs of the first seed come first."""
     folder = options.out / "jobs"
     return {
         folder / f"{title(model)}_{options.minutes:g}min_{fraction:g}_seed{seed}.json": job_of(
@@ -72,7 +72,10 @@ def comparison(options: Namespace, rates: Mapping[str, float | None]) -> Jobs:
 
 
 def tuning(options: Namespace) -> dict[str, Jobs]:
-    """Returns a short job for each model and learning rate that predicts only the first split."""
+    """Returns a job for each network and learning rate, keyed by network and result file.
+
+    These jobs are short and predict only the first split.
+    """
     found: dict[str, Jobs] = {}
     for model in options.models:
         name = title(model)
@@ -91,7 +94,10 @@ def _trial(options: Namespace, model: str, rate: float) -> tuple[Path, Job]:
 
 
 def widen(options: Namespace, trials: dict[str, Jobs]) -> bool:
-    """Adds a rate if the best rate is the largest or smallest; returns True if a rate was added."""
+    """Adds a rate for each model whose best learning rate is the largest or smallest so far.
+
+    A model has at most `options.tune_most` rates. Returns True if a rate was added.
+    """
     before = sum(map(len, trials.values()))
     for model in options.models:
         jobs = trials.get(title(model), {})
@@ -102,7 +108,7 @@ def widen(options: Namespace, trials: dict[str, Jobs]) -> bool:
 
 
 def best_rate(jobs: Jobs) -> float | None:
-    """Returns the learning rate with the smallest error, or None if all jobs diverged."""
+    """Returns the learning rate with the smallest error, or None if all jobs diverged or failed."""
     errors = {}
     for path, job in jobs.items():
         error = read(path)["splits"][job["splits"][0]]["mae_eV"] if path.exists() else None

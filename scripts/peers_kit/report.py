@@ -116,10 +116,11 @@ def whole(results: Results) -> Results:
 
 
 def error_by_time(results: Results) -> tuple[Curves, float | None]:
-    """Returns the curve of each model and the error of the median.
+    """Returns the curve of each model, and the error of the model "median".
 
-    A curve contains mean errors over seeds against CPU minutes. A model that diverged with one seed
-    has no curve. Slow models may skip points. A mean curve ends with the shortest curve of a seed.
+    Points of a curve are (CPU minutes, error), averaged over seeds. Models that diverged with any
+    seed have no curve. Slow models may skip points. The average of curves of different lengths has
+    the length of the shortest curve.
     """
     diverged = {result["job"]["model"] for result in results if not result["curve"]}
     points: Curves = {}
@@ -138,7 +139,7 @@ def error_by_time(results: Results) -> tuple[Curves, float | None]:
 
 
 def error_by_size(rows: Rows, split: str) -> Curves:
-    """Returns mean errors over seeds against the fraction of the training set, by model."""
+    """Returns points (fraction of the training set, error averaged over seeds) for each model."""
     points: Curves = {}
     for model in names(rows, "model"):
         own = pick(rows, model=model, split=split)
@@ -164,7 +165,9 @@ def _draw(png: Path, points: Curves, xlabel: str, split: str, median: float | No
 
 
 def differences(results: Results, first: str, alike: Sequence[str] = ()) -> str:
-    """Formats the differences between one model and all others, trained on the whole training set.
+    """Formats the differences in error between `first` and all other models.
+
+    Only models trained on the largest fraction of the training set are compared.
 
     Errors are averaged over the seeds of a model and compared for each system. The standard error
     is sqrt(V + sd_a^2 / seeds_a + sd_b^2 / seeds_b), where V is the `variance_of_mean` over
@@ -194,7 +197,7 @@ def differences(results: Results, first: str, alike: Sequence[str] = ()) -> str:
 
 
 def groups_of(root: Path, dataset: Structures, columns: Sequence[str]) -> list[NDArray[np.int64]]:
-    """Returns the group numbers of the systems, of shape (n,), for each column of systems.csv."""
+    """Returns an array (n,) of the systems' group numbers for each column of systems.csv."""
     if not columns:
         return []
     rows = {row["sid"]: row for row in read_rows(root / SYSTEMS)}
@@ -233,7 +236,7 @@ def variance_of_mean(values: _Array, groups: Sequence[NDArray[np.int64]]) -> flo
 def _errors(
     results: Results, model: str, split: str, labels: _Array, known: NDArray[np.bool_]
 ) -> _Array | None:
-    """Returns signed errors (seeds, labeled systems) in eV, or None if the model diverged."""
+    """Returns signed errors (seeds, labeled systems) in eV, or None if a seed diverged."""
     found = [r["splits"][split]["energy_eV"] for r in results if r["job"]["model"] == model]
     return None if None in found else np.array(found)[:, known] - labels
 

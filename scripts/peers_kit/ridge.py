@@ -25,19 +25,19 @@ def elements_of(dataset: Structures) -> list[int]:
 
 
 def describe(dataset: Structures, elements: list[int]) -> _Array:
-    """Returns the descriptors of all systems, of shape (systems, descriptors)."""
+    """Returns an array (systems, descriptors) with the descriptors of all systems."""
     return np.stack([descriptors(data, elements) for data in dataset])
 
 
 def descriptors(data: Data, elements: list[int]) -> _Array:
     """Returns the element counts of the adsorbate, properties of the slab, and radial sums.
 
-    The slab is described by means and spreads of the properties of its elements, which also
-    describe new metals. Radial sums are smeared counts of distances: from the adsorbate to the
-    slab, weighted by each property and averaged over the adsorbate atoms; from each element of the
-    adsorbate to the slab; and between each pair of elements in the adsorbate. All descriptors are
-    invariant under rotations and lattice translations. Without tags, all atoms count as the
-    adsorbate.
+    The slab is described by means and standard deviations of the properties of its elements. These
+    properties are also known for metals that do not occur in the training set. Radial sums are
+    smeared counts of distances: from the adsorbate to the slab, weighted by each property and
+    averaged over the adsorbate atoms; from each element of the adsorbate to the slab; and between
+    each pair of elements in the adsorbate. All descriptors are invariant under rotations and
+    lattice translations. Without tags, all atoms count as the adsorbate.
     """
     numbers, adsorbate = data.atomic_numbers.numpy(), _adsorbate(data)
     known = _properties()[numbers]
@@ -75,7 +75,7 @@ def _adsorbate(data: Data) -> NDArray[np.bool_]:
 
 
 class KernelRidge:
-    """Kernel ridge regression with kernel, width and penalty selected by cross-validation."""
+    """Kernel ridge regression whose kernel, width and penalty are selected by cross-validation."""
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
@@ -109,7 +109,7 @@ class KernelRidge:
         self.chosen["tried"] = len(self.search.cv_results_["params"])
 
     def predict(self, dataset: Structures) -> _Array:
-        """Returns energies in eV, of shape (systems,)."""
+        """Returns the predicted energies (systems,) in eV."""
         return self.search.predict(describe(dataset, self.elements)) + self.mean
 
 
@@ -124,5 +124,5 @@ class Median:
         self.median = float(np.median(dataset.y_relaxed))
 
     def predict(self, dataset: Structures) -> _Array:
-        """Returns energies in eV, of shape (systems,)."""
+        """Returns the predicted energies (systems,) in eV."""
         return np.full(len(dataset), self.median)
