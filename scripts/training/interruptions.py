@@ -1,9 +1,9 @@
 """Training runs that are killed and continued, compared bitwise with uninterrupted runs.
 
-A small training run with dropout, averaged weights and redrawn features is killed with SIGKILL at
-random times and before each of its file operations. The run is resumed if a checkpoint exists and
-restarted otherwise. Weights, optimizer state and validation results must be equal to those of an
-uninterrupted run.
+A small training run with dropout, averaged weights and redrawn features is repeated many times.
+Each time, it is killed with SIGKILL at a random time, or ended before one of its file operations.
+It is then resumed if a checkpoint exists, and started again otherwise. Weights, optimizer state and
+validation results must be equal to those of an uninterrupted run.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ KILLED, CUT = "SIGKILL", "cut"
 
 
 def words(run: Path) -> list[str]:
-    """Returns the command for 13 steps with batches of 4, which end in the middle of an epoch."""
+    """Returns the arguments for a run of 13 steps, which ends in the middle of an epoch."""
     small = {"dim": 16, "heads": 2, "layers": 1, "ffn_dim": 16, "num_features": 8, "dropout": 0.2}
     steps = {"max_steps": 13, "val_every": 5, "checkpoint_every": 3, "log_every": 2}
     return [
@@ -46,7 +46,7 @@ def words(run: Path) -> list[str]:
 
 
 def start(command: list[str], before: Callable[[], None] = lambda: None) -> int:
-    """Starts a command without output in a fork of this process and returns the process id."""
+    """Starts a molflt command in a silent fork of this process and returns the process id."""
     pid = os.fork()
     if pid == 0:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
@@ -62,12 +62,12 @@ def start(command: list[str], before: Callable[[], None] = lambda: None) -> int:
 
 
 def end(pid: int) -> int:
-    """Waits for a process and returns its exit status, which is negative for a signal."""
+    """Waits for a process; returns its exit status, or the negative number of a fatal signal."""
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
 def count_operations(run: Path, act: Callable[[int], None]) -> Callable[[], None]:
-    """Returns a function that installs `act`, which is called with a count before file operations.
+    """Returns a function that installs a hook, which calls `act(n)` before the n-th file operation.
 
     The count includes all operations on files of the run that Python's audit hooks report: opening
     for writing, renaming, removing, creating folders, truncating, and changing permissions.
@@ -86,7 +86,7 @@ def count_operations(run: Path, act: Callable[[int], None]) -> Callable[[], None
 
 
 def leaves(value: object) -> list[object]:
-    """Returns the leaves of nested dictionaries and lists, with tensors as bytes."""
+    """Returns the leaves of nested dictionaries and lists; tensors are converted to bytes."""
     found = tree_leaves(value)
     return [one.numpy().tobytes() if isinstance(one, torch.Tensor) else one for one in found]
 
@@ -105,7 +105,7 @@ def ends(run: Path) -> list[object]:
 
 
 def row(how: str, at: float, run: Path, expected: list[object]) -> Row:
-    """Continues an interrupted run; its folder is removed if the results are equal."""
+    """Continues an interrupted run and compares its results; deletes the run if they are equal."""
     resumed = (run / "checkpoints" / "last.ckpt").exists()
     after = "resumed" if resumed else "started again"
     status = end(start(["train", "--resume", str(run)] if resumed else words(run)))
@@ -118,7 +118,7 @@ def row(how: str, at: float, run: Path, expected: list[object]) -> Row:
 
 
 def measure(kills: int = 20, every: int = 1, seed: int = 0) -> Rows:
-    """Returns a row for each kill at a random time or before a file operation."""
+    """Returns a row for each interruption, at a random time or before a file operation."""
     folder = Path(tempfile.mkdtemp(prefix="molflt-interruptions-"))
     whole, operations = folder / "whole", folder / "operations"
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
@@ -148,7 +148,7 @@ def measure(kills: int = 20, every: int = 1, seed: int = 0) -> Rows:
 
 
 def table(rows: Rows) -> str:
-    """Formats the numbers of resumed, restarted and equal runs."""
+    """Formats the numbers of runs that resumed, that started again, and whose results are equal."""
     lines = []
     titles = {KILLED: "SIGKILL at a random time", CUT: "before a file operation"}
     for how, name in titles.items():
