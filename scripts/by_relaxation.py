@@ -4,12 +4,12 @@
     python scripts/by_relaxation.py DATA --direct runs/is2re --potential runs/potential \\
         --out runs/by-relaxation --splits val_id val_ood_both --count 200
 
-The potential predicts total energies, such as those in DATA/frames/SPLIT.extxyz. Subtracting the
-energy of the clean slab and the references converts them to adsorption energies. This difference
-follows from the data as the total energy minus the adsorption energy of each system. Writes errors
-and costs to by_relaxation.md and by_relaxation.csv, and a line per relaxed system to
-SPLIT/relaxed.jsonl. After an interruption, the same command continues if the weights and the data
-have not changed.
+The potential predicts total energies, such as those in DATA/frames/SPLIT.extxyz. To convert them to
+adsorption energies, the energy of the clean slab and the references are subtracted. Their sum is
+computed for each system from the data: the total energy minus the adsorption energy of the relaxed
+structure. Writes errors and costs to by_relaxation.md and by_relaxation.csv, and a line per relaxed
+system to SPLIT/relaxed.jsonl. After an interruption, the same command continues if the weights and
+the data have not changed.
 """
 
 import argparse
@@ -37,7 +37,7 @@ from molflt.training.checkpoint import find_weights, load_run, weights_digest
 
 
 def offsets(frames: Path, dataset: Structures) -> dict[int, float]:
-    """Returns total energy minus adsorption energy of the relaxed systems, in eV, by sid."""
+    """Returns the total energy minus the adsorption energy of each system in eV, keyed by sid."""
     if not frames.is_file():
         raise FileNotFoundError(f"{frames}: no such file; run scripts/make_data.py --frames true")
     totals = {
@@ -57,7 +57,7 @@ def relax_all(
     calculator: Calculator,
     options: argparse.Namespace,
 ) -> Rows:
-    """Returns a row for each system; rows of systems relaxed earlier are read from the file."""
+    """Returns a row for each system; rows of systems relaxed earlier are read from `path`."""
     kept = path.read_text().splitlines() if path.exists() else []
     rows: Rows = [json.loads(line) for line in kept]
     known = {row["sid"] for row in rows}

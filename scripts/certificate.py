@@ -73,7 +73,7 @@ def mace() -> Calculator:
 
 
 def torchani() -> Calculator:
-    """Returns a network from TorchANI 2.9 for H, C, N and O with random weights."""
+    """Returns a TorchANI 2.9 network with random weights for the elements H, C, N and O."""
     import torch
     from torchani.arch import simple_ani
 

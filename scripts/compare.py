@@ -56,13 +56,13 @@ def expect_same_data(runs: list[Path]) -> None:
 
 
 def values(rows: Rows, measure: str, **labels: object) -> list[float]:
-    """Returns the values of a metric, or an empty list if a value is null."""
+    """Returns the values of a metric, or an empty list if any value is missing."""
     found = [row.get(measure) for row in pick(rows, **labels)]
     return [] if None in found else found
 
 
 def table(rows: Rows, measure: str, out: Path) -> str:
-    """Formats the metric of each split, EwT on val_id, and the baselines."""
+    """Formats the metric of each variant on each split, EwT for energies, and the baselines."""
     splits, energies = names(rows, "split"), measure == "mae_eV"
     label, digits = MEASURES[measure]
     head = ["variant", "parameters", "seeds", *(f"{split} {label}" for split in splits)]
@@ -90,7 +90,7 @@ def table(rows: Rows, measure: str, out: Path) -> str:
 
 
 def _of_mean(runs: list[Path], splits: list[str]) -> list[object]:
-    """Returns the line of the table for the mean energies of several runs."""
+    """Returns the table line with the errors of energies that are averaged over several runs."""
     found = {split: errors_of_mean(runs, split) for split in splits}
     cells = ["–" if own is None else f"{own[0]:.4f}" for own in found.values()]
     known = found.get("val_id")

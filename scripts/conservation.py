@@ -27,7 +27,7 @@ from molflt.plots.figure import picture
 
 
 def simulate(options: argparse.Namespace) -> Rows:
-    """Returns the time in fs, energy in meV/atom and temperature in K at every `every`-th step."""
+    """Returns rows with time, energies and temperature, for the start and every `every`-th step."""
     steps = round(options.ps * 1e3 / options.timestep) if options.timestep > 0 else 0
     if not 0 < options.every <= steps:
         raise ValueError(
@@ -65,7 +65,10 @@ def simulate(options: argparse.Namespace) -> Rows:
 
 
 def drift(rows: Rows) -> tuple[float, float]:
-    """Returns the drift of the total energy and the rms deviation from it, in meV/atom."""
+    """Returns the drift of the total energy and the rms deviation from a linear fit.
+
+    Both are in meV/atom.
+    """
     time, total = (np.array([row[key] for row in rows]) for key in ("fs", "total_meV_per_atom"))
     slope, offset = np.polyfit(time, total, 1)
     rest = total - slope * time - offset

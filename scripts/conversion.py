@@ -34,7 +34,7 @@ DEGREES = 2, 3
 
 
 def converted(model: nn.Module, options: dict[str, Any], draw: int, **own: object) -> nn.Module:
-    """Returns a model with the same weights and different attention options."""
+    """Returns a model with the same weights and attention options `own`; `draw` is the seed."""
     torch.manual_seed(draw)
     given = {**options, "vocabulary": model.vocabulary, **own}
     if isinstance(model, EncoderDecoder):
@@ -70,7 +70,7 @@ def score(model: nn.Module, config: dict[str, Any], options: argparse.Namespace)
 
 
 def measure(options: argparse.Namespace) -> str:
-    """Returns a table with a row for the trained model and each converted model."""
+    """Returns a table with a row for the trained model and a row for each kind of conversion."""
     model, config = load_run(options.run, options.checkpoint, options.device)
     expect_softmax(options.run, model, config)
     if isinstance(model, LanguageModel):

@@ -1,4 +1,4 @@
-"""Train on a few random labels of a training set and report the errors by number of labels.
+"""Train on small random subsets of a training set and report errors by number of labels.
 
     python scripts/few_labels.py --data FOLDER --out runs/few/scratch -- --task.lr=1e-3
     python scripts/few_labels.py --data FOLDER --out runs/few/start -- --init=adsorption
@@ -45,9 +45,9 @@ def draw(data: Path, folder: Path, count: int, seed: int) -> None:
 def ridge(folder: Path, count: int, seed: int) -> Rows:
     """Fits kernel ridge regression to a draw and returns a row for each validation split.
 
-    With baselines, element energies are fitted to the differences, and kernel ridge regression is
-    fitted to the residuals. The column constant_mae_eV then contains the errors without kernel
-    ridge regression.
+    If the data contain baseline energies, element energies are fitted to the labels minus the
+    baselines, and kernel ridge regression is fitted to the residuals. The column constant_mae_eV
+    then contains the errors without kernel ridge regression.
     """
     model, train = KernelRidge(seed), open_dataset(folder / TRAIN)
     with_baseline = bool(np.isfinite(train.y_baseline).all())
@@ -75,7 +75,7 @@ def ridge(folder: Path, count: int, seed: int) -> Rows:
 
 
 def table(rows: Rows) -> str:
-    """Formats the mean and sd of the MAE in eV over draws, by number of labels and split."""
+    """Formats the mean and standard deviation of the MAE over draws, in eV."""
     splits = names(rows, "split")
     lines = []
     for labels in names(rows, "labels"):

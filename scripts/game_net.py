@@ -45,7 +45,7 @@ START, END = ".poscar", ".contcar"
 NAME = re.compile(r"([a-z]{2})-(\w{1,16})-([a-z]{1,4})", re.ASCII)  # metal, molecule, placement
 METALS = ("Cu", "Ir", "Pd")  # held out by default
 EVERY, FIRST = 5, 2  # the third, eighth, ... molecule of each sorted family
-VAL, SHARE = 250, 5  # val_id contains 250 systems, but at most a fifth
+VAL, SHARE = 250, 5  # val_id contains 250 systems, but at most a fifth of those not held out
 
 Split = dict[str, list[System]]
 Tables = Mapping[str, dict[str, str]]
@@ -88,7 +88,7 @@ def _texts(path: Path) -> dict[str, str]:
 
 
 def _record(system: System, files: Mapping[str, str], tables: Tables) -> Data:
-    """Returns a system with energies relative to the clean surface and the molecule."""
+    """Returns a record; its energies are relative to the clean surface and the molecule."""
     path = f"{system.family}/structures/{system.name}"
     start, end = (read_vasp_configuration(io.StringIO(files[path + kind])) for kind in (START, END))
     slab = float(tables[RELAXED][f"{system.metal.lower()}-0000"])
@@ -109,7 +109,7 @@ def _record(system: System, files: Mapping[str, str], tables: Tables) -> Data:
 
 
 def held_out(systems: Sequence[System], groups: Sequence[str] = ()) -> Split:
-    """Returns train and four validation splits with the same names as in OC20.
+    """Returns train and four validation splits, which have the same names as in OC20.
 
     `groups` are the metals and families that train excludes; the default is three metals and every
     fifth molecule of each family.
@@ -139,7 +139,7 @@ def held_out(systems: Sequence[System], groups: Sequence[str] = ()) -> Split:
 
 
 def pairs_of_folds(path: Path, systems: Sequence[System]) -> dict[str, Split]:
-    """Returns the splits for each pair of folds: one for testing and one for validation.
+    """Returns the splits for each ordered pair of a test fold and a validation fold.
 
     As in the authors' protocol, the remaining folds are used for training. The file is a JSON file
     with the fold of each name, or an npz file with the arrays name and fold.
@@ -188,7 +188,7 @@ def convert(
     folds: Path | None = None,
     hold_out: Sequence[str] = (),
 ) -> None:
-    """Writes a folder of stores, or a folder for each pair of folds."""
+    """Writes a store for each split to `folder`, or to a subfolder for each pair of folds."""
     systems, records = read(archive)
     if folds:
         parts = {folder / name: split for name, split in pairs_of_folds(folds, systems).items()}

@@ -38,7 +38,7 @@ def available(root: Path, tasks: list[str]) -> tuple[list[str], list[str]]:
 
 
 def job(options: argparse.Namespace, task: str, seed: int) -> Job:
-    """Returns the settings of a training run on a task, which is validated after each epoch."""
+    """Returns the settings of a training run on a task, with validation after each epoch."""
     examples = read_examples(find_split(options.root, task, "train"), task)
     steps = max(1, round(options.epochs * len(examples) / BATCH))
     own = [f"--data.task={task}", f"--data.root={options.root}", f"--init={options.init}"]

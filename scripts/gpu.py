@@ -64,7 +64,10 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 
 
 def outputs(model: nn.Module, batch: Batch, x: Tensor | None) -> list[Tensor]:
-    """Returns outputs and the gradients of their squares with respect to positions and weights."""
+    """Returns the outputs of a model, followed by gradients.
+
+    The sum of squares of the outputs is differentiated by the positions and the weights.
+    """
     batch.pos.requires_grad_()
     if x is None:
         found = model(batch)
@@ -79,7 +82,7 @@ def outputs(model: nn.Module, batch: Batch, x: Tensor | None) -> list[Tensor]:
 
 
 def difference(found: list[Tensor], expected: list[Tensor]) -> float:
-    """Returns the largest relative difference; tensors that are rounding errors are ignored."""
+    """Returns the largest relative difference; ignores tensors that are only rounding errors."""
     least = 1e-8 * max(float(each.abs().max()) for each in expected if each.numel())
     pairs = zip(found, expected, strict=True)
     pairs = [(a, b) for a, b in pairs if b.numel() and b.abs().max() > least]
@@ -87,7 +90,7 @@ def difference(found: list[Tensor], expected: list[Tensor]) -> float:
 
 
 def numbers(device: str, tiny: bool) -> Iterator[Row]:
-    """Yields the differences of all layers and models from float64 on the CPU."""
+    """Yields a row for each case and precision with the difference from float64 on the CPU."""
     builds: dict[str, Callable[[], nn.Module]] = {}
     for name, options in LAYERS.items():
         if options.get("mixing") == "triton" and without_kernels():
@@ -130,7 +133,7 @@ def without_kernels() -> str:
 
 
 def kernels(device: str, tiny: bool) -> Iterator[Row]:
-    """Yields times and peak memory of forward passes, with and without a backward pass."""
+    """Yields rows with the time and memory of forward passes, alone or with a backward pass."""
     if without_kernels():
         return
     sizes, heads, features, nodes = ([(2, 9)], 1, 8, 2) if tiny else (SIZES, 8, 64, 16)
@@ -158,7 +161,7 @@ def one_pass(layer: nn.Module, x: Tensor, where: tuple[Tensor, ...], backward: b
 
 
 def measured(work: Callable[[], None], device: str, tiny: bool) -> tuple[float, float]:
-    """Returns the mean time of a function in s and the increase of peak GPU memory in MiB."""
+    """Returns the mean time of one call in s, and the increase of peak GPU memory in MiB."""
     peak = 0
     work()
     if device == "cuda":
@@ -171,7 +174,7 @@ def measured(work: Callable[[], None], device: str, tiny: bool) -> tuple[float, 
 
 
 def resume(device: str, folder: Path) -> float:
-    """Returns the largest difference of weights between a resumed and an uninterrupted run."""
+    """Returns the largest difference in weights between a resumed and an uninterrupted run."""
     accelerator = "gpu" if device == "cuda" else "cpu"
     words = [sys.executable, "-m", "molflt", "train", "--config", "demo"]
     words += ["--trainer.max_steps", "24", "--trainer.val_every", "24", "--data.batch_size", "4"]

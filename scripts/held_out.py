@@ -1,4 +1,4 @@
-"""Hold out groups of molecule families and metals of GAME-Net from training.
+"""Train on GAME-Net without a group of molecule families and metals, for each group in turn.
 
     python scripts/held_out.py datasets/game-net/FG_dataset_lite.tar.xz \\
         --data datasets/game-net/held-out --config configs/game-net.yaml --out runs/held-out \\
@@ -62,7 +62,7 @@ def rows_of(folder: Path, model: str, seed: int, found: Energies) -> Rows:
 
 
 def fits(folder: Path) -> Iterator[Row]:
-    """Fits kernel ridge regression and the median and yields their rows."""
+    """Fits kernel ridge regression and the median, and yields a row for each model and system."""
     train = open_dataset(split_path(folder, "train"))
     for name, kind in FITS.items():
         model = kind(seed=0)

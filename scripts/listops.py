@@ -60,7 +60,7 @@ def expressions(
 def _grow(
     draw: random.Random, depth: int, arguments: int, max_length: int, tokens: list[str]
 ) -> int:
-    """Appends the tokens of an expression and returns its value."""
+    """Appends the tokens of a random expression to `tokens` and returns its value."""
     # Expressions that are too long will be rejected and are therefore ended early.
     if depth <= 1 or len(tokens) >= max_length or draw.random() >= _OPERATOR_SHARE:
         digit = draw.randrange(10)
@@ -85,7 +85,7 @@ def make(
     max_length: int = 2000,
     seed: int = 0,
 ) -> None:
-    """Draw ListOps expressions; the defaults for number and lengths match Long Range Arena.
+    """Draw ListOps expressions; the default numbers and lengths are those of Long Range Arena.
 
     Writes train.tsv, val.tsv and test.tsv with the columns Source and Target. All expressions are
     distinct.

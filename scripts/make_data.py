@@ -121,7 +121,10 @@ def make(
 
 
 def _claim(directory: Path, settings: dict[str, Any]) -> dict[str, Any]:
-    """Returns the content of made.json; raises ValueError if settings or data differ."""
+    """Returns the content of made.json, which is written first if it does not exist.
+
+    Raises ValueError if the folder contains data that were made with different settings.
+    """
     path = directory / "made.json"
     if not path.exists():
         if found := sorted(directory.glob("*.safetensors")):
@@ -157,7 +160,10 @@ def _relax_all(tasks: list[_Task], workers: int) -> None:
 
 
 def _in_processes(tasks: list[_Task], workers: int) -> Iterable[None]:
-    """Relaxes in single-thread processes, because rounding depends on the number of threads."""
+    """Relaxes systems in processes with one thread each.
+
+    Results would otherwise depend on the number of threads, because of rounding.
+    """
     os.environ.update(dict.fromkeys(_THREADS, "1"))  # inherited by the workers
     ignore_interrupts = {"initializer": signal.signal, "initargs": (signal.SIGINT, signal.SIG_IGN)}
     spawn = multiprocessing.get_context("spawn")

@@ -45,7 +45,7 @@ def cited(paper: str) -> str:
 
 
 def abilities(cls: object) -> str:
-    """Returns the mixings of a position, or "potentials" for a feature map that supports them."""
+    """Returns the kinds of attention a position supports, or "potentials" for suitable maps."""
     if getattr(cls, "smooth", False) and getattr(cls, "positive_kernel", False):
         return "potentials"
     mixings = getattr(cls, "mixings", ())
@@ -55,7 +55,7 @@ def abilities(cls: object) -> str:
 
 
 def page() -> str:
-    """Returns the page with a line for each key of each dictionary."""
+    """Returns the page, whose table has a line for each key of each dictionary in `OPTIONS`."""
     lines = []
     for option, entries in OPTIONS.items():
         for key, build in entries.items():

@@ -3,10 +3,11 @@
     python scripts/merge.py OUT sample=datasets/chgnet-sample game-net=datasets/game-net/fg
 
 Energies of the sets are relative to different molecules and come from different methods. In each
-set, energies of the adsorbate elements are fitted to the training split by least squares and
-subtracted. A set in one file is divided into splits at random, as in training. Structures without
-relaxed positions count as relaxed. Writes train.safetensors, val_id.safetensors and
-references.json, which contains the subtracted energies in eV by set and element.
+set, one energy per element of the adsorbates is fitted to the training split by least squares. The
+fitted energies are subtracted. A set that is a single file is divided into splits at random, as in
+training. Structures without relaxed positions are treated as relaxed. Writes train.safetensors,
+val_id.safetensors and references.json, which contains the subtracted energies in eV by set and
+element.
 """
 
 import json
@@ -25,7 +26,10 @@ SPLITS = ("train", "val_id")
 
 
 def shifted(record: Data, reference: float, sid: int) -> Data:
-    """Returns a record with shifted energies, a new sid and relaxed positions."""
+    """Returns a copy of a record with `reference` subtracted from its energies and a new sid.
+
+    Missing relaxed positions are replaced by the positions.
+    """
     record = record.clone()
     record.sid = sid
     record.y_relaxed, record.y_init = record.y_relaxed - reference, record.y_init - reference
@@ -35,7 +39,7 @@ def shifted(record: Data, reference: float, sid: int) -> Data:
 
 
 def merge(out: Path, sets: dict[str, Path]) -> None:
-    """Writes both splits and prints the number of structures in each set."""
+    """Writes both splits and references.json, and prints the number of structures in each set."""
     merged: dict[str, list[Data]] = {split: [] for split in SPLITS}
     references = {}
     for name, root in sets.items():

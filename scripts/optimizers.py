@@ -43,7 +43,7 @@ def digest_of(images: LabeledImages) -> str:
 
 
 def evaluation(options: argparse.Namespace) -> tuple[str, ...]:
-    """Returns options of `molflt evaluate` that disable the evaluation of Adam."""
+    """Returns the options of `molflt evaluate`, which disable the evaluation of Adam."""
     words = ["--steps", str(options.steps), "--repeats", str(options.repeats), "--rates=[]"]
     words += [] if options.data is None else ["--data", str(options.data)]
     words += [] if options.tasks is None else ["--tasks", *options.tasks]
@@ -51,7 +51,7 @@ def evaluation(options: argparse.Namespace) -> tuple[str, ...]:
 
 
 def of_adam(options: argparse.Namespace) -> dict[str, dict]:
-    """Returns curves, final loss and learning rate of Adam on each task, stored in adam.json."""
+    """Returns curves, final loss and learning rate of Adam on each task; adam.json is a cache."""
     path = options.out / "adam.json"
     asked = {"steps": options.steps, "repeats": options.repeats, "tasks": options.tasks}
     asked["data"] = options.images
@@ -68,7 +68,7 @@ def of_adam(options: argparse.Namespace) -> dict[str, dict]:
 
 
 def curves_of(out: Path, ends: Rows) -> Rows:
-    """Returns the curves of all finished runs as rows."""
+    """Returns the loss curves of all runs that occur in `ends`, with a row for each point."""
     curves: Rows = []
     for memory, seed in dict.fromkeys((row["optimizer"], row["seed"]) for row in ends):
         for row in read_rows(out / memory / f"seed{seed}" / "curves.csv"):
@@ -78,7 +78,7 @@ def curves_of(out: Path, ends: Rows) -> Rows:
 
 
 def table(ends: Rows, adam: dict[str, dict]) -> str:
-    """Formats the geometric means of the final losses and the standard deviations of their logs."""
+    """Formats the final losses: geometric means, and standard deviations of decimal logarithms."""
     lines = [[ADAM, 1, *(f"{own['end']:.4g} (lr {float(own['lr']):.2g})" for own in adam.values())]]
     for memory in names(ends, "optimizer"):
         own = pick(ends, optimizer=memory)
@@ -90,7 +90,7 @@ def table(ends: Rows, adam: dict[str, dict]) -> str:
 
 
 def cell(rows: Rows) -> str:
-    """Formats the mean and spread of the final losses; a diverged run has no final loss."""
+    """Formats the mean and spread of the final losses, or "diverged" if a final loss is missing."""
     ends = [math.inf if row["final_loss"] is None else row["final_loss"] for row in rows]
     if not ends or not np.isfinite(ends).all():
         return "diverged" if ends else "–"

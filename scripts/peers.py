@@ -18,9 +18,9 @@ use the batches, targets, loss, optimizer, gradient clipping and selection of at
 inputs of the networks are elements, tags and edges to periodic images. Unless set by options after
 --, peers use their usual learning rates, and DimeNet++ uses batches of 8. Averages of weights use
 the decay of --config but cover at most a tenth of the steps. Tuning tries three learning rates.
-With --tune-most, it tries more rates while the best rate is the largest or the smallest.
-Differences have standard errors over seeds and systems. Systems are treated as independent unless
-they have the same value in a column of DIR/systems.csv (--alike molecule metal). Writes
+With --tune-most, it tries more rates while the best rate is the largest or the smallest. Standard
+errors of differences include the spread over seeds and systems. Systems are treated as independent
+unless they have the same value in a column of DIR/systems.csv (--alike molecule metal). Writes
 comparison.md, comparison.csv, error-cpu.png, error-size.png, and predictions to jobs/. After an
 interruption, the same command continues.
 """
@@ -86,7 +86,7 @@ def check(options: argparse.Namespace) -> None:
 
 
 def compare(options: argparse.Namespace) -> bool:
-    """Tunes if requested, trains, and writes the results; returns False if a job failed."""
+    """Tunes if options.tune is set, trains, and writes results; returns False if a job failed."""
     check(options)
     well, rates, tried = True, {}, {}
     if options.tune:

@@ -6,9 +6,10 @@
 
 `relax` takes slab-adsorbate pairs from the held-out splits of a folder written by
 scripts/make_data.py, places each adsorbate on its slab in the same way as `molflt adsorb`, and
-relaxes random placements. Placements whose adsorbate breaks or leaves the slab are removed. For all
-others, placements.extxyz contains pair, the number of the pair, and the adsorption energies y_init
-before and y_relaxed after the relaxation, in eV. An interrupted run continues with the next pair.
+relaxes random placements. Placements whose adsorbate breaks or leaves the slab are removed. The
+others are written to placements.extxyz with the number of their pair (pair) and the adsorption
+energies before (y_init) and after the relaxation (y_relaxed), in eV. An interrupted run continues
+with the next pair.
 
 `rank` prints how often the best of the five placements with the lowest predicted energies is within
 0.1 eV of the best of all placements. It lists this fraction for each table of predictions, for the
@@ -42,7 +43,7 @@ TOP, NEAR = 5, 0.1  # number of placements to compute instead of all; eV from th
 
 
 def pairs(data: Path, count: int, seed: int) -> list[Atoms]:
-    """Draws `count` random systems with several adsorbate atoms, from each split in turn."""
+    """Draws `count` random systems with several adsorbate atoms, alternating between the splits."""
     rng, found = np.random.default_rng(seed), []
     for split in VAL_SPLITS:
         dataset = open_dataset(data / f"{split}.safetensors")
@@ -52,7 +53,11 @@ def pairs(data: Path, count: int, seed: int) -> list[Atoms]:
 
 
 def relaxed(system: Atoms, number: int, count: int, made: dict[str, Any]) -> list[Atoms]:
-    """Returns random placements of a pair that remain intact, with their energies."""
+    """Returns random placements of a pair whose adsorbates remain intact during relaxation.
+
+    The structures are unrelaxed. Their `info` contains the adsorption energies before and after the
+    relaxation, in eV.
+    """
     adsorbed = system.get_tags() == 2
     slab, own = system[~adsorbed], Atoms(system[adsorbed].symbols, system.positions[adsorbed])
     everything = placements(slab, own)
@@ -92,7 +97,11 @@ def relax_all(options: argparse.Namespace) -> None:
 
 
 def share(pair: np.ndarray, energy: np.ndarray, score: np.ndarray) -> float:
-    """Returns the fraction of pairs whose best of the top five is within 0.1 eV of the best."""
+    """Returns the fraction of pairs whose lowest energy is found by selecting five placements.
+
+    The five placements with the lowest score are selected. The lowest of their energies must be
+    within 0.1 eV of the lowest energy of all placements.
+    """
     found = []
     for one in np.unique(pair):
         own = energy[pair == one]
@@ -102,7 +111,7 @@ def share(pair: np.ndarray, energy: np.ndarray, score: np.ndarray) -> float:
 
 
 def rank(options: argparse.Namespace) -> None:
-    """Prints a table of all methods of selecting placements."""
+    """Prints a table that compares the methods of selecting placements."""
     whole = ase.io.read(options.out / "placements.extxyz", ":")
     pair, start, energy = (
         np.array([atoms.info[key] for atoms in whole]) for key in ("pair", "y_init", "y_relaxed")

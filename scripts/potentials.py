@@ -47,7 +47,7 @@ MEASURES = {
 
 
 class WithForces(nn.Module):
-    """Adds forces to a network, with the interface required by `PotentialTask`; ignores tags."""
+    """Adds forces to a network as `PotentialTask` requires; tags of atoms are ignored."""
 
     element_energies: Tensor
     energy_std: Tensor
@@ -110,7 +110,8 @@ def run(
 def trivial(data: PotentialData, tests: Mapping[str, SinglePoints]) -> Rows:
     """Returns the errors of a trivial model.
 
-    The model predicts zero forces, and element energies plus a constant per atom.
+    The model predicts zero forces. Its energies are sums of element energies and one constant per
+    atom.
     """
     own, train = data.element_energies().energies, data.datasets["train"]
 
@@ -144,7 +145,7 @@ def table(rows: Rows) -> str:
 
 
 def measured(options: argparse.Namespace) -> Rows:
-    """Returns a row for each model, seed and split; writes the files after each model."""
+    """Returns a row for each model, seed and split; updates the output files after each model."""
     own = ("out", "models", "seeds")  # do not affect other rows
     job = {key: value for key, value in vars(options).items() if key not in own}
     job |= {"data": str(options.data), "config": CONFIG.name, "content": CONFIG.read_text()}

@@ -32,7 +32,7 @@ RESULTS = SCRIPTS.parent / "docs" / "results"
 
 
 def benchmarks() -> dict[str, Path]:
-    """Returns the file of each benchmark by name."""
+    """Returns the files of all benchmarks, keyed by name."""
     folders = ("cost", "accuracy", "training")
     paths = [path for folder in folders for path in sorted((SCRIPTS / folder).glob("*.py"))]
     return {path.stem: path for path in paths}
@@ -125,7 +125,7 @@ def parse(words: Sequence[str]) -> tuple[str, argparse.Namespace, Mapping[str, A
 
 @guarded
 def main(words: Sequence[str] | None = None) -> int:
-    """Returns 1 if a row failed, and 2 if an option is out of range."""
+    """Returns 0 if all rows were measured, 1 if a row failed, and 2 if an option is invalid."""
     words = sys.argv[1:] if words is None else words
     if not words:
         print(titles())

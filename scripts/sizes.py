@@ -71,7 +71,7 @@ class System(NamedTuple):
 
 
 def separate(atoms: Atoms) -> System:
-    """Separates adsorbate and slab and moves atoms to periodic images below the vacuum."""
+    """Moves all atoms to periodic images below the vacuum and separates adsorbate and slab."""
     atoms = atoms.copy()
     scaled = atoms.get_scaled_positions(wrap=False)[:, 2]
     order = np.sort(scaled % 1)
@@ -92,7 +92,7 @@ def separate(atoms: Atoms) -> System:
 
 
 def higher(atoms: Atoms, height: float, lift: float = 0.0) -> Atoms:
-    """Increases the height of the cell and lifts the adsorbate, both in Å."""
+    """Increases the height of the cell by `height` and lifts the adsorbate by `lift`, in Å."""
     atoms = atoms.copy()
     up = atoms.cell.reciprocal()[2]  # normal of the surface
     up /= np.linalg.norm(up)
@@ -102,7 +102,7 @@ def higher(atoms: Atoms, height: float, lift: float = 0.0) -> Atoms:
 
 
 def pair(one: System, other: System) -> tuple[Atoms, Atoms, Atoms] | None:
-    """Returns two adsorbates on one slab, and each of them alone on this slab.
+    """Returns three structures: two adsorbates on one slab, and each of them alone on this slab.
 
     The adsorbates are as close as `APART` permits. The slab is the smallest of 2x2 to 5x5 that is
     large enough. Returns None if all slabs are too small.
@@ -123,7 +123,7 @@ def pair(one: System, other: System) -> tuple[Atoms, Atoms, Atoms] | None:
 
 
 def pairs(systems: Sequence[System]) -> list[tuple[Atoms, Atoms, Atoms]]:
-    """Pairs each system with the next system on the same slab if both adsorbates fit on it."""
+    """Returns `pair` of each system and the next system on the same slab, if it is not None."""
 
     def same(one: Atoms, other: Atoms) -> bool:
         ends = [np.concatenate((slab.positions, slab.cell.array)) for slab in (one, other)]
@@ -138,7 +138,7 @@ def pairs(systems: Sequence[System]) -> list[tuple[Atoms, Atoms, Atoms]]:
 
 
 def draw(root: Path, count: int) -> list[System]:
-    """Draws systems from all validation splits with a fixed seed, in proportion to their sizes."""
+    """Draws systems with a fixed seed from all validation splits, in proportion to split sizes."""
     names = [name for name in pool.splits_of(root) if name.startswith("val")]
     sets = [open_dataset(split_path(root, name)) for name in names]
     total, rng, systems = sum(map(len, sets)), np.random.default_rng(0), []
@@ -153,7 +153,7 @@ def draw(root: Path, count: int) -> list[System]:
 
 
 def build(systems: Sequence[System]) -> dict[str, list[Atoms]]:
-    """Returns structures by name; AB, A and B are built by `pairs`."""
+    """Returns structures, keyed by name; AB, A and B are built by `pairs`."""
     found = {"1x1": [one.whole for one in systems]}
     for name, counts in REPEATS.items():
         found[name] = [one.slab.repeat(counts) + one.adsorbate for one in systems]
@@ -168,7 +168,7 @@ def build(systems: Sequence[System]) -> dict[str, list[Atoms]]:
 
 
 def record_of(atoms: Atoms) -> Data:
-    """Returns a record in float64, because `make_record` rounds to float32."""
+    """Returns a record with float64 positions and cell, which `make_record` rounds to float32."""
     pos, cell = atoms.positions, atoms.cell.array
     own = {"pos": pos, "cell": cell, "pbc": atoms.pbc, "tags": atoms.get_tags()}
     record = make_record(**own, atomic_numbers=atoms.numbers, fixed=fixed_atoms(atoms))
@@ -202,7 +202,7 @@ def changes(energy: Mapping[str, NDArray[np.float64]]) -> dict[str, NDArray[np.f
 
 
 def models(options: argparse.Namespace) -> dict[str, nn.Module]:
-    """Returns models by name; trains the peers that have no result."""
+    """Returns models, keyed by name; trains the peers that have not been trained yet."""
     peers = [run.removeprefix(PEER) for run in options.runs if run.startswith(PEER)]
     if unknown := sorted({*peers} - {*NETS}):
         raise ValueError(f"{PEER}{unknown[0]}: expected one of {', '.join(NETS)}")
