@@ -65,7 +65,7 @@ def no_effect(why: str, **options: object) -> None:
 def known_names(
     owner: Callable[..., object], options: Iterable[str], *takers: Callable[..., object]
 ) -> None:
-    """Raises TypeError for the first option that is not an argument of any of the constructors.
+    """Raises TypeError for the first option that neither `owner` nor a class in `takers` accepts.
 
     Args:
         owner: class to build; its arguments are also allowed.
@@ -109,7 +109,7 @@ def in_transform() -> bool:
 
 
 def in_checkpoint() -> bool:
-    """Returns True if hooks process saved tensors, as in non-reentrant checkpoints."""
+    """Returns True if hooks for saved tensors are active, as in non-reentrant checkpoints."""
     if torch.compiler.is_compiling():
         return False
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None

@@ -36,7 +36,8 @@ class CrossAttention(Attention):
     def remember(self, context: Tensor, context_mask: Tensor | None = None) -> Memory:
         """Computes the part of attention that depends only on the other sequence.
 
-        Returns keys and values (O(keys d) numbers) for softmax, and O(m d) sums for other mixings.
+        Returns keys and values for softmax (O(keys d) numbers), and sums over keys for other
+        mixings (O(m d) numbers).
 
         Args:
             context: (batch, keys, dim).

@@ -1,4 +1,4 @@
-"""Positional encodings evaluated for one batch, one class per way of entering attention.
+"""Positional encodings evaluated for one batch; each class enters attention in its own way.
 Every class has `dense`, which returns the full matrix for reference, and `mix`, which never forms
 it. In shapes, b is the batch size or 1, and h is the number of heads or 1.
 """
@@ -38,7 +38,7 @@ class Terms(NamedTuple):
 
 
 class Encoding:
-    """Base class of encodings; its instances encode nothing."""
+    """Base class of encodings; an instance of this class itself leaves attention unchanged."""
 
     faces: ClassVar[tuple[str, ...]] = (SOFTMAX, KERNELIZED)  #: kinds of attention that can use it
     decodes: ClassVar[bool] = True  #: True if causal attention keeps a state of constant size
@@ -50,11 +50,11 @@ class Encoding:
     columns: tuple[Columns | None, Columns | None] = (None, None)
 
     def transform(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-        """Rotates scaled queries and keys, each of shape (batch, heads, tokens, d)."""
+        """Transforms scaled queries and keys, each of shape (batch, heads, tokens, d)."""
         return query, key
 
     def dense(self, queries: int, keys: int) -> Tensor | None:
-        """Returns the additive or multiplicative matrix (b, h, queries, keys), or None."""
+        """Returns the matrix that is added or multiplied, (b, h, queries, keys), or None."""
         return None
 
     def attend(
@@ -164,7 +164,7 @@ class _Multiplied(Encoding):
         return self._by_query.get(lambda: pairs.by_query(*sizes))
 
     def _far(self, queries: int, keys: int) -> Tensor:
-        """Returns the kernel without w, of shape (b, h, queries, keys)."""
+        """Returns the kernel without the corrections w: (b, h, queries, keys)."""
         raise NotImplementedError
 
     def dense(self, queries: int, keys: int) -> Tensor:
@@ -266,7 +266,7 @@ class RaggedKernel(_Multiplied):
 
 
 class Toeplitz(Encoding):
-    """Multiplicative kernel of the offset on a grid (NPRF, arXiv:2106.12566, section 3.2).
+    """Multiplicative kernel that depends on offsets on a grid (NPRF, arXiv:2106.12566, sec. 3.2).
 
     See `molflt.attention.mixing.toeplitz.toeplitz` for the arguments.
     """
@@ -294,7 +294,7 @@ class Toeplitz(Encoding):
 
 
 class Rotation(Encoding):
-    """Transforms of scaled queries and keys (batch, heads, tokens, d) by their positions."""
+    """Position-dependent transformations of scaled queries and keys (batch, heads, tokens, d)."""
 
     def __init__(self, turn_query: _Turn, turn_key: _Turn) -> None:
         self.turn_query, self.turn_key = turn_query, turn_key

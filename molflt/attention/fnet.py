@@ -80,7 +80,7 @@ class Mixer(nn.Module):
             return out.to(x.dtype)
 
     def mix(self, x: Tensor, key_mask: Tensor | None) -> Tensor:
-        """Mixes tokens; `x` is 0 at padding, where results are ignored."""
+        """Mixes tokens; `x` is 0 for masked tokens, whose results are ignored."""
         raise NotImplementedError
 
     def redraw_(self, generator: torch.Generator | None = None) -> None:
@@ -118,7 +118,10 @@ class FourierMixer(Mixer):
 
 
 class _LinearMixer(Mixer):
-    """y = W_seq x W_hidden with learned matrices; n tokens use n rows and columns of W_seq."""
+    """y = W_seq x W_hidden with learned matrices.
+
+    A sequence of n tokens uses the first n rows and columns of W_seq.
+    """
 
     mixing = "dense"
     bounded = True
@@ -181,7 +184,7 @@ class _RandomMixer(_LinearMixer):
 
 
 class _NoMixer(Mixer):
-    """No token mixing, y = 0: FNet's FF-only model; the residual sum is x in every block."""
+    """No token mixing, y = 0, as in FNet's FF-only model; the residual sum of a block is then x."""
 
     cost = "0"
     mixing = "none"

@@ -18,7 +18,7 @@ class Keys(TypedDict, total=False):
     key_mask: Tensor | None
     """(batch, keys) bool, True where a key exists"""
     key_weight: Tensor | None
-    """(batch, keys), positive and finite; multiplies every A_ij of a key"""
+    """(batch, keys), positive and finite; the weight of key j multiplies A_ij for all queries i"""
     key_index: Tensor | None
     """(batch, keys), the token that each key copies; by default key j is token j. Periodic images
     of an atom are keys with the index of the atom and separate positions."""
@@ -34,7 +34,7 @@ def check_mask(key_mask: Tensor, shape: torch.Size) -> None:
 
 
 def log_weights(key_weight: Tensor | None, key_mask: Tensor | None, key: Tensor) -> Tensor | None:
-    """Returns the logarithms (batch, 1, keys) of weights (batch, keys), 0 for masked keys."""
+    """Returns the logarithms of weights: (batch, keys) -> (batch, 1, keys); 0 for masked keys."""
     if key_weight is None:
         return None
     expected = key.shape[0], key.shape[2]

@@ -23,10 +23,10 @@ _States = tuple[State, ...]
 
 
 class Scaling(nn.Module):
-    """Scales queries and keys before they are compared: by d^(-1/4), or by norm and temperature.
+    """Scales queries and keys: by d^(-1/4), or to unit norm with an optional temperature.
 
     See `Attention` for the options. `unit_norm` is the default of `normalize` and
-    `learn_temperature`. Temperatures start at 1.
+    `learn_temperature`. Initial temperatures are 1.
     """
 
     extra_repr = options_of

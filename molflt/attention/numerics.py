@@ -23,7 +23,7 @@ randn64 = functools.partial(torch.randn, dtype=torch.float64, device="cpu")
 
 
 def haar_rotation(dim: int, generator: torch.Generator | None) -> Tensor:
-    """Draws an orthogonal matrix from the Haar measure, including reflections: (dim, dim) float64.
+    """Draws a float64 orthogonal matrix (dim, dim), possibly a reflection, from the Haar measure.
 
     Without the sign of diag(R), LAPACK's choice of signs would make Q deviate from this measure
     (Mezzadri, arXiv:math-ph/0609050).
@@ -42,7 +42,7 @@ def options_of(module: torch.nn.Module) -> str:
 
 
 def at_least_float32(x: Tensor) -> Tensor:
-    """Casts half precision to float32, which avoids overflow in exp and wrong phases at a few Å."""
+    """Casts half precision to float32, to avoid overflow in exp and wrong phases at a few Å."""
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
@@ -54,7 +54,10 @@ def unit(x: Tensor) -> Tensor:
 
 
 def distances(vector: Tensor) -> Tensor:
-    """Returns |v|, with gradient 0 at 0, for functions that are flat there: (..., l) -> (...)."""
+    """Returns the lengths of vectors, with gradient 0 at 0: (..., l) -> (...).
+
+    This gradient is correct for functions of the length that are flat at 0.
+    """
     return root(vector.square().sum(dim=-1))
 
 
@@ -80,7 +83,7 @@ def fade(x: Tensor) -> Tensor:
 
 
 def by_head(x: Tensor, matrices: Tensor) -> Tensor:
-    """Returns x @ matrices, one per head: (batch, heads, n, d), (heads, d, m) -> (..., n, m).
+    """Multiplies x (batch, heads, n, d) by matrices (heads, d, m), one per head.
 
     Many short sequences are joined into one product per head to avoid copies of the matrices.
     """
@@ -93,7 +96,7 @@ def by_head(x: Tensor, matrices: Tensor) -> Tensor:
 
 
 def products_of_all(left: Tensor, right: Tensor) -> Tensor:
-    """Returns left @ right^T for (..., n, p), (..., m, p), in their dtype even under autocast."""
+    """Returns left @ right^T: (..., n, p), (..., m, p) -> (..., n, m); autocast has no effect."""
     with torch.autocast(left.device.type, enabled=False):
         return left @ right.mT
 
@@ -126,7 +129,7 @@ class Once(Generic[_R]):
         self._kept: tuple[bool, _R] | None = None
 
     def get(self, compute: Callable[[], _R]) -> _R:
-        """Returns the result of the first call to `compute`."""
+        """Returns the stored result of an earlier call, or else calls `compute`."""
         if in_checkpoint():
             return compute()
         grad = torch.is_grad_enabled()
@@ -151,8 +154,8 @@ def searched(
     """Decorates a function of tensors to make it one opaque operation in compiled graphs.
 
     The operation has no gradient. It may read values and raise errors when the graph runs. `fake`
-    returns empty results for the same arguments; sizes that depend on values come from
-    `torch.library.get_ctx().new_dynamic_size`.
+    takes the same arguments and returns uninitialized tensors of the same shapes; sizes that depend
+    on values come from `torch.library.get_ctx().new_dynamic_size`.
     """
 
     def decorate(function: Callable[_P, _R]) -> Callable[_P, _R]:
@@ -172,7 +175,7 @@ def searched(
 
 
 def undecided(condition: bool, otherwise: bool) -> bool:
-    """Returns a condition, or `otherwise` if the compiler does not know the sizes in it."""
+    """Returns `condition`, or `otherwise` if it depends on sizes unknown at compile time."""
     if not torch.compiler.is_compiling():
         return condition
     from torch.fx.experimental.symbolic_shapes import guard_or_false, guard_or_true
@@ -181,14 +184,14 @@ def undecided(condition: bool, otherwise: bool) -> bool:
 
 
 def pieces(count: int, size: int) -> list[slice]:
-    """Returns slices of length `size` that cover a range; a single slice in compiled code."""
+    """Returns slices of length `size` that cover range(count); one slice in compiled code."""
     if torch.compiler.is_compiling():
         return [slice(None)]
     return [slice(start, start + size) for start in range(0, count, size)]
 
 
 def counts_of(index: Tensor, size: int) -> Tensor:
-    """Counts the indices 0 to size - 1, like `torch.bincount` with a known size: (size,)."""
+    """Counts how often each of 0 to size - 1 occurs, like `torch.bincount`: (n,) -> (size,)."""
     return index.new_zeros(size).index_add(0, index, torch.ones_like(index))
 
 

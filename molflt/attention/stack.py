@@ -122,7 +122,7 @@ class StackState(NamedTuple):
 
 
 class Stack(Positioned):
-    """Stack of distinct blocks, applied several times with shared weights and one shared mask.
+    """Stack of blocks, applied once or several times with the same weights and the same encoding.
 
     The output of each pass is the input of the next pass (`refinements` passes), as in
     3D-Graphormer (arXiv:2203.04810) and FLT's OC20 experiment. The encoding is evaluated only once.

@@ -16,8 +16,8 @@ NUM_FEATURES = 64
 class Features(NamedTuple):
     """Features phi = values * exp(log_scale) of queries or keys.
 
-    Exponential maps return logarithms, because their features could overflow; mixing subtracts the
-    part that cancels in the ratio of sums.
+    Exponential maps return logarithms, because their features could overflow. Mixing subtracts from
+    these logarithms the part that cancels in the ratio of sums.
     """
 
     values: Tensor | None
@@ -67,7 +67,10 @@ class Features(NamedTuple):
         return Features(self.values, factor if self.log_scale is None else self.log_scale + factor)
 
     def kronecker(self, factors: Tensor) -> "Features":
-        """Multiplies phi_i . phi_j by the products of factors (batch, heads, tokens, p)."""
+        """Returns the Kronecker product of the features and `factors` (batch, heads, tokens, p).
+
+        The inner product of two results is (phi_i . phi_j) (factors_i . factors_j).
+        """
         p = factors.shape[-1]
         values, log_scale = self
         ones = factors.new_ones(()).expand(*factors.shape[:-1], self.width)
@@ -78,10 +81,11 @@ class Features(NamedTuple):
         return Features(outer, log_scale)
 
     def bounded(self) -> "Features":
-        """Raises features to at least e^-61 (float32) or e^-495 (float64) of the token's maximum.
+        """Raises small features to a lower bound, relative to the largest feature of the token.
 
-        Normalizers then do not underflow, and their gradients do not overflow. Causal attention
-        needs this because it cannot scale features by later keys.
+        The bound is e^-61 times the largest feature in float32 and e^-495 times in float64. It
+        keeps normalizers from underflowing and their gradients from overflowing. Causal attention
+        needs it because it cannot scale features by later keys.
         """
         if self.log_scale is None or self.log_scale.shape[-1] == 1:
             return self
@@ -94,10 +98,10 @@ class Features(NamedTuple):
 
 
 class Projected(NamedTuple):
-    """Random projections w_s . x (b, h, n, m) and squared norms |x|^2 (b, h, n, 1) of columns x."""
+    """Columns x, represented by their random projections and their squared norms."""
 
-    products: Tensor
-    square: Tensor
+    products: Tensor  # w_s . x, (batch, heads, tokens, m)
+    square: Tensor  # |x|^2, (batch, heads, tokens, 1)
 
 
 Columns = Tensor | Projected
@@ -127,24 +131,24 @@ class FeatureMap(nn.Module):
         dim: width of the queries and keys that the map receives.
         heads: number of heads; each has a separate projection.
         num_features: number of rows m of the projection, 64 by default.
-        projection: key of `PROJECTIONS`, the distribution of the random rows; "orthogonal" by
-            default. Maps without a projection reject both options.
+        projection: distribution of the random rows: a key of `PROJECTIONS`, "orthogonal" by
+            default. Maps without a projection reject `num_features` and `projection`.
         degree: degree of polynomial maps; other maps reject it.
     """
 
     paper = ""  #: source of the map: arXiv number and location
-    cost = "N m d"  #: for N tokens, m features and head width d
+    cost = "N m d"  #: operations for N tokens, m features and head width d
     random = False  #: True if the map owns a random projection that `redraw_` replaces
     learned = False  #: True if the map learns a projection that is drawn at random initially
     signed = False  #: True if features can be negative
     positive_kernel = True  #: True if all phi(q) . phi(k), and thus all normalizers, are positive
     smooth = False  #: True if features have two continuous derivatives, which forces require
     estimates_exp = False  #: True if the products estimate exp(q . k)
-    takes_projected = False  #: True if columns can be randomly projected
-    unit_norm = False  #: True if unit norms and a learned temperature are the default
+    takes_projected = False  #: True if the map accepts `Projected` columns
+    unit_norm = False  #: True if unit norm and a learned temperature are the default
     extra_repr = options_of
     degrees: tuple[int, ...] = ()  #: allowed degrees of a polynomial
-    per_row = 1  #: features per row of the projection
+    per_row = 1  #: number of features per row of the projection
     width: int  #: number of features per token
     projection: Projection | None
 
@@ -186,8 +190,8 @@ class FeatureMap(nn.Module):
     def forward(self, *columns: Columns) -> Features:
         """Computes features: (batch, heads, tokens, dim) -> (batch, heads, tokens, width).
 
-        `columns` are parts of the input along the last axis, as in [N1, q]; most maps do not
-        concatenate them.
+        `columns` are tensors whose concatenation along the last axis is the input, such as N1 and
+        q. Most maps do not form the concatenation.
         """
         raise NotImplementedError(f"{type(self).__name__} must override forward(*columns)")
 
@@ -199,7 +203,7 @@ class FeatureMap(nn.Module):
 
 
 class Operand(NamedTuple):
-    """Queries or keys, with features evaluated all at once or a few tokens at a time."""
+    """Queries or keys whose features are computed on demand, for all tokens or some of them."""
 
     feature_map: FeatureMap
     x: Tensor  # scaled, (batch, heads, tokens, d)
@@ -232,7 +236,10 @@ class Operand(NamedTuple):
         return self._replace(columns=zeros)
 
     def split(self, size: int) -> list["Operand"]:
-        """Splits tokens without slices, whose gradients would have the size of the whole tensor."""
+        """Splits the operand into parts of `size` tokens.
+
+        Slices are avoided, because their gradients would have the size of the whole tensor.
+        """
         x = self.x.split(size, dim=-2)
         mask, weight = (cut(y, size, len(x), dim=-1) for y in (self.mask, self.log_weight))
         if isinstance(self.columns, Projected):
@@ -245,7 +252,7 @@ class Operand(NamedTuple):
 
 
 def cut(x: Tensor | None, size: int, pieces: int, dim: int = -2) -> tuple[Tensor | None, ...]:
-    """Splits x along an axis; repeats x if it is None or if the axis has size 1."""
+    """Splits x along an axis; if x is None or the axis has size 1, every part is x itself."""
     if x is None or x.shape[dim] == 1 != pieces:
         return (x,) * pieces
     return x.split(size, dim=dim)

@@ -59,9 +59,9 @@ class _TrigonometricFeatures(FeatureMap):
 class _Favor2020Features(_TrigonometricFeatures):
     """FAVOR as first published: phi(x) = D_x sqrt(2 / m) cos(w_s . x + b_s).
 
-    D_x = exp(|x|^2 / 2) is exp(|q|^2 / (2 sqrt(d))) for the unscaled query, as in D_Q and D_K of
-    FAVOR. The phases b_s are uniform in [0, 2 pi). The estimate of exp(x . y) is unbiased; features
-    are signed.
+    In terms of the unscaled query q, D_x = exp(|x|^2 / 2) is exp(|q|^2 / (2 sqrt(d))), the D_Q or
+    D_K of FAVOR. The phases b_s are uniform in [0, 2 pi). The estimate of exp(x . y) is
+    unbiased; features are signed.
     """
 
     paper = "2006.03555, eqs. 5-12"
@@ -120,7 +120,10 @@ class _AbsFeatures(_GeneralizedFeatures):
 
 
 class _SignedFeatures(_GeneralizedFeatures):
-    """Generalized attention with a signed f and eps = 0; a nonzero eps would only hide failures."""
+    """Generalized attention with a signed f and eps = 0.
+
+    A nonzero eps would not make normalizers positive and would only hide failures.
+    """
 
     signed = True
     positive_kernel = False
@@ -157,7 +160,7 @@ class _ExpFeatures(FeatureMap):
 
 
 class _LearnableExpFeatures(FeatureMap):
-    """Exponential of a learned projection per head, phi(x) = exp(W x), initialized at random."""
+    """Exponential features phi(x) = exp(W x); W is learned for each head and starts random."""
 
     paper = "2302.01925, sec. 5.2"
     smooth = True
@@ -177,7 +180,7 @@ class _LearnableExpFeatures(FeatureMap):
 
 
 class _LearnableReluFeatures(_LearnableExpFeatures):
-    """ReLU of a learned projection per head: phi(x) = relu(W x) + eps."""
+    """ReLU features phi(x) = relu(W x) + eps; W is learned for each head and starts random."""
 
     smooth = False
     eps = _GeneralizedFeatures.eps
@@ -187,7 +190,7 @@ class _LearnableReluFeatures(_LearnableExpFeatures):
 
 
 class _EluFeatures(FeatureMap):
-    """Linear Transformer: phi(x) = elu(x) + 1, with the width of x."""
+    """Feature map of the Linear Transformer: phi(x) = elu(x) + 1, of the same width as x."""
 
     paper = "2006.16236, eq. 7"
     cost = "N d²"
@@ -197,7 +200,10 @@ class _EluFeatures(FeatureMap):
 
 
 class _CosformerFeatures(_EluFeatures):
-    """cosFormer: phi(x) = relu(x), with the width of x; see also `position="cosine"`."""
+    """Feature map of cosFormer: phi(x) = relu(x), of the same width as x.
+
+    cosFormer combines it with `position="cosine"`.
+    """
 
     paper = "2202.08791, eq. 7"
 
@@ -209,7 +215,7 @@ class _RfaFeatures(FeatureMap):
     """Base class of random feature attention, RFA (arXiv:2103.02143), section 3.1.
 
     Queries and keys are divided by their norms and multiplied by a learned scale per head and
-    dimension, which reparametrizes the width of the random rows.
+    dimension. This is equivalent to learning the standard deviations of the random rows.
     """
 
     paper = "2103.02143, sec. 3.1"

@@ -1,8 +1,8 @@
 """Deterministic features whose products are a polynomial in q . k, close to exp(q . k).
 
-On the sphere |x|^2 = rho, exp(x . y) is a sum over spherical harmonics of all degrees. Truncated
-at degree p, it is the polynomial of degree p with the smallest mean square error over directions;
-the Taylor polynomial at q . k = 0 has 1.5 to 2 times the error.
+On the sphere |x|^2 = rho, exp(x . y) is a sum over spherical harmonics of all degrees. Truncating
+the sum at degree p yields the polynomial of degree p with the smallest mean square error over
+directions. The error of the Taylor polynomial at q . k = 0 is 1.5 to 2 times as large.
 """
 
 import math
@@ -36,8 +36,8 @@ class _PolynomialFeatures(FeatureMap):
     <= 1.6.
 
     With fewer `num_features`, products of random projections replace the monomials of the highest
-    degree. The estimate is unbiased, but products can be negative, and half as many features give
-    10 times the error.
+    degree. The estimate is unbiased, but products can be negative, and with half of the features
+    the error is 10 times as large.
     """
 
     paper = "2402.18668; 1201.6530"
@@ -113,8 +113,10 @@ class _PolynomialFeatures(FeatureMap):
 def harmonics(square: Tensor, dim: int, degree: int) -> tuple[Tensor, list[Tensor]]:
     """Expands exp(x . y), where |x|^2 = |y|^2 = rho, in spherical harmonics up to degree 2 or 3.
 
-    Returns the logarithm of the mean of exp over the sphere, and positive weights w_0 to w_degree:
-    exp(x . y) ~= exp(log_mean) sum_n w_n (x . y)^n (Gegenbauer). `square` is rho, of any shape.
+    Returns log_mean, the logarithm of the mean of exp(x . y) over the sphere, and positive weights
+    w_0 to w_degree with exp(x . y) ~= exp(log_mean) sum_n w_n (x . y)^n, from Gegenbauer's
+    polynomials. `square` contains values of rho and has any shape.
+
     With nu = d / 2 - 1 and r_n = I_(nu + n)(rho) / I_nu(rho), the weights up to degree 3 are w_0 =
     1 - (nu + 2) r_2, w_1 = 2 (nu + 1) (r_1 - (nu + 3) r_3) / rho, w_2 = 2 (nu + 1) (nu + 2) r_2 /
     rho^2 and w_3 = (4 / 3) (nu + 1) (nu + 2) (nu + 3) r_3 / rho^3. Features are real if no w_n is
@@ -145,14 +147,17 @@ def harmonics(square: Tensor, dim: int, degree: int) -> tuple[Tensor, list[Tenso
 
 
 def _log_mean(square: Tensor, order: float) -> Tensor:
-    """Returns log(Gamma(nu + 1) (2 / rho)^nu I_nu(rho)) by two terms of Debye's expansion."""
+    """Returns log(Gamma(nu + 1) (2 / rho)^nu I_nu(rho)) from two terms of Debye's expansion."""
     root = (1 + square / order**2).sqrt()
     first = (3 / root - 5 / root**3 + 2) / (24 * order)
     return order * (root - 1 - ((1 + root) / 2).log()) - root.log() / 2 + first
 
 
 def _monomials(dim: int, power: int) -> Tensor:
-    """Returns integer matrices (power, dim, features); products of x @ matrices are monomials."""
+    """Returns matrices (power, dim, features) that select the factors of each monomial of x.
+
+    The first matrix also contains the number of orderings of the factors.
+    """
     chosen = torch.tensor([*combinations_with_replacement(range(dim), power)], device="cpu")
     rows = torch.nn.functional.one_hot(chosen, dim).double()  # [features, power, dim]
     orders = math.lgamma(power + 1) - torch.lgamma(rows.sum(dim=1) + 1).sum(dim=-1)

@@ -1,6 +1,6 @@
-"""Random projections x -> (w_1 . x, ..., w_m . x) of queries and keys, one draw per head.
+"""Random projections x -> (w_1 . x, ..., w_m . x) of queries and keys, drawn for each head.
 
-Positive features use E exp(w . z) = exp(|z|^2 / 2), which is true for rows with marginal
+Positive features use E exp(w . z) = exp(|z|^2 / 2), which holds for rows w with the marginal
 distribution N(0, I). Dependence between rows affects only the variance. Projections are modules
 because some are products of sparse factors, which are applied without forming the matrix.
 """
@@ -16,7 +16,7 @@ from molflt.attention.numerics import by_head, haar_rotation, options_of, rand64
 
 
 class Projection(nn.Module):
-    """Base class of projections of width `dim` with `rows` random rows per head.
+    """Base class of projections with `rows` random rows of width `dim` per head.
 
     Rows are drawn on the CPU in float64 and stored in buffers. A new projection overrides `_draw`
     and `forward`.
@@ -37,7 +37,7 @@ class Projection(nn.Module):
             self.register_buffer(name, torch.empty(drawn.shape, dtype=dtype).copy_(drawn))
 
     def _draw(self, generator: torch.Generator | None) -> dict[str, Tensor]:
-        """Returns the buffers of one head by name, on the CPU, with real numbers in float64."""
+        """Draws the buffers of one head, keyed by name, on the CPU; real numbers are in float64."""
         raise NotImplementedError
 
     def _draw_heads(self, generator: torch.Generator | None) -> dict[str, Tensor]:
@@ -46,7 +46,7 @@ class Projection(nn.Module):
 
     @torch.no_grad()
     def redraw_(self, generator: torch.Generator | None = None) -> None:
-        """Draws new rows in place, from a generator on the CPU, or from torch's global generator.
+        """Draws new rows in place from a CPU generator, by default torch's global generator.
 
         Equal generators give equal rows on any device; use the same seed on every rank.
         """
@@ -54,10 +54,10 @@ class Projection(nn.Module):
             self.get_buffer(name).copy_(value)
 
     def forward(self, *columns: Tensor) -> Tensor:
-        """Computes w_s . x, of shape (batch, heads, tokens, rows), in the precision of x.
+        """Computes w_s . x: (batch, heads, tokens, dim) -> (batch, heads, tokens, rows).
 
-        `columns` are x, (batch, heads, tokens, dim), usually q d^(-1/4), or tensors whose
-        concatenation along the last axis is x.
+        `columns` is x itself, usually q d^(-1/4), or several tensors whose concatenation along the
+        last axis is x. The result has the precision of x.
         """
         raise NotImplementedError(f"{type(self).__name__} must override forward(*columns)")
 
@@ -69,13 +69,13 @@ class Projection(nn.Module):
 
 
 class DenseProjection(Projection):
-    """Base class of projections stored as a matrix of O(m d) numbers; override `_draw_rows`."""
+    """Base class of projections stored as a matrix; subclasses override `_draw_rows`."""
 
     rows: Tensor  # (heads, rows, dim)
 
     @staticmethod
     def _draw_rows(rows: int, dim: int, generator: torch.Generator | None) -> Tensor:
-        """Returns the rows of one head, of shape (rows, dim), in float64 on the CPU."""
+        """Draws the rows of one head: a float64 tensor (rows, dim) on the CPU."""
         raise NotImplementedError
 
     def _draw(self, generator: torch.Generator | None) -> dict[str, Tensor]:
@@ -91,7 +91,7 @@ class DenseProjection(Projection):
 
 
 class _IidProjection(DenseProjection):
-    """Rows drawn independently from N(0, I); unbiased."""
+    """Rows drawn independently from N(0, I); the kernel estimate is unbiased."""
 
     paper = "2006.03555, sec. 2.3"
 
@@ -134,9 +134,9 @@ class _SphereProjection(DenseProjection):
 
 
 class SobolProjection(DenseProjection):
-    """Rows from scrambled Sobol points, mapped to N(0, I) by the inverse normal CDF; unbiased.
+    """Rows that are scrambled Sobol points, mapped to N(0, I) by the inverse normal CDF.
 
-    The points fill space most evenly if `rows` is a power of two.
+    The kernel estimate is unbiased. The points fill space most evenly if `rows` is a power of two.
     """
 
     paper = "1412.8293"
@@ -153,10 +153,11 @@ class SobolProjection(DenseProjection):
 
 
 class _FactoredProjection(Projection):
-    """Base class of products of sparse orthogonal factors; override `_draw_factors` and `_rotate`.
+    """Base class of projections that are products of sparse orthogonal factors.
 
-    Rows form independent blocks of `size`, with norms from the chi distribution with `size` degrees
-    of freedom. Tokens are the last dimension, which gives long contiguous runs in memory.
+    Subclasses override `_draw_factors` and `_rotate`. Rows form independent blocks of `size` rows.
+    Their norms follow the chi distribution with `size` degrees of freedom. `_rotate` receives
+    tokens along the last dimension, which gives long contiguous runs in memory.
     """
 
     norms: Tensor  # (heads, rows)
@@ -171,7 +172,7 @@ class _FactoredProjection(Projection):
         return -(-self.num_rows // self.size)
 
     def _draw_factors(self, generator: torch.Generator | None) -> dict[str, Tensor]:
-        """Returns the buffers of one head that define the factors of its blocks."""
+        """Draws the buffers that define the factors of all blocks of one head."""
         raise NotImplementedError
 
     def _rotate(self, x: Tensor) -> Tensor:
@@ -230,9 +231,9 @@ class _GivensProjection(_FactoredProjection):
 
     A layer permutes the coordinates at random and rotates the dim // 2 pairs (2 k, 2 k + 1) by
     uniformly distributed angles. Each block has `LAYERS_PER_LEVEL` ceil(log2 dim) separate layers.
-    E w = 0 and E w w^T = I are exact. The worst z is along an axis: at d = 64, its kernel is too
-    large by 0.2 % at |z| = 1 and by 3 % at |z| = 2. On a CPU, this is 10 times slower than a dense
-    matrix at d = 64. Source: Choromanski et al. 2019, Unifying orthogonal Monte Carlo.
+    E w = 0 and E w w^T = I are exact. The error is largest for z along an axis: at d = 64, the
+    kernel is too large by 0.2 % at |z| = 1 and by 3 % at |z| = 2. On a CPU, this is 10 times slower
+    than a dense matrix at d = 64. Source: Choromanski et al. 2019, Unifying orthogonal Monte Carlo.
     """
 
     paper = "2006.03555, sec. 2.4"

@@ -63,7 +63,8 @@ def linear_in_chunks(
 class KeySums(NamedTuple):
     """Sums over the keys of linear attention: sum_j phi(k_j) [v_j, 1] = context exp(log_max).
 
-    log_max is the maximum of the log features over keys. It cancels as in `_stabilize`.
+    log_max is the maximum over keys of the logarithm of each feature. It cancels in ratios, as in
+    `_stabilize`.
     """
 
     context: Tensor  # (batch, heads, m, dv + 1); (dv + 1) p columns with a positional kernel
@@ -81,7 +82,7 @@ class KeySums(NamedTuple):
 
 
 def absorb(key: Operand, value: Tensor, right: Tensor | None = None) -> KeySums:
-    """Sums over keys with `value` (batch, heads, keys, dv); `right` is the kernel factor V."""
+    """Computes sums over keys with values (batch, heads, keys, dv); `right` is the factor V."""
     phi = key.features().at_least_float32()
     with torch.autocast(value.device.type, enabled=False):
         value = F.pad(at_least_float32(value), (0, 1), value=1.0)
@@ -98,7 +99,7 @@ def absorb(key: Operand, value: Tensor, right: Tensor | None = None) -> KeySums:
 
 
 def answer(query: Operand, keys: KeySums, left: Tensor | None = None) -> Sums:
-    """Computes the sums of queries over absorbed keys; `left` is the kernel factor U."""
+    """Computes the sums of each query over absorbed keys; `left` is the factor U of the kernel."""
     phi = query.features().at_least_float32()
     with torch.autocast(keys.context.device.type, enabled=False):
         log_max = None if keys.log_max is None else finite(keys.log_max)  # infinite if masked

@@ -28,12 +28,12 @@ def softmax(
     """Computes softmax attention with an additive mask in O(N^2) (FLT, arXiv:2302.01925, eq. 1).
 
     Args:
-        query: (batch, heads, queries, d), scaled; their products with the keys are the logits.
+        query: (batch, heads, queries, d), scaled; products of queries and keys are the logits.
         key: (batch, heads, keys, d), scaled.
         value: (batch, heads, keys, dv).
         bias: f(r_i - r_j), broadcastable to (batch, heads, queries, keys).
-        key_mask: broadcastable to (batch, heads, keys), True where a key exists. Rows without any
-            key are 0.
+        key_mask: broadcastable to (batch, heads, keys), True where a key exists. The result is 0
+            for queries without any key.
         dropout: probability of dropping an attention weight.
         causal: each query attends to keys up to its position, and the last query to all keys.
     """
@@ -62,7 +62,7 @@ def softmax(
 def joined_bias(
     bias: Tensor | None, log_weight: Tensor | None, query: Tensor, key: Tensor
 ) -> Tensor | None:
-    """Returns the bias of the encoding plus the log weights of keys, for the logits of softmax."""
+    """Returns the term that softmax adds to its logits: the bias plus the log weights of keys."""
     sizes = query.shape[-2], key.shape[-2]
     if bias is not None and bias.shape[-2:] != sizes:
         raise ValueError(

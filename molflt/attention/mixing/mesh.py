@@ -72,8 +72,8 @@ def linear_with_mesh(
 ) -> Sums:
     """Computes sums with A_ij = (h(r_i - r_j) + w_ij) phi(q_i) . phi(k_j) in linear time.
 
-    sum_a phi_a(q_i) sum_j h(r_i - r_j) [phi_a(k_j) v_j] is computed one head and a few features at
-    a time and recomputed in the backward pass.
+    sum_a phi_a(q_i) sum_j h(r_i - r_j) [phi_a(k_j) v_j] is computed for one head and a few features
+    at a time and is recomputed in the backward pass.
     """
     with torch.autocast(value.device.type, enabled=False):
         phi_q, phi_k, shift = _stabilize(query.at_least_float32(), key.at_least_float32())
@@ -99,7 +99,7 @@ def linear_with_mesh(
 
 
 def _part(query: Tensor, key: Tensor, value: Tensor, kernel: MeshKernel, head: int) -> Tensor:
-    """Returns the sums over m' features of a head, of shape (n', dv)."""
+    """Returns the sums of one head over the given features, (tokens of the kernel, dv)."""
     with torch.autocast(value.device.type, enabled=False):
         q, k, v = (x.flatten(0, 1).index_select(0, kernel.rows) for x in (query, key, value))
         products = (k[:, :, None] * v[:, None, :]).flatten(1)

@@ -48,7 +48,7 @@ class Pairs(NamedTuple):
 
 
 class SortedPairs(NamedTuple):
-    """The weights of `Pairs` in the order of their queries."""
+    """Pairs sorted by query, as the pattern and the weights of sparse matrices."""
 
     pattern: Pattern  # rows are queries of all graphs, columns are keys of all graphs
     weight: Tensor  # (heads or 1, pairs)
@@ -72,7 +72,7 @@ def _pair_sums(phi_q: Tensor, phi_k: Tensor, value: Tensor, pairs: Pairs | Sorte
 
 
 def _sparse_sums(phi_q: Tensor, phi_k: Tensor, value: Tensor, pairs: SortedPairs) -> Tensor:
-    """Computes `_pair_sums` one head at a time, without copying features of pairs."""
+    """Computes `_pair_sums` one head at a time, without gathering features for each pair."""
     weight = at_least_float32(pairs.weight).expand(phi_q.shape[1], -1)
     found = []
     for *tokens, w in zip(
@@ -104,7 +104,7 @@ def with_exact_pairs(
 ) -> Sums:
     """Adds the exact terms s exp(q_i . k_j + f_ij) of pairs to sums over keys.
 
-    Queries and keys (batch, heads, tokens, d) are scaled. The mask is broadcastable to (batch,
+    Queries and keys (batch, heads, tokens, d) are scaled. `key_mask` is broadcastable to (batch,
     heads, keys) and False for missing or dropped keys.
     """
     assert pairs.exact is not None
@@ -145,7 +145,7 @@ def _weighted(value: Tensor, weight: Tensor, b: Tensor, j: Tensor) -> Tensor:
 
 
 def products(left: Tensor, right: Tensor, pairs: Pairs) -> Tensor:
-    """Returns U_i . V_j of pairs: (batch or 1, heads or 1, n, p) each -> (heads, pairs)."""
+    """Returns U_i . V_j of pairs, (heads, pairs), for U and V (batch or 1, heads or 1, n, p)."""
     batch = max(left.shape[0], right.shape[0])
     if undecided(batch * left.shape[-2] * right.shape[-2] <= 4 * pairs.query.shape[0], True):
         # For few tokens this is cheaper than gathering the factors.

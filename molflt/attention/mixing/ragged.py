@@ -1,7 +1,7 @@
-"""Kernelized attention of ragged graphs with a positional kernel, fused in Triton kernels.
+"""Kernelized attention with a positional kernel for graphs of different sizes, in Triton kernels.
 
-Only m features per token and a state of 2 r m (dv + 1) numbers per graph are stored, not Fourier
-factors or products with them.
+Each token needs memory for m features, and each graph for a state of 2 r m (dv + 1) numbers.
+Fourier factors and products with them are not stored.
 """
 
 import importlib.util
@@ -50,14 +50,14 @@ class Waves(NamedTuple):
     coefficients: Tensor
     """c (graphs or 1, heads, r), real or complex"""
     counts: Tensor | None = None
-    """(graphs,), numbers of nodes if there is padding"""
+    """(graphs,), number of nodes of each graph; None if all have r nodes"""
 
 
 class Ragged(NamedTuple):
     """Tokens of consecutive graphs; rows of `pieces` are (graph, first token, end)."""
 
     graph: Tensor
-    """(tokens,), ascending"""
+    """(tokens,), graph of each token, ascending"""
     pieces: Tensor
     """(pieces, 3), for sums over tokens"""
     ends: Tensor
@@ -65,11 +65,14 @@ class Ragged(NamedTuple):
     blocks: Tensor
     """(blocks, 3), pieces of at most `_BLOCK` tokens"""
     block_ends: Tensor
-    """(graphs + 1,)"""
+    """(graphs + 1,), like `ends`, for blocks"""
 
     @classmethod
     def of(cls, first: list[int], device: torch.device) -> "Ragged":
-        """Cuts graphs into pieces; `first` lists first tokens, followed by the number of tokens."""
+        """Cuts graphs into pieces.
+
+        `first` lists the first token of each graph, followed by the total number of tokens.
+        """
         counts = [stop - start for start, stop in itertools.pairwise(first)]
         graph = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts, dtype=torch.long))
         pieces = _cut(first, [max(_PIECE, -(-count // _PIECES)) for count in counts])
@@ -78,7 +81,7 @@ class Ragged(NamedTuple):
 
 
 def _cut(first: list[int], sizes: list[int]) -> tuple[Tensor, Tensor]:
-    """Returns the pieces of each graph, with lengths from `sizes`, and `ends` as in `Ragged`."""
+    """Cuts each graph into pieces of the length in `sizes`; returns `pieces` and `ends`."""
     rows: list[tuple[int, int, int]] = []
     ends = [0]
     for graph, (start, stop) in enumerate(itertools.pairwise(first)):
@@ -100,8 +103,8 @@ def ragged(
 ) -> Sums:
     """Computes `linear_with_kernel` within each graph; supports only first derivatives.
 
-    Rows of the batch are joined. Each row is one graph, except that the only row of a batch may
-    contain several graphs.
+    Each row of the batch is one graph, but a batch of a single row may contain several graphs. Rows
+    are joined before the computation.
 
     Args:
         query, key, value, pairs: see `linear_with_kernel`.
@@ -210,7 +213,7 @@ class _State(torch.autograd.Function):
 
 
 class _Output(torch.autograd.Function):
-    """Products of the state of each graph with exp(2 pi i xi . r) phi of its tokens."""
+    """Contraction of the state of a graph with exp(2 pi i xi . r) phi for each of its tokens."""
 
     @staticmethod
     def forward(
@@ -269,7 +272,7 @@ def _tokens(
     ones: bool = False,
     turns: bool = False,
 ) -> tuple[Any, ...]:
-    """Returns gradients with respect to w, phi, positions and nodes, from `token_kernel`."""
+    """Returns gradients with respect to w, phi, positions and nodes; None for omitted ones."""
     from molflt.attention.mixing import triton_kernels as kernels
 
     (heads, count, m), axes, blocks = phi.shape, place.shape[1], tokens.blocks
@@ -311,7 +314,7 @@ def _power(size: int) -> int:
 
 
 def _summed(x: Tensor, ends: Tensor) -> Tensor:
-    """Sums the pieces of each graph in order: (pieces, ...) -> (graphs, ...)."""
+    """Sums over the pieces of each graph, in order: (pieces, ...) -> (graphs, ...)."""
     from molflt.attention.mixing import triton_kernels as kernels
 
     out = x.new_empty(len(ends) - 1, *x.shape[1:])

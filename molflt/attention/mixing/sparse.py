@@ -14,7 +14,7 @@ _TRANSIENT = 2**22  # largest number of elements per piece of the plain form
 
 
 class Pattern(NamedTuple):
-    """Entries of a sparse matrix: mesh points of each token, or keys of each query."""
+    """Row and column of each entry of a sparse matrix, such as token and mesh point."""
 
     begin: Tensor  # (rows + 1,) int32, start of each row in `places`
     places: Tensor  # (n,) int32, columns; a row may contain a column several times
@@ -24,7 +24,7 @@ class Pattern(NamedTuple):
 
     @classmethod
     def of(cls, row: Tensor, column: Tensor, rows: int, columns: int) -> "Pattern":
-        """Builds the pattern from the rows and columns (n,) of entries sorted by row, int64."""
+        """Builds the pattern from int64 row and column indices, each (n,), sorted by row."""
         order = column.argsort(stable=True)
         starts = _begin(row, rows), _begin(column, columns)
         return cls(starts[0], column.int(), order.int(), starts[1], row[order].int())
@@ -35,7 +35,7 @@ class Pattern(NamedTuple):
         return len(self.begin) - 1, len(self.begin_sorted) - 1
 
     def rows(self) -> Tensor:
-        """Returns the row of each entry, of shape (n,), int32."""
+        """Returns the row of each entry as an int32 tensor (n,)."""
         number = torch.arange(self.size[0], dtype=torch.int32, device=self.begin.device)
         return number.repeat_interleave(self.begin.diff(), output_size=len(self.places))
 
@@ -47,7 +47,7 @@ def _begin(index: Tensor, size: int) -> Tensor:
 
 
 def _sparse(pattern: Pattern, weight: Tensor, transposed: bool = False) -> Tensor:
-    """Returns the sparse matrix (rows, columns) with weights (n,), or its transpose."""
+    """Returns the sparse matrix (rows, columns) with entries `weight` (n,), or its transpose."""
     begin, places, size = pattern.begin, pattern.places, pattern.size
     if transposed:
         begin, places, size = pattern.begin_sorted, pattern.rows_sorted, size[::-1]
@@ -60,14 +60,14 @@ def _sparse(pattern: Pattern, weight: Tensor, transposed: bool = False) -> Tenso
 
 
 def spread(weight: Tensor, x: Tensor, pattern: Pattern) -> Tensor:
-    """Returns sum_i w_ip x_i: weights (n,) of the entries, x (rows, c) -> (columns, c)."""
+    """Returns sum_i w_ip x_i, (columns, c), for x (rows, c) and the weights (n,) of the entries."""
     if has_sparse_products(weight):
         return cast(Tensor, _Product.apply(weight, x, pattern, True))
     return _plain(weight, x, pattern.rows(), pattern.places, pattern.size[1])
 
 
 def gather(weight: Tensor, y: Tensor, pattern: Pattern) -> Tensor:
-    """Returns sum_p w_ip y_p: weights (n,) of the entries, y (columns, c) -> (rows, c)."""
+    """Returns sum_p w_ip y_p, (rows, c), for y (columns, c) and the weights (n,) of the entries."""
     if has_sparse_products(weight):
         return cast(Tensor, _Product.apply(weight, y, pattern, False))
     return _plain(weight, y, pattern.places, pattern.rows(), pattern.size[0])
@@ -83,14 +83,17 @@ def _plain(weight: Tensor, x: Tensor, source: Tensor, target: Tensor, size: int)
 
 
 def correlate(x: Tensor, y: Tensor, pattern: Pattern) -> Tensor:
-    """Returns x_i . y_p for each entry: (rows, channels) and (columns, channels) -> (n,)."""
+    """Returns x_i . y_p for each entry, (n,), for x (rows, c) and y (columns, c)."""
     if not has_sparse_products(x):
         return (x[pattern.rows()] * y[pattern.places]).sum(dim=-1)
     return cast(Tensor, _Correlate.apply(x, y, pattern))
 
 
 def has_sparse_products(weight: Tensor) -> bool:
-    """Returns True if sparse-dense products are supported here; transforms do not support them."""
+    """Returns True if the device of `weight` supports products of sparse and dense matrices.
+
+    Returns False inside `torch.func` transforms, which do not support them.
+    """
     if in_transform():
         return False
     return weight.is_cuda or (weight.device.type == "cpu" and torch.backends.mkl.is_available())

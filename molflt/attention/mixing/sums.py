@@ -26,12 +26,12 @@ class Sums(NamedTuple):
     """(batch, heads, queries, 1), or a scalar 0"""
 
     def ratio(self, floor: float = 0.0, divisor: "Sums | None" = None) -> Tensor:
-        """Returns sum_j A_ij v_j / sum_j A_ij; 0, without gradient, if all keys are masked.
+        """Returns sum_j A_ij v_j / sum_j A_ij, or 0 without a gradient if all keys are masked.
 
         Args:
             floor: lower bound on |sum_j A_ij|. Smaller sums are replaced by `floor` with the sign
-                of the sum. It applies to the sum itself, not to the scaled `normalizer`, and is the
-                same in every form.
+                of the sum. The bound applies to the sum itself, not to the scaled `normalizer`, and
+                therefore has the same effect in every form of attention.
             divisor: sums whose normalizer is used as the divisor.
         """
         numerator, normalizer, log_scale = self
@@ -48,12 +48,12 @@ class Sums(NamedTuple):
         return (numerator / normalizer.masked_fill(empty, 1.0)).masked_fill(empty, 0.0)
 
     def extensive(self, kept: float = 1.0) -> Tensor:
-        """Returns sum_j A_ij v_j, divided by the fraction of keys kept by dropout; can overflow."""
+        """Returns sum_j A_ij v_j, divided by the share of keys that dropout keeps; can overflow."""
         return self.numerator * self.log_scale.exp() / kept
 
 
 def _stabilize(query: Features, key: Features) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns scaled phi_q and phi_k of a whole sequence, and the log of the removed factor."""
+    """Returns scaled phi_q and phi_k of a whole sequence, and the log of the factor divided out."""
     # For each feature, the maximum over the valid keys of the sequence is moved to the queries.
     # Each query then subtracts its maximum over features. Both shifts cancel in the ratio of sums
     # and need no gradients. For positive features, the largest term of a normalizer is exactly 1.
@@ -66,7 +66,10 @@ def _stabilize(query: Features, key: Features) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _stable_query(query: Features, key_max: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Returns phi_q times the maxima of the keys, divided by the largest scale, and its log."""
+    """Multiplies phi_q by the maxima of the keys and divides it by its largest scale.
+
+    Returns the result and the logarithm of this scale.
+    """
     log_q = query.log_scale
     if key_max is not None:
         log_q = key_max.expand(*key_max.shape[:2], query.tokens, -1) + (
@@ -81,7 +84,10 @@ def _stable_query(query: Features, key_max: Tensor | None) -> tuple[Tensor, Tens
 
 
 def _per_token(features: Features) -> tuple[Tensor, Tensor | None]:
-    """Divides features by the largest scale of the token; also returns its log (-inf if masked)."""
+    """Divides the features of each token by their largest scale.
+
+    Also returns the logarithm of this scale, -inf for masked tokens; None if the scale is 1.
+    """
     if features.log_scale is None:
         return features.materialize(), None
     top = features.log_scale.detach().amax(dim=-1, keepdim=True)
@@ -94,6 +100,9 @@ def _causal_mask(queries: int, keys: int, device: torch.device | None = None) ->
 
 
 def drop_keys(key: Tensor, mask: Tensor | None, rate: float) -> Tensor:
-    """Draws a mask (batch, heads, keys) without 1 / (1 - rate), a factor that cancels in ratios."""
+    """Draws a mask (batch, heads, keys) that drops keys with probability `rate`.
+
+    Values are not multiplied by 1 / (1 - rate), because this factor cancels in ratios.
+    """
     kept = torch.rand(key.shape[:-1], device=key.device) >= rate
     return kept if mask is None else kept & mask

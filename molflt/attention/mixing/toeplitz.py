@@ -32,7 +32,7 @@ def toeplitz(
     causal: bool = False,
     method: str = "auto",
 ) -> Sums:
-    """Computes kernelized attention with a kernel of the offset, c = exp(log_kernel).
+    """Computes kernelized attention with a kernel c = exp(log_kernel) that depends on the offset.
 
     "fft" (NPRF, arXiv:2106.12566, eqs. 11-13) takes O(m dv N log N) time and O(N) memory. Rounding
     errors are relative to the largest key and the largest c of the whole sequence, including later
@@ -72,7 +72,7 @@ def toeplitz(
 
 
 def dense_log_kernel(log_kernel: Tensor, queries: int, keys: int) -> Tensor:
-    """Returns the matrix (heads, queries, keys) of a kernel in the format of `toeplitz`."""
+    """Expands a kernel in the format of `toeplitz` to its matrix (heads, queries, keys)."""
     layout = _Layout.of(log_kernel, queries, keys)
     if queries == 0 or keys == 0:
         return log_kernel.new_zeros(len(log_kernel), queries, keys)
@@ -80,7 +80,7 @@ def dense_log_kernel(log_kernel: Tensor, queries: int, keys: int) -> Tensor:
 
 
 def toeplitz_matmul(kernel: Tensor, x: Tensor) -> Tensor:
-    """Returns sum_j kernel[j - i + rows - 1] x_j by FFT in O(L log L).
+    """Computes sum_j kernel[j - i + rows - 1] x_j by FFT, in O(L log L) for L rows and columns.
 
     Shapes: kernel (heads, rows + columns - 1), x (heads, columns, r) -> (heads, rows, r).
     """
@@ -91,7 +91,7 @@ def toeplitz_matmul(kernel: Tensor, x: Tensor) -> Tensor:
 
 
 class _Layout(NamedTuple):
-    """Shapes of the grids of queries and keys: (tokens,), or (rows, W) with full rows."""
+    """Shapes of the grids of queries and keys: (tokens,), or (rows, W), padded to full rows."""
 
     query: tuple[int, ...]
     key: tuple[int, ...]
@@ -121,28 +121,28 @@ class _Layout(NamedTuple):
         return math.prod(self.query[1:])
 
     def cut(self, kernel: Tensor) -> Tensor:
-        """Returns the kernel at the offsets that occur, of shape (heads, n + k - 1 per axis)."""
+        """Selects the offsets that occur: n + k - 1 along an axis with n queries and k keys."""
         if len(self.query) == 1:
             return kernel
         height = (kernel.shape[1] + 1) // 2
         return kernel[:, height - self.query[0] : height - 1 + self.key[0]]
 
     def future(self, kernel: Tensor) -> Tensor:
-        """Returns a mask of the offsets of keys after the query in row-major order."""
+        """Returns a mask of offsets, True where the key follows the query in row-major order."""
         offsets = torch.arange(kernel[0].numel(), device=kernel.device).view(kernel.shape[1:])
         if len(self.query) == 1:
             return offsets >= self.key[0]  # j - i > keys - queries
         return offsets > kernel[0].numel() // 2
 
     def spectrum(self, kernel: Tensor) -> Tensor:
-        """Returns the transform of a kernel (heads, n + k - 1 per axis), for `convolve`."""
+        """Returns the Fourier transform, for `convolve`, of a kernel in the format of `cut`."""
         axes = tuple(range(1, kernel.ndim))
         missing = [n - size for n, size in zip(self.lengths, kernel.shape[1:], strict=True)]
         kernel = F.pad(kernel.flip(axes), [x for n in missing[::-1] for x in (0, n)])
         return torch.fft.rfftn(kernel.roll([1 - k for k in self.key], axes), dim=axes)
 
     def convolve(self, x: Tensor, spectrum: Tensor) -> Tensor:
-        """Returns Toeplitz products: (..., keys) -> (..., queries of full rows)."""
+        """Multiplies by the Toeplitz matrix: (..., keys) -> (..., queries, padded to full rows)."""
         axes = tuple(range(-len(self.key), 0))
         extra = math.prod(self.key) - x.shape[-1]
         x = (F.pad(x, (0, extra)) if extra else x).unflatten(-1, self.key)
@@ -241,7 +241,7 @@ def _faster(layout: _Layout, m: int, dv: int) -> str:
 
 
 def _dense(kernel: Tensor, key: tuple[int, ...]) -> Tensor:
-    """Returns the matrix of a kernel: (heads, n + k - 1 per axis) -> (heads, queries, keys)."""
+    """Expands a kernel in the format of `_Layout.cut` to its matrix (heads, queries, keys)."""
     axes = tuple(range(1, kernel.ndim))
     for axis in axes:
         kernel = kernel.unfold(axis, key[axis - 1], 1)  # the gradient needs no scattered sums

@@ -40,7 +40,7 @@ def state_kernel(
     m, n, axes, nodes, ONES: tl.constexpr,
     BLOCK: tl.constexpr, M: tl.constexpr, N: tl.constexpr, L: tl.constexpr,
 ):  # fmt: skip
-    """Computes the contribution of one piece to the state of a head, a node and M features."""
+    """Computes the contribution of one piece to the state, for a head, a node and M features."""
     piece, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     parts = tl.cdiv(m, M)
     node, part = tl.program_id(2) // parts, tl.program_id(2) % parts
@@ -81,10 +81,10 @@ def token_kernel(
     m, n, axes, nodes, ONES: tl.constexpr, TURNS: tl.constexpr,
     BLOCK: tl.constexpr, M: tl.constexpr, N: tl.constexpr, L: tl.constexpr,
 ):  # fmt: skip
-    """Computes gradients of one piece and head with respect to w, phi, r, xi; skips None outputs.
+    """Computes the gradients with respect to w, phi, r and xi for one piece and head.
 
-    Shapes: to_w (heads, tokens, width), to_phi (heads, tokens, m), to_where (heads, tokens, l) and
-    to_xi (pieces, heads, parts, r, l).
+    Outputs that are None are skipped. Shapes: to_w (heads, tokens, width), to_phi (heads, tokens,
+    m), to_where (heads, tokens, l) and to_xi (pieces, heads, parts, r, l).
     """
     piece, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     parts = tl.cdiv(m, M)
@@ -144,7 +144,7 @@ def token_kernel(
 
 @triton.jit
 def sum_kernel(x, ends, out, size, BLOCK: tl.constexpr):
-    """Sums consecutive pieces of each graph in order: (pieces, size) -> (graphs, size)."""
+    """Sums over the pieces of each graph, in order: (pieces, size) -> (graphs, size)."""
     graph = tl.program_id(0).to(tl.int64)
     place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = place < size

@@ -1,4 +1,4 @@
-"""Base class of rules that sample a spectrum, to replace the integral of FLT, eq. 4, with a sum."""
+"""Base class of rules that approximate the integral of FLT, eq. 4, by a sum over nodes."""
 
 from typing import ClassVar
 
@@ -16,7 +16,7 @@ class Nodes(nn.Module):
 
     paper: ClassVar[str] = ""  #: source of the rule
     random: ClassVar[bool] = False  #: True if nodes are drawn at random
-    normalized = False  #: True if the weights of each shell sum to 1, for `ShellWeights`
+    normalized = False  #: True if the weights of each shell sum to 1, as `ShellWeights` needs
     num_nodes: int  #: number of nodes r
     dim: int  #: dimension l of positions
 
@@ -34,7 +34,7 @@ class Nodes(nn.Module):
 
     @classmethod
     def sizes(cls, spectrum: Spectrum, num_nodes: int | None) -> dict[str, object]:
-        """Returns constructor arguments that depend on the spectrum, for rules built by name."""
+        """Returns the constructor arguments that follow from the spectrum and `num_nodes`."""
         count = {} if num_nodes is None else {"num_nodes": num_nodes}
         return {"heads": spectrum.heads, "dim": spectrum.dim, **count}
 

@@ -46,18 +46,19 @@ class Lattice(NamedTuple):
 def free_extent(
     positions: Tensor, graph: Tensor, cell: Tensor, pbc: Tensor, smooth: bool = False
 ) -> Tensor:
-    """Returns the extents of each graph perpendicular to its periodic lattice vectors: (b, 3), Å.
+    """Returns the extents (b, 3) of graphs along their nonperiodic directions, in Å.
 
-    The extent is 0 for the periodic directions, which come first, and for graphs without atoms. It
+    The extent is 0 along periodic directions, which come first, and for graphs without atoms. It
     does not change if the graph is shifted or if an atom moves by a lattice vector.
 
     Args:
-        positions: (n, 3), Å.
+        positions: (n, 3), in Å.
         graph: (n,), index of the graph of each atom.
         cell, pbc: see `reciprocal_nodes`.
         smooth: replace the largest and smallest coordinates, whose slopes jump when a different
-            atom becomes the outermost, with logarithms of mean exponentials. These are analytic,
-            are the same in supercells, and lie at most log(n) / 4 Å further inside on each side.
+            atom becomes the outermost, with logarithms of mean exponentials. These are analytic and
+            the same in supercells. On each side, they lie at most log(n) / 4 Å inside the outermost
+            of n atoms.
     """
     rows, periodic = _sorted_rows(cell, pbc)
     along = (positions[:, None] * rows[graph].to(positions.dtype)).sum(dim=-1)  # [n, 3]
@@ -77,13 +78,16 @@ def free_extent(
 
 
 def _largest(x: Tensor, graph: Tensor, graphs: int) -> Tensor:
-    """Returns the maximum over each graph: (n, 3) -> (graphs, 3); -inf for empty graphs."""
+    """Returns maxima over the atoms of each graph: (n, 3) -> (graphs, 3); -inf without atoms."""
     start = x.new_full((graphs, x.shape[1]), -math.inf)
     return start.scatter_reduce(0, graph[:, None].expand_as(x), x, "amax")
 
 
 def _sorted_rows(cell: Tensor, pbc: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns lattice vectors, then unit normals, (b, 3, 3), and a mask (b, 3) of the vectors."""
+    """Returns periodic lattice vectors followed by unit normals, as rows (b, 3, 3).
+
+    Also returns a mask (b, 3), True for lattice vectors.
+    """
     cell = _reduced(at_least_float32(cell), pbc)  # skewed cells lose digits in cross products
     order = (~pbc).to(torch.uint8).argsort(dim=1, stable=True)
     given = cell.gather(1, order[..., None].expand(-1, -1, 3))
@@ -102,7 +106,7 @@ def _sorted_rows(cell: Tensor, pbc: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _reduced(cell: Tensor, pbc: Tensor) -> Tensor:
-    """Returns short vectors of the same lattice by Gauss reduction; 0 for nonperiodic axes."""
+    """Shortens lattice vectors by Gauss reduction; sets the rows of nonperiodic axes to 0."""
     rows = cell.masked_fill(~pbc[..., None], 0.0)
     combination, dependent = _reduction(rows.detach().double())
     # Elementwise products and sums leave a reduced cell bitwise unchanged.
@@ -112,7 +116,10 @@ def _reduced(cell: Tensor, pbc: Tensor) -> Tensor:
 
 @searched(lambda cell: (torch.empty_like(cell), cell.new_empty(cell.shape[:2], dtype=torch.bool)))
 def _reduction(cell: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns coefficients (b, 3, 3) of short vectors, and a mask (b, 3) of those that are zero."""
+    """Finds short vectors as integer combinations of the rows of cells.
+
+    Returns the coefficients (b, 3, 3), and a mask (b, 3), True for short vectors that are 0.
+    """
     combination = torch.eye(3, dtype=torch.float64, device=cell.device)
     combination = combination.repeat(len(cell), 1, 1)
     short = cell.clone()

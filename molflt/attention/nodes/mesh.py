@@ -5,8 +5,8 @@ token as there are nodes G, whose number grows with the cell. Instead, B-splines
 the points of a mesh, which is convolved with the kernel, and the same splines interpolate the
 result at the tokens, as in smooth particle mesh Ewald sums (Essmann et al., J. Chem. Phys. 103,
 8577 (1995)). Only low frequencies are needed; products with three small matrices of waves replace
-fast Fourier transforms. The result is invariant under shifts, changes of the cell and supercells
-only up to the interpolation error; with `reciprocal_nodes`, it is exactly invariant.
+fast Fourier transforms. Shifts, another choice of the cell, and supercells change the result by up
+to the interpolation error; they do not change the result of `reciprocal_nodes`.
 """
 
 import math
@@ -22,8 +22,8 @@ from molflt.attention.numerics import distances, sinc
 OVERSAMPLING = {4: 1.25, 5: 1.25, 6: 2.0, 8: 2.0}
 """Points per half of the shortest wavelength, for each spline order.
 
-Relative errors of kernelized attention with the positive taper are at most 3e-3, 6e-4, 6e-6 and
-2e-7; errors of its gradients with respect to positions are up to ten times as large."""
+For these orders, relative errors of kernelized attention with the positive taper are at most 3e-3,
+6e-4, 6e-6 and 2e-7. Errors of gradients with respect to positions are up to ten times as large."""
 
 # Largest number of mesh points of a graph; 10^6 atoms need a fifth of this number and about 5 GB. A
 # larger number suggests a mistake in the cell or in the frequencies.
@@ -88,9 +88,10 @@ class Mesh(NamedTuple):
         )
 
     def stencil(self, fractional: Tensor, order: int) -> tuple[Tensor, Tensor]:
-        """Returns the p^3 mesh points around each token and their weights: (tokens, p^3) each.
+        """Returns the indices and weights of the p^3 mesh points around each token.
 
-        Weights sum to 1. `fractional` contains the fractional coordinates, of shape (tokens, 3).
+        Both are (tokens, p^3) for splines of order p. The weights of a token sum to 1. `fractional`
+        contains the fractional coordinates of the tokens, (tokens, 3).
         """
         index, weight = [], []
         for axis, side in enumerate(self.sides):
@@ -107,7 +108,10 @@ class Mesh(NamedTuple):
         return flat, (product[:, :, None] * c[:, None, :]).flatten(1)
 
     def convolve(self, grid: Tensor, coefficients: Tensor) -> Tensor:
-        """Convolves values (points, channels); `coefficients` (r,) are g(xi) times `weights`."""
+        """Convolves values on the mesh, (points, channels), with the kernel.
+
+        `coefficients` (r,) are g(xi) times `weights`.
+        """
         first, second, third = (wave.to(grid.dtype) for wave in self.waves)
         (n, _, last), (a, b, c) = self.sides, self.inside.shape
         # Each product leaves the axes in the order that the next product needs.
@@ -131,8 +135,8 @@ def check_order(order: int) -> None:
 def splines(t: Tensor, order: int) -> Tensor:
     """Returns the cardinal B-splines M_p(t + p - 1), ..., M_p(t): (...) -> (..., p).
 
-    They are positive and sum to 1. t is the distance from the last point at or before a token, in
-    units of the mesh spacing.
+    They are positive and sum to 1. t is the distance of a token from the last mesh point at or
+    before it, in units of the mesh spacing.
     """
     # Recursion from Essmann et al., eq. 4.1: M_n(u) from M_(n-1)(u) and M_(n-1)(u - 1).
     w = [1 - t, t]
@@ -143,7 +147,10 @@ def splines(t: Tensor, order: int) -> Tensor:
 
 
 def _waves(m: Tensor, side: int) -> Tensor:
-    """Returns real and imaginary parts of exp(-2 pi i m n / side): (m, out, in, side), float64."""
+    """Returns exp(-2 pi i m n / side) as a float64 tensor (len(m), 2, 2, side).
+
+    The axes of length 2 are the real and imaginary parts of the output and of the input.
+    """
     n = torch.arange(side, device=m.device)
     phase = 2 * math.pi / side * ((m[:, None] * n) % side).double()
     cos, sin = phase.cos(), phase.sin()

@@ -18,7 +18,7 @@ from molflt.attention.spectra import ShiftInvariant, Spectrum
 
 
 class GaussianNodes(Nodes):
-    """Monte Carlo nodes xi = sigma eps: fixed eps ~ N(0, I), learnable sigma per head.
+    """Monte Carlo nodes xi = sigma eps with fixed eps ~ N(0, I) and a learnable sigma per head.
 
     The weights are c_s = 1 / (r p(xi_s)) with p = N(0, sigma^2 I). The estimate of the mask is
     unbiased for every sigma for which its expectation exists. Source: FLT (arXiv:2302.01925), eq. 5
@@ -88,10 +88,11 @@ class _StructuredNodes(GaussianNodes):
 
 
 class OrthogonalNodes(_StructuredNodes):
-    """Unbiased Gaussian nodes; eps is orthogonal within blocks of l, with chi-distributed norms.
+    """Unbiased Gaussian nodes whose eps are orthogonal within each block of l nodes.
 
-    In three dimensions, the error is hardly smaller than that of `GaussianNodes`, because a block
-    contains only three nodes. Takes the same arguments as `GaussianNodes`.
+    The norms of eps follow the chi distribution. In three dimensions, the error is hardly smaller
+    than that of `GaussianNodes`, because a block contains only three nodes. Takes the same
+    arguments as `GaussianNodes`.
     """
 
     _rows = OrthogonalProjection
@@ -110,12 +111,13 @@ class SobolNodes(_StructuredNodes):
 class DensityNodes(Nodes):
     """Nodes drawn from the spectral density of a shift-invariant kernel, xi = u / length.
 
-    For the spectrum of the kernel, g / p is constant and every c_s g(xi_s) is C / r. This density
-    is optimal for Theorem 4.2 of FLT (arXiv:2302.01925, eq. 7 and appendix A.4). The draws u are
-    fixed, and length remains learnable.
+    For the spectrum g = C p of a kernel of amplitude C, every coefficient c_s g(xi_s) is C / r.
+    This density is optimal in the sense of Theorem 4.2 of FLT (arXiv:2302.01925, eq. 7 and appendix
+    A.4). The draws u are fixed, and the length remains learnable.
 
     Args:
-        density: sampled spectrum. It is not registered, to avoid saving its parameters twice.
+        density: kernel from whose spectral density nodes are drawn. It is not registered as a
+            submodule, to avoid saving its parameters twice.
         num_nodes: number of nodes r.
     """
 

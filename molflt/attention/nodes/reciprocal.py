@@ -6,7 +6,7 @@ Poisson's summation formula, with positions in Å and frequencies in cycles/Å,
 
 turns a decaying mask f into the mask of a crystal. The result does not depend on the choice of the
 cell or on the periodic image of an atom. Along directions that are not periodic, the lattice is
-virtual: its vectors are perpendicular to the periodic vectors, and as long as the width of the
+virtual: its vectors are perpendicular to the periodic vectors. Their length is the width of the
 graph plus the reach of the mask, which keeps copies out of reach. The error is the part of the mask
 beyond its reach.
 """
@@ -38,28 +38,28 @@ def reciprocal_nodes(
     """Returns each graph's reciprocal lattice vectors below a frequency, and their weights.
 
     Nodes (b, r, 3) in cycles/Å and weights (b, r) in 1/Å^3 have the dtype of the cell (at least
-    float32) and are differentiable with respect to it. G = 0 comes first; graphs with fewer nodes
-    are padded with zeros of weight 0. G and -G form one node with twice the weight; see
+    float32) and are differentiable with respect to the cell. G = 0 comes first; graphs with fewer
+    nodes are padded with zeros of weight 0. G and -G form one node with twice the weight; see
     `hermitian`. There are about (2 pi / 3) k^3 V nodes for k = max_frequency.
 
-    The taper and its first two derivatives vanish at k, where nodes enter and leave. Choices:
+    At k, where nodes enter and leave, the taper and its first two derivatives are 0. Choices:
 
-    - "step": 1 up to 0.8 k. A mask without higher frequencies does not change: a Gaussian of width
-      w is reproduced to within 1e-6, 1e-7 and 1e-10 of its height for w k = 1, 1.1 and 1.3. A
+    - "step": 1 up to 0.8 k. It does not change a mask without higher frequencies: a Gaussian of
+      width w is reproduced to within 1e-6, 1e-7 and 1e-10 of its height for w k = 1, 1.1 and 1.3. A
       sharper mask is smoothed and oscillates below zero, by 6 percent of its height for w k = 0.2.
     - "positive": Wendland's (1 - x)^4 (1 + 4 x), x = |G| / k, whose transform is also positive. A
       non-negative mask stays non-negative and is smoothed over about 0.6 / k.
 
     Args:
-        cell: (b, 3, 3), lattice vectors in rows, Å; rows of nonperiodic axes are ignored.
+        cell: (b, 3, 3), lattice vectors as rows, in Å; rows of nonperiodic axes are ignored.
         pbc: (b, 3) bool, True for periodic lattice vectors.
         max_frequency: k, in cycles/Å.
-        extent: (b, 3), widths of the graphs, Å, from `free_extent`; required unless all axes are
+        extent: (b, 3), widths of the graphs in Å, from `free_extent`; required unless all axes are
             periodic.
-        reach: distance beyond which the mask is negligible, Å, along nonperiodic axes. The error
-            relative to the height of the mask is 4e-4, 4e-7 and 3e-11 for Gaussians and a reach of
-            4, 5.5 and 7 widths. It is about 3e-4 and 4e-5 for k reach = 6 and 9 if the taper
-            truncates the spectrum.
+        reach: distance in Å beyond which the mask is negligible, for nonperiodic axes. For
+            Gaussians and a reach of 4, 5.5 and 7 widths, the error relative to the height of the
+            mask is 4e-4, 4e-7 and 3e-11. If the taper truncates the spectrum, the error is about
+            3e-4 and 4e-5 for k times reach = 6 and 9.
         taper: "step" or "positive"; see above.
     """
     positive(max_frequency=max_frequency)
@@ -76,10 +76,11 @@ def reciprocal_nodes(
 def tapered_mask(
     spectrum: Spectrum, distance: Tensor, max_frequency: float, taper: str, farthest: float
 ) -> Tensor:
-    """Returns the mask that `reciprocal_nodes` samples, the transform of the tapered g: (heads, n).
+    """Computes the mask that `reciprocal_nodes` samples: distances (n,) -> (heads, n).
 
-    This is f(r) = int_0^k 4 pi xi^2 taper(xi / k) g(xi) sinc(2 xi r) d xi by Gauss quadrature, for
-    an isotropic spectrum in three dimensions and distances (n,) up to `farthest`, Å.
+    The mask is the Fourier transform of the tapered g. For an isotropic spectrum in three
+    dimensions, it is f(r) = int_0^k 4 pi xi^2 taper(xi / k) g(xi) sinc(2 xi r) d xi, computed by
+    Gauss quadrature. Distances are in Å and at most `farthest`.
     """
     # `index` gives a fixed number even if a compiler treats module attributes as variables.
     count = operator.index(16 + math.ceil(8 * max_frequency * farthest))
@@ -97,7 +98,10 @@ def tapered_mask(
 
 
 def _half_space_indices(bounds: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns graphs (t,) and n (t, 3) with |n_i| <= bound_i: (0, 0, 0) and one of n and -n."""
+    """Lists integer triples n with |n_i| <= bound_i for each graph, but only one of n and -n.
+
+    Returns the graphs (t,) and the triples (t, 3). (0, 0, 0) is the first triple of each graph.
+    """
     sides = 2 * bounds + 1
     # In this order, n and -n are equally far from 0, which is in the middle; take the second half.
     half = sides.prod(dim=1) // 2
@@ -120,7 +124,10 @@ def _unknown_indices(lattice: Tensor, dual: Tensor, max_frequency: float) -> tup
 @searched(_unknown_indices)
 @torch.no_grad()
 def _indices(lattice: Tensor, dual: Tensor, max_frequency: float) -> tuple[Tensor, Tensor]:
-    """Returns zero-padded n (b, r, 3) with |n . dual| < max_frequency, and a mask (b, r)."""
+    """Finds the integer triples n of each graph with |n . dual| < max_frequency.
+
+    Returns the triples, padded with zeros, (b, r, 3), and a mask (b, r), False at padding.
+    """
     lattice, dual = lattice.double(), dual.double()
     bounds = (max_frequency * lattice.norm(dim=-1)).floor()  # n_i = G . a_i
     candidates = (2 * bounds + 1).prod(dim=1) / 2

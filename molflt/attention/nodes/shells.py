@@ -21,7 +21,7 @@ _DOUBLE: dict[str, Any] = {"dtype": torch.float64, "device": "cpu"}
 
 
 class _Directions(NamedTuple):
-    """Quadrature of the unit sphere that keeps one point of each antipodal pair."""
+    """Quadrature rule for the unit sphere with only one point of each antipodal pair."""
 
     unit: Tensor  # (n, l), float64 on the CPU
     weights: Tensor  # (n,), with sum 1
@@ -29,7 +29,7 @@ class _Directions(NamedTuple):
 
 @functools.lru_cache(maxsize=64)
 def _directions(dim: int, degree: int) -> _Directions:
-    """Returns half of an antipodal sphere quadrature, exact for even polynomials up to `degree`."""
+    """Returns a rule for the unit sphere that is exact for even polynomials up to `degree`."""
     if dim == 1 or degree <= 1:
         return _Directions(torch.eye(dim, **_DOUBLE)[-1:], torch.ones(1, **_DOUBLE))
     if dim == 2:
@@ -55,10 +55,10 @@ class ShellNodes(Nodes):
     """Product rule of radii and directions: integral g = sum_k S_l k^(l-1) dk mean_u g(k u).
 
     S_l is the surface area of the unit sphere. The mask is rotationally invariant up to the
-    accuracy of the directions. A wave of frequency k over the distance |z| <= diameter needs the
-    degree x = 2 pi k diameter. Outer shells contribute less, and a degree of 0.8 x + 3 is
-    sufficient. `suggest_nodes` chooses all sizes for a given mask and error. Only one point of each
-    antipodal pair is kept, with twice the weight; see `hermitian`.
+    accuracy of the directions. To resolve a wave of frequency k over distances |z| <= diameter,
+    directions need the degree x = 2 pi k diameter. Because outer shells contribute less, a degree
+    of 0.8 x + 3 is sufficient. `suggest_nodes` chooses all sizes for a given mask and error. Only
+    one point of each antipodal pair is kept, with twice the weight; see `hermitian`.
 
     Args:
         diameter: largest distance |z| at which the mask must be accurate, in units of length.
@@ -140,7 +140,7 @@ class ShellNodes(Nodes):
 def shells(
     max_frequency: float, count: int, dim: int = 3, radial: str | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Returns radii k and measures S_l k^(l-1) dk of `ShellNodes`: (count,), float64, CPU."""
+    """Returns the radii k and measures S_l k^(l-1) dk of `ShellNodes`, each float64 (count,)."""
     if dim not in (1, 2, 3):
         raise ValueError(f"dim must be 1, 2 or 3; got {dim}; use 'sobol' nodes in more dimensions")
     radial = radial or ("gauss" if dim == 2 else "trapezoid")

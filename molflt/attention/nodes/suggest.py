@@ -13,7 +13,7 @@ from molflt.attention.numerics import gauss_rule
 
 
 class _SuggestedNodes(NamedTuple):
-    """Suggested rule and its error at the worst width."""
+    """Suggested rule, and its error for the width at which the error is largest."""
 
     nodes: ShellNodes
     error: float
@@ -22,13 +22,13 @@ class _SuggestedNodes(NamedTuple):
 def suggest_nodes(
     radius: float, width: float, tol: float = 1e-2, widest: float | None = None
 ) -> _SuggestedNodes:
-    """Finds a small shell rule for the masks of a molecule or cluster from measured errors.
+    """Finds a small shell rule for the masks of a molecule or cluster by measuring errors.
 
-    Returns `nodes` and their `error`, the root mean square of the error of f(z) = exp(-|z|^2 / 2
-    width^2) for pairs of points uniform in a ball. The search varies the radii and their upper end,
-    and then raises the degree of one shell at a time. Wider Gaussians need more closely spaced
-    shells; for a Gaussian basis, pass both the smallest and the largest width. Results for one
-    width (nodes r and error):
+    Returns `nodes` and their `error`, the root-mean-square error of f(z) = exp(-|z|^2 / 2 width^2)
+    for pairs of points distributed uniformly in a ball. The search varies the radii and their upper
+    end, and then raises the degree of one shell at a time. Wider Gaussians need more closely spaced
+    shells; for a Gaussian basis, pass both the smallest and the largest width. The table lists the
+    number of nodes and, in parentheses, the error for a single width:
 
     | diameter / width | tol = 0.03 | 0.01 | 0.003 | 0.001 |
     |---|---|---|---|---|
@@ -42,7 +42,8 @@ def suggest_nodes(
         width: standard deviation of the narrowest Gaussian of the mask, in units of length.
         widest: standard deviation of the widest Gaussian; by default `width`.
         tol: largest root-mean-square error of a mask with f(0) = 1; at least 1e-6, and at most half
-            the root mean square of the mask itself. This excludes narrow masks in a large ball.
+            the root mean square of the mask itself. This limit excludes narrow masks in a large
+            ball.
     """
     widest = width if widest is None else widest
     positive(radius=radius, width=width, widest=widest)
@@ -72,7 +73,7 @@ _Radial = Literal["trapezoid", "midpoint"]
 
 
 class _Pruned(NamedTuple):
-    """Rule in units of the width."""
+    """Rule and its error; frequencies are in cycles per width of the narrowest Gaussian."""
 
     size: int
     error: float
@@ -82,7 +83,10 @@ class _Pruned(NamedTuple):
 
 
 def _ball_pairs(ratio: float) -> tuple[Tensor, Tensor]:
-    """Returns pair distances in a ball, in units of the width, and their shares: (n,) each."""
+    """Returns a quadrature rule for the distances between random points in a ball.
+
+    Distances, in units of the width, and weights are (n,). `ratio` is diameter / width.
+    """
     share, weights = torch.tensor(gauss_rule(24), dtype=torch.float64)  # as shares of the diameter
     density = 24 * share**2 * (1 - 1.5 * share + 0.5 * share**3)
     return ratio * share, density * weights / 2
@@ -91,7 +95,10 @@ def _ball_pairs(ratio: float) -> tuple[Tensor, Tensor]:
 def _radial_candidates(
     ratio: float, widths: Tensor, tol: float
 ) -> list[tuple[float, int, _Radial]]:
-    """Returns the end, number and rule of radii with small errors, fewest nodes first."""
+    """Returns candidate radial rules with small errors, sorted by estimated number of nodes.
+
+    Each candidate consists of the maximum frequency, the number of radii and the rule.
+    """
     distance, share = _ball_pairs(ratio)
     exact = (-0.5 * (distance / widths).square()).exp()  # [w, n]
     found = []
@@ -113,7 +120,10 @@ def _radial_candidates(
 def _prune(
     ratio: float, widths: Tensor, tol: float, max_frequency: float, count: int, radial: _Radial
 ) -> _Pruned | None:
-    """Raises degrees greedily by error removed per node; returns None if tol cannot be reached."""
+    """Raises the degrees of shells until the error is at most `tol`; returns None if this fails.
+
+    Each step changes the shell and the degree that remove the most error per additional node.
+    """
     distance, share = _ball_pairs(ratio)
     each = 64
     # With the same directions for all distances, the degrees would be fitted to these directions.
@@ -154,12 +164,15 @@ def _prune(
 
 
 def _excess(error: Tensor, share: Tensor, tol: float) -> float:
-    """Returns the excess of the mean square error over tol^2, summed over the widths."""
+    """Returns the amount by which mean square errors exceed tol^2, summed over the widths."""
     return (error.square() @ share - tol**2).clamp(min=0.0).sum().item()
 
 
 def _even_directions(count: int) -> Tensor:
-    """Returns unit vectors (n, 3) spread over half the sphere, off Lebedev's mirror planes."""
+    """Returns unit vectors (count, 3) distributed evenly over a hemisphere.
+
+    They do not lie in the mirror planes of Lebedev's rules.
+    """
     index = torch.arange(count, dtype=torch.float64)
     height = 1 - (index + 0.5) / count
     angle = math.pi * (1 + math.sqrt(5)) * (index + 0.5)
@@ -168,6 +181,6 @@ def _even_directions(count: int) -> Tensor:
 
 
 def _density(radius: Tensor, widths: Tensor) -> Tensor:
-    """Returns the spectra of Gaussians: radii (n,) and widths (w, 1) -> (w, n)."""
+    """Returns the spectra of Gaussians at radii (n,) for widths (w, 1), of shape (w, n)."""
     exponent = -2 * math.pi**2 * (widths * radius).square()
     return (2 * math.pi * widths.square()) ** 1.5 * exponent.exp()

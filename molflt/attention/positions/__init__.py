@@ -34,7 +34,7 @@ else:
 
 
 def known_options(name: str, **options: object) -> dict[str, object]:
-    """Returns the options that an encoding's constructor takes; empty for unknown encodings."""
+    """Returns those options that the encoding `name` takes; {} if the name is unknown."""
     known = inspect.signature(POSITIONS[name]).parameters if name in POSITIONS else {}
     return {key: value for key, value in options.items() if key in known}
 

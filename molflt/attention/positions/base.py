@@ -32,18 +32,18 @@ class Position(nn.Module):
     #: True if training should redraw its random numbers along with random features. Nodes of a
     #: spectrum are kept, because the mask is learned with them.
     redraws: ClassVar[bool] = False
-    weighs: ClassVar[bool] = True  #: False if it only rotates queries and keys
+    weighs: ClassVar[bool] = True  #: False if the encoding only rotates queries and keys
     placement: ClassVar[tuple[str, str]] = ADDED  #: plotted quantity, and how it enters attention
     grid: ClassVar[bool] = False  #: True if tokens must be ordered along a regular grid
     extra_repr = options_of
 
     @property
     def longest(self) -> int | None:
-        """Upper bound on positions along every axis, or None."""
+        """Upper bound on positions along every axis; None if they are not bounded."""
         return None
 
     def width(self, head_dim: int) -> int:
-        """Returns the width of the input of the feature map, for heads of width d."""
+        """Returns the width of the input of the feature map, for heads of width `head_dim`."""
         built = getattr(self, "head_dim", head_dim)
         if head_dim != built:
             raise ValueError(
@@ -164,12 +164,12 @@ def differences(positions: Tensor, key_positions: Tensor) -> Tensor:
 
 
 def _real(positions: Tensor) -> Tensor:
-    """Converts to at least float32, and integers to float64, for accurate phases."""
+    """Converts positions to at least float32, and integers to float64, for accurate phases."""
     return at_least_float32(positions) if positions.is_floating_point() else positions.double()
 
 
 def sinusoids(index: Tensor, dim: int) -> Tensor:
-    """Returns sines and cosines (arXiv:1706.03762, section 3.5): (n,) -> (n, dim), float64."""
+    """Returns sinusoidal encodings (arXiv:1706.03762, section 3.5): (n,) -> float64 (n, dim)."""
     # In float32, the phase at position 10^4 would have only 3 digits.
     half = torch.arange(dim // 2, dtype=torch.float64, device=index.device)
     phase = index.double()[:, None] * torch.pow(10000.0, -2 * half / dim)

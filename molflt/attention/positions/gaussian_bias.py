@@ -16,15 +16,15 @@ class GaussianBias(Position):
 
     The psi_k are K Gaussians with learnable mu_k and sigma_k, psi_k(|z|) = exp(-(|z| - mu_k)^2 / (2
     sigma_k^2)) / (sqrt(2 pi) sigma_k), from 3D-Graphormer (arXiv:2203.04810), section on 3D spatial
-    encoding. The paper also scales and shifts distances for each pair of elements, which attention
-    does not know here. Memory is O(N^2 K) per graph.
+    encoding. The paper also scales and shifts distances depending on the pair of elements; this
+    class does not receive elements. Memory is O(N^2 K) per graph.
 
     Args:
         num_gaussians: number of Gaussians K.
         dim: dimension l of positions.
         hidden_dim: width of the hidden layer; by default K, as in the paper's code.
-        mean_range: smallest and largest initial mu, drawn uniformly, in units of length (Å).
-        std_range: smallest and largest initial sigma, drawn uniformly, in units of length (Å).
+        mean_range: interval from which initial mu_k are drawn uniformly, in units of length (Å).
+        std_range: interval from which initial sigma_k are drawn uniformly, in the same units.
     """
 
     paper = "2203.04810"
@@ -65,5 +65,5 @@ class GaussianBias(Position):
         return out.movedim(-1, 1)
 
     def radial_profile(self, distances: Tensor) -> Tensor:
-        """Returns f for plots: distances (n,), in units of length -> (heads, n)."""
+        """Returns f at distances (n,), in units of length, for plots; the shape is (heads, n)."""
         return self.bias(distances[None, :, None])[0]

@@ -16,7 +16,7 @@ _TOLERANCE = 1e-3  # tolerance of grid positions, in units of the spacing
 
 
 class ToeplitzPosition(Position):
-    """Table b_(j-i), learnable per head and offset.
+    """Table with a learnable number b_(j-i) for each head and offset.
 
     Softmax adds b to its logits. Kernelized attention multiplies phi(q_i) . phi(k_j) by
     exp(b_(j-i)) (NPRF, arXiv:2106.12566, section 3.2). As in Swin (arXiv:2103.14030), a
@@ -93,7 +93,7 @@ class ToeplitzPosition(Position):
 
 
 class BucketedPosition(Position):
-    """T5's relative positions: a bias b for the bucket of j - i, learnable per head.
+    """T5's relative positions: a learnable bias b for each head and each bucket of offsets j - i.
 
     See T5 (arXiv:1910.10683), section 2.1. In each direction, half of the buckets contain one
     distance each, and the other half contain distances up to `max_distance` on a logarithmic scale.
@@ -166,19 +166,20 @@ class BucketedPosition(Position):
 class LowRankPosition(ToeplitzPosition):
     """Factors of a learnable Toeplitz mask N_ij = b_(j-i), appended to queries and keys.
 
-    This is the Factor-Performer of FLT (arXiv:2302.01925), section 4.2.1. Random vectors probe N,
-    and an orthonormal basis Q of their images gives N ~= Q (Q^T N) (Halko et al., arXiv:0909.4061,
-    algorithms 4.1 and 4.4). Products with N are Toeplitz products by FFT, O(L r log L), computed
-    once for all sequences. The paper's variant could not be trained because of Gram-Schmidt.
-    Householder reflections also yield a basis for masks of rank below r.
+    This is the Factor-Performer of FLT (arXiv:2302.01925), section 4.2.1. N is multiplied by random
+    vectors, and an orthonormal basis Q of the products gives N ~= Q (Q^T N) (Halko et al.,
+    arXiv:0909.4061, algorithms 4.1 and 4.4). Products with N are Toeplitz products by FFT, O(L r
+    log L), computed once for all sequences. The paper's variant could not be trained because of
+    Gram-Schmidt orthogonalization. The Householder reflections used here yield a basis even for
+    masks of rank below r.
 
     Q is treated as a constant in each evaluation. The gradient is computed for Q Q^T N with the
     current Q, which is linear in N and finite for every mask; for r = L, it is the gradient of N
     itself. Columns of both factors are scaled to the same norm.
 
     Tokens can be in any order, and linear causal attention has a state of constant size. Feature
-    maps receive the factors separately, and each factor depends on the positions themselves.
-    Softmax uses the table.
+    maps receive the factors separately, and each factor depends on the positions themselves, not
+    only on their differences. Softmax uses the table.
 
     Args:
         max_tokens: L; positions, including those of padding, are integers in [0, L).
@@ -241,7 +242,7 @@ class LowRankPosition(ToeplitzPosition):
         self.probe.copy_(drawn)
 
     def _rows(self, factor: Tensor, positions: Tensor) -> Tensor:
-        """Looks up rows of (heads, L, r) at positions: (batch, n, 1) -> (batch, heads, n, r)."""
+        """Looks up the rows at positions (batch, n, 1) in (heads, L, r): (batch, heads, n, r)."""
         self.check_range(positions, self.shape[0], integers=True)
         index = positions[..., 0].long().clamp(0, self.shape[0] - 1)
         rows = F.embedding(index, factor.transpose(0, 1).flatten(1))
@@ -254,7 +255,7 @@ def _offsets(positions: Tensor, key_positions: Tensor) -> Tensor:
 
 
 def _look_up(table: Tensor, index: Tensor) -> Tensor:
-    """Looks up a table (heads, size) at indices (batch, ...): (batch, heads, ...)."""
+    """Looks up entries of a table (heads, size) by index (batch, ...): (batch, heads, ...)."""
     return F.embedding(index, table.T).movedim(-1, 1)
 
 

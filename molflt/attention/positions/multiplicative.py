@@ -24,9 +24,9 @@ class MultiplicativePosition(SpectralPosition):
     """Learned positional kernel h: A_ij = h(r_i - r_j) phi(q_i) . phi(k_j).
 
     The kernel is h(z) = background + f(z), with f and its Fourier factors from `SpectralPosition`.
-    Attention depends only on differences of positions, for any feature map. The case r = 1 is the
-    kernel of cosFormer. h can become negative through learning or through ripples from few nodes;
-    see `Attention.sums` and `floor`.
+    Attention depends only on differences of positions, for any feature map. The kernel of cosFormer
+    is a special case with r = 1. h can become negative through learning or through ripples from few
+    nodes; see `Attention.sums` and `floor`.
 
     Args:
         spectrum: family of f.
@@ -73,7 +73,10 @@ class MultiplicativePosition(SpectralPosition):
     def factors(
         self, positions: Tensor, key_positions: Tensor, nodes: GraphNodes | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Returns U, V with U_i . V_j ~= h(r_i - r_j) and 2r columns (2r + 1 with a background)."""
+        """Returns factors U and V with U_i . V_j ~= h(r_i - r_j).
+
+        They have 2r columns, or 2r + 1 with a background.
+        """
         left, right = super().factors(positions, key_positions, nodes)
         if not self.background:
             return left, right
@@ -108,10 +111,11 @@ class MultiplicativePosition(SpectralPosition):
     def on_mesh(
         self, positions: Tensor, mask: Tensor, lattice: Lattice, max_frequency: float, order: int
     ) -> MeshKernel:
-        """Computes h on meshes, equal to h with `reciprocal_nodes` up to the interpolation error.
+        """Builds h on one mesh per graph.
 
-        Positions (batch, tokens, 3) are in Å, the end of the spectrum is in cycles/Å, and the mask
-        is True where a token exists. See `OVERSAMPLING` for the order of the splines.
+        Up to the interpolation error, the result equals h at `reciprocal_nodes`. Positions (batch,
+        tokens, 3) are in Å, `max_frequency` is in cycles/Å, and the mask is True where a token
+        exists. See `OVERSAMPLING` for the order of the splines.
         """
         self.check_isotropic()
         dtype = torch.promote_types(positions.dtype, torch.float32)
@@ -141,15 +145,15 @@ class NearField(nn.Module):
 
     The kernel is A_ij = [h_far + s(r_ij) (h_near - h_far)] phi(q_i) . phi(k_j) with h_near(z) =
     exp(f(z)). As in an Ewald sum, a few nodes represent the smooth far part, and pairs of neighbors
-    represent the sharp near part. The switch s falls from 1 to 0 between half the cutoff and the
-    cutoff, twice differentiable. With `exact`, near pairs have the weights of softmax attention:
-    A_ij = (1 - s) h_far phi(q_i) . phi(k_j) + s exp(q_i . k_j + f).
+    represent the sharp near part. The switch s is twice differentiable and falls from 1 at half the
+    cutoff to 0 at the cutoff. With `exact`, near pairs have the weights of softmax attention: A_ij
+    = (1 - s) h_far phi(q_i) . phi(k_j) + s exp(q_i . k_j + f).
 
     Args:
         spectrum: family of f; only its exact mask is used.
         cutoff: largest distance, in units of length (Å).
-        exact: use the weights of softmax for near pairs; see above. For feature maps that estimate
-            exp(q . k).
+        exact: use the weights of softmax for near pairs; see above. Intended for feature maps that
+            estimate exp(q . k).
     """
 
     extra_repr = options_of
@@ -165,7 +169,10 @@ class NearField(nn.Module):
         return fade(2 * distance / self.cutoff - 1)
 
     def forward(self, pairs: Pairs, vector: Tensor, far: Tensor) -> Pairs:
-        """Returns pairs with corrections, from r_j - r_i (pairs, l) and h_far (heads, pairs)."""
+        """Returns `pairs` with the corrections as weights.
+
+        `vector` is r_j - r_i, (pairs, l), and `far` is h_far, (heads, pairs).
+        """
         with torch.autocast(vector.device.type, enabled=False):
             vector = at_least_float32(vector)
             f, s = self.spectrum.mask(vector[None])[0], self.switch(distances(vector))

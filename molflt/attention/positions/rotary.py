@@ -1,4 +1,4 @@
-"""Positional encodings by rotation with position-dependent angles: rotary and cosFormer's."""
+"""Positional encodings from angles proportional to positions: rotary and cosFormer's."""
 
 import functools
 import math
@@ -54,7 +54,7 @@ class RotaryPosition(Position):
         return Rotation(turn, functools.partial(_rotate, self._waves(key_positions)))
 
     def _waves(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns cos and sin of the angles: (b, n, l) -> (b, 1, n, l P)."""
+        """Returns cos and sin of the angles at positions (b, n, l), each (b, 1, n, l P)."""
         positions = _real(positions)
         steps = torch.arange(self.pairs, dtype=positions.dtype, device=positions.device)
         angles = positions[..., None] * torch.pow(self.base, -steps / self.pairs)  # [b, n, l, P]
@@ -99,7 +99,7 @@ class CosinePosition(Position):
 
 
 def _rotate(waves: tuple[Tensor, Tensor], x: Tensor) -> Tensor:
-    """Rotates adjacent pairs: (batch, heads, n, d), in the dtype of x."""
+    """Rotates adjacent pairs of coordinates of x (batch, heads, n, d) and keeps its dtype."""
     check_tokens(waves[0].shape[-2], x)
     full = at_least_float32(x)
     cos, sin = (wave.to(full.dtype) for wave in waves)

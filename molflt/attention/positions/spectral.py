@@ -21,10 +21,10 @@ _T = TypeVar("_T")
 
 
 class GraphNodes(NamedTuple):
-    """Nodes (batch, r, l) of each graph, such as its reciprocal lattice, and weights (batch, r)."""
+    """Nodes and weights of each graph, such as the vectors of its reciprocal lattice."""
 
-    xi: Tensor
-    weights: Tensor
+    xi: Tensor  # (batch, r, l)
+    weights: Tensor  # (batch, r)
 
 
 class SpectralPosition(Position):
@@ -81,8 +81,8 @@ class SpectralPosition(Position):
             num_nodes: number of nodes r of random rules, 16 by default; not supported by shells.
             nodes: key of `NODES`. The default depends on the spectrum: "density" for a kernel,
                 "shells" for "shell_weights", and otherwise "gaussian".
-            sampled: False for a position without nodes: softmax uses the exact mask, and nodes of a
-                reciprocal lattice come with each batch.
+            sampled: False for a position without nodes: for softmax, which uses the exact mask, and
+                if the nodes of a reciprocal lattice come with each batch.
             options: further arguments of the class and of the spectrum, and arguments of the nodes
                 with the prefix `node_`, such as `node_sigma`.
         """
@@ -172,7 +172,7 @@ class SpectralPosition(Position):
             )
 
     def _sampled(self, nodes: GraphNodes | None) -> tuple[Tensor, Tensor, Tensor | float]:
-        """Returns frequencies, coefficients c_s g(xi_s) and a floor for their absolute values."""
+        """Returns frequencies, coefficients c_s g(xi_s), and the amount to add to |c_s g(xi_s)|."""
         if nodes is None:
             if self.nodes is not None:
                 return *self.nodes.sample(self.spectrum), self.floor
@@ -202,7 +202,7 @@ class SpectralPosition(Position):
 
 
 def _waves(positions: Tensor, nodes: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns cos and sin of 2 pi xi_s . r_i: (batch, heads or 1, n, r). For xi, see `_sampled`."""
+    """Returns cos and sin of 2 pi xi_s . r_i for xi of `_sampled`: (batch, heads or 1, n, r)."""
     positions = _real(positions)[:, None]
     phase = 2 * math.pi * positions @ nodes.to(positions.dtype).transpose(-1, -2)
     return phase.cos(), phase.sin()
@@ -261,7 +261,7 @@ class FrequencyProjection(nn.Module):
         self.turns.copy_(rand64(self.turns.shape, generator=generator))
 
     def rows(self, nodes: Tensor) -> Tensor:
-        """Returns the rows, without gradients: nodes (batch, r, l) -> (batch, heads, 2r, m)."""
+        """Computes the rows without gradients: nodes (batch, r, l) -> (batch, heads, 2r, m)."""
         xi = nodes.detach().double()[:, None]  # [b, 1, r, l]
         u, v, w = (xi @ vector.double().mT for vector in self.vectors)  # [b, h, r, m]
         even = v * w + self.turns.double()[:, None]
@@ -282,5 +282,5 @@ class FrequencyProjection(nn.Module):
 
 
 def _normal(turns: Tensor) -> Tensor:
-    """Returns Phi^-1 of the fractional part, which is kept away from the ends of the interval."""
+    """Returns Phi^-1 of the fractional part of `turns`, which is clipped to avoid infinities."""
     return torch.special.ndtri(turns.remainder(1.0).clamp(1e-12, 1 - 1e-12))

@@ -1,4 +1,4 @@
-"""Stochastic positional encoding (SPE): relative positions from random queries and keys.
+"""Stochastic positional encoding (SPE): queries and keys are multiplied by correlated noise.
 
 The method follows Liutkus et al., 2021 (arXiv:2105.08399). Queries and keys are multiplied by noise
 Qbar_d(i, r) and Kbar_d(j, r), whose covariance is a kernel P_d(i - j) of positions. The noise is
@@ -33,10 +33,10 @@ _Code = Callable[[Tensor], Tensor]
 
 
 class _StochasticPosition(Position):
-    """Base class with the noise, the gate, and their products with queries and keys.
+    """Base class that holds the noise and the gate and multiplies queries and keys by them.
 
     A subclass overrides `_code` and `_position_kernel` and chooses the shape of the standard normal
-    noise. The noise of the gate is shared by all positions, queries and keys.
+    noise. The noise of the gate is the same for all positions, and for queries and keys.
     """
 
     weighs = False
@@ -91,7 +91,10 @@ class _StochasticPosition(Position):
             buffer.copy_(randn64(buffer.shape, generator=generator))
 
     def _code(self, positions: Tensor, query: bool) -> _Code:
-        """Returns the product with Qbar or Kbar at positions (b, n), without 1 / sqrt(R)."""
+        """Returns a function that multiplies x by Qbar or Kbar at positions (b, n).
+
+        The factor 1 / sqrt(R) is not included.
+        """
         raise NotImplementedError(f"{type(self).__name__} must override _code(positions, query)")
 
     def _position_kernel(self, lags: Tensor) -> Tensor:
@@ -119,16 +122,17 @@ class SineSPE(_StochasticPosition):
     """Sinusoidal SPE: P_d(i - j) = sum_k lambda_dk^2 cos(2 pi f_dk (i - j) + theta_dk).
 
     This is "sineSPE" of arXiv:2105.08399. Qbar has the phases theta_dk, and Kbar has zero phases.
-    Frequencies are sigmoid(.) max_frequency and start low. lambda = softplus(.) is initialized to
-    the same value for all sines, with sum_k lambda^2 = 1; the authors' code uses random values.
-    Positions may be any real numbers. The cost is O(N d K R) operations.
+    Each frequency is max_frequency times the sigmoid of a parameter and is initially low. Each
+    lambda is the softplus of a parameter. Initially, it is the same for all sines, with sum_k
+    lambda^2 = 1; the authors' code uses random values. Positions may be any real numbers. The cost
+    is O(N d K R) operations.
 
     Args:
         head_dim: width d of queries and keys.
         num_realizations: number of realizations R, the width of the new queries and keys.
         num_sines: number of waves K per coordinate.
-        gated: mix in a constant kernel, delta_d + (1 - delta_d) P_d, with learned delta_d =
-            sigmoid(gate_d) per head.
+        gated: mix the kernel with a constant: delta_d + (1 - delta_d) P_d, with a learned delta_d =
+            sigmoid(gate_d) for each head.
         max_frequency: largest f, in cycles per unit of length. Integer positions cannot distinguish
             frequencies above 0.5 from lower frequencies.
     """
@@ -268,7 +272,7 @@ class ConvSPE(_StochasticPosition):
 def _wave(
     x: Tensor, positions: Tensor, pulse: Tensor, offset: Tensor | None, cos_z: Tensor, sin_z: Tensor
 ) -> Tensor:
-    """Multiplies x (b, h, n, d) by one wave of the noise: positions (b, n), noise (h, d, R)."""
+    """Multiplies x (b, h, n, d) by one wave of noise (h, d, R), evaluated at positions (b, n)."""
     phase = positions[:, None, :, None] * pulse
     if offset is not None:
         phase = phase + offset
@@ -277,5 +281,5 @@ def _wave(
 
 
 def _product(code: Tensor, x: Tensor) -> Tensor:
-    """Returns sum_d x_id Qbar_d(i, r): code (h, d, n, R), x (b, h, n, d)."""
+    """Returns sum_d x_id Qbar_d(i, r), (b, h, n, R), for x (b, h, n, d) and Qbar (h, d, n, R)."""
     return torch.einsum("bhnd,hdnr->bhnr", x, code.to(x.dtype))

@@ -43,10 +43,10 @@ class InversePower(Spectrum):
         self.sharpness = sharpness
 
     def spectrum(self, xi: Tensor) -> Tensor:
-        """Returns g in length^(3 - p): (1, nodes, 3) -> (1, nodes).
+        """Returns g in units of length^(3 - p): (1, nodes, 3) -> (1, nodes).
 
-        For p < 3, g(0) is its finite part, as if a uniform background made the mean of 1 / r^p
-        vanish.
+        For p < 3, g diverges at 0, and its finite part is returned there, as if a uniform
+        background made the mean of 1 / r^p vanish.
         """
         s = math.pi / self.sharpness * distances(xi)  # k / 2a
         zero = s == 0
@@ -65,7 +65,7 @@ class InversePower(Spectrum):
         return self.smooth(delta.square().sum(dim=-1))[:, None]
 
     def smooth(self, square: Tensor) -> Tensor:
-        """Returns f, in length^-p, as an analytic function of squared distances of any shape."""
+        """Computes f, in units of length^-p, from squared distances of any shape; analytic at 0."""
         x, half = self.sharpness**2 * square, self.power / 2
         low = x < 1
         small, large = torch.where(low, x, 0.5), torch.where(low, 1.0, x)
@@ -77,7 +77,7 @@ class InversePower(Spectrum):
         return self.sharpness**self.power * found
 
     def at_zero(self) -> float:
-        """Returns f(0), the self-interaction of a charge, in length^-p."""
+        """Returns f(0), the self-interaction of a charge, in units of length^-p."""
         return self.sharpness**self.power / math.gamma(self.power / 2 + 1)
 
     def _share(self, x: Tensor) -> Tensor:

@@ -38,8 +38,8 @@ class SmoothLocal(Spectrum):
         num_boxes: number of splines T.
         dim: dimension l of positions.
         order: order k of the spline, 2 to 8; each increment adds one continuous derivative.
-        radius_range: smallest and largest initial v_t, in units of length, evenly spaced on a
-            logarithmic scale.
+        radius_range: smallest and largest initial v_t, in units of length; the v_t are evenly
+            spaced on a logarithmic scale.
         amplitude: standard deviation of the initial a_t (or w_t).
         per_axis: learn a separate v_t for each axis, as in the paper's eq. 10.
         combine: "sum" or "product"; see above.
@@ -83,7 +83,7 @@ class SmoothLocal(Spectrum):
         return self._combine(self._profile(distance, self.log_radius.exp())).movedim(-1, 1)
 
     def _profile(self, distance: Tensor, radius: Tensor) -> Tensor:
-        """Returns B(z / 2 v) from truncated powers with knots at z > 0: (..., heads, t, l)."""
+        """Computes B(z / 2 v), (..., heads, t, l), from truncated powers with knots at z > 0."""
         end = 0.5 * self.order - distance / (2 * radius)
         terms = (
             (-1) ** j * math.comb(self.order, j) * (end - j).clamp(min=0) ** (self.order - 1)
@@ -131,7 +131,7 @@ class Local(SmoothLocal):
 
 
 def _product(factors: Tensor) -> Tensor:
-    """Multiplies over the last axis with finite gradients at 0 and without reading values."""
+    """Multiplies entries along the last axis; gradients are finite even where an entry is 0."""
     return functools.reduce(torch.mul, factors.unbind(dim=-1))
 
 

@@ -17,8 +17,8 @@ class ShellWeights(Spectrum):
     dimension. g is a density relative to the measure of the shells, which must be `normalized`.
 
     Args:
-        radii: k, (shells,), radii of the `ShellNodes` with `normalized=True` that sample the
-            spectrum.
+        radii: (shells,), radii k of the `ShellNodes` that sample the spectrum, which have
+            `normalized=True`.
         dim: dimension l of positions, 1 or 3.
         amplitude: standard deviation of the initial a_hk, in the unit of the mask.
     """

@@ -41,19 +41,19 @@ class ShiftInvariant(Spectrum):
         self.amplitude = nn.Parameter(amplitude * torch.randn(heads))
 
     def profile(self, z: Tensor) -> Tensor:
-        """Returns K at unit length: differences (..., l) -> (...), with K(0) = 1."""
+        """Returns K, with K(0) = 1, at differences in units of length_h: (..., l) -> (...)."""
         raise NotImplementedError(f"{type(self).__name__} must override profile(z)")
 
     def unit_log_density(self, u: Tensor) -> Tensor:
-        """Returns log p at unit length: frequencies (..., l) in cycles per length_h -> (...)."""
+        """Returns log p at frequencies in cycles per length_h: (..., l) -> (...)."""
         raise NotImplementedError(f"{type(self).__name__} must override unit_log_density(u)")
 
     def draw(self, nodes: int, generator: torch.Generator | None = None) -> Tensor:
-        """Draws independent u ~ p at unit length: (heads, nodes, l), float64, on the CPU."""
+        """Draws independent u ~ p: a float64 tensor (heads, nodes, l) on the CPU."""
         raise NotImplementedError(f"{type(self).__name__} must override draw(nodes, generator)")
 
     def log_density(self, xi: Tensor) -> Tensor:
-        """Returns the log of length^l p(length xi): (heads or 1, nodes, l) -> (heads, nodes)."""
+        """Returns log(length^l p(length xi)): (heads or 1, nodes, l) -> (heads, nodes)."""
         length = self.log_length.exp()[:, None, None]
         return self.unit_log_density(length * xi) + self.dim * self.log_length[:, None]
 
@@ -98,8 +98,8 @@ class Laplace(ShiftInvariant):
 class Matern(ShiftInvariant):
     """Matérn kernel of smoothness nu, an isotropic kernel between exp(-|z|) and the Gaussian.
 
-    With s = sqrt(2 nu) |z|, it is exp(-s) for nu = 0.5, (1 + s) exp(-s) for 1.5 and (1 + s + s^2 /
-    3) exp(-s) for 2.5. 2 pi u follows a multivariate Student t distribution with 2 nu degrees of
+    With s = sqrt(2 nu) |z|, K(z) is exp(-s) for nu = 0.5, (1 + s) exp(-s) for 1.5 and (1 + s + s^2
+    / 3) exp(-s) for 2.5. 2 pi u follows a multivariate Student t distribution with 2 nu degrees of
     freedom. Source: Rasmussen and Williams, Gaussian Processes for Machine Learning (2006), eqs.
     4.14 to 4.17. See `ShiftInvariant` for the other arguments.
     """
