@@ -66,7 +66,7 @@ def beam_search(
 
 
 class _Search:
-    """Hypotheses of all unfinished sources, with `beam` rows for each."""
+    """Hypotheses of all unfinished sources, with `beam` rows for each source."""
 
     most: Tensor
 

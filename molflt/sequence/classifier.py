@@ -9,7 +9,7 @@ from molflt.sequence.encoder import EncoderModel
 
 
 class SequenceClassifier(EncoderModel):
-    """Encoder with a tanh layer on the first token, or on the mean, and a linear classifier.
+    """Encoder, a tanh layer on its first token or on the mean of tokens, and a linear classifier.
 
     This is the model that BERT (arXiv:1810.04805), section 4.1, fine-tunes. A pair is one sequence
     whose parts have different types.

@@ -139,7 +139,7 @@ class EncoderDecoder(TokenModel):
     def log_likelihood(
         self, hidden: Tensor, targets: Tensor, smoothing: float = 0.0
     ) -> tuple[Tensor, Tensor]:
-        """Computes log p of each target and its mean under smoothed labels.
+        """Computes log p of each target, and the mean of log p under smoothed labels.
 
         Returns log p and sum_k label_k log p_k, each of shape (targets,), in at least float32.
         Targets of -1 are omitted; the other targets are in the order of rows and positions.
@@ -158,7 +158,7 @@ class EncoderDecoder(TokenModel):
         return score, score + smoothing * self.head.excess(seen, wanted)
 
     def _embed(self, name: str, tokens: Tensor, start: int) -> tuple[Tensor, Tensor | None]:
-        """Returns embeddings (batch, n, dim) and positions (1, n, 1) of ids from `start` on."""
+        """Returns embeddings (batch, n, dim) and positions (1, n, 1); indices begin at `start`."""
         ids, index = self._ids(name, tokens, start)
         x = self._with_places(self.head.embed(ids) * self.dim**0.5, index)
         return self.embedding_dropout(x), self._positions(index)

@@ -16,7 +16,7 @@ def sample(
     top_k: int | None = None,
     generator: torch.Generator | None = None,
 ) -> Iterator[Tensor]:
-    """Yields the tokens that continue prompts: ids (batch,) on the CPU, one for each prompt.
+    """Yields the next token of every prompt, `count` times: ids (batch,) on the CPU.
 
     With a decoding state, the cost of a token is constant, or, for softmax, grows with the number
     of earlier tokens. Without a state, the whole sequence is recomputed for each token (see

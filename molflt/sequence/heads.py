@@ -23,7 +23,7 @@ class Head(nn.Module):
     width: int
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """Returns the weights of token ids: (...) -> (..., dim), for tied embeddings."""
+        """Returns the output weights of token ids, for tied embeddings: (...) -> (..., dim)."""
         raise NotImplementedError
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -147,7 +147,7 @@ class MaskedHead(Head):
         self._words = (words,)  # in a tuple, because the encoder registers and saves the embeddings
 
     def best(self, hidden: Tensor) -> Tensor:
-        """Returns the most probable ids: (n, dim) -> (n,), in pieces as in `score`."""
+        """Returns the most probable ids, computed in pieces as in `score`: (n, dim) -> (n,)."""
         pieces = hidden.split(max(1, _AT_ONCE // self.width))
         return torch.cat([self.logits(piece).argmax(dim=-1) for piece in pieces])
 

@@ -131,7 +131,7 @@ class LanguageModel(TokenModel):
         return hidden, LanguageState(start + tokens.shape[1], last)
 
     def _embed(self, tokens: Tensor, start: int) -> tuple[Tensor, Tensor | None]:
-        """Returns embeddings (batch, n, dim) and positions (1, n, l) of ids from `start` on."""
+        """Returns embeddings (batch, n, dim) and positions (1, n, l); indices begin at `start`."""
         ids, index = self._ids("tokens", tokens, start)
         embed = self.head.embed if self.embedding is None else self.embedding
         x = self._with_places(embed(ids) * self.dim**0.5, index)

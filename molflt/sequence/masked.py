@@ -61,9 +61,9 @@ class MaskedLanguageModel(EncoderModel):
         return self.head.log_probabilities(hidden)
 
     def log_likelihood(self, hidden: Tensor, targets: Tensor) -> Tensor:
-        """Returns log p of the masked tokens, row by row, in at least float32: (masked tokens,).
+        """Returns log p of all masked tokens, in the order of rows: (masked tokens,).
 
-        Logits are computed only for masked tokens.
+        The result is in at least float32. Logits are computed only for masked tokens.
 
         Args:
             hidden: (batch, length, dim), from `forward`.

@@ -23,8 +23,8 @@ from molflt.attention.positions.base import ABSOLUTE, sinusoids
 class TokenModel(nn.Module):
     """Base class of token sequence models: a stack of blocks over embeddings and positions.
 
-    Relative encodings use the position index times `position_scale`. Subclasses build further
-    layers and the embeddings and finally call `_set_places` for `places`.
+    Relative encodings use the position index times `position_scale`. Subclasses build the
+    embeddings and further layers, and then call `_set_places`, which creates `places`.
 
     Args:
         vocabulary: number of token ids; `molflt train` takes it from the data.
@@ -127,7 +127,7 @@ class TokenModel(nn.Module):
                 part.redraw_(generator)
 
     def _ids(self, name: str, tokens: Tensor, start: int = 0) -> tuple[Tensor, Tensor]:
-        """Checks ids (batch, n) and returns them with their indices (n,) from `start` on."""
+        """Checks ids (batch, n); returns them and their indices (n,), which begin at `start`."""
         tensors(**{name: tokens})
         if tokens.ndim != 2:
             raise ValueError(
