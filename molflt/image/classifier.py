@@ -56,7 +56,7 @@ class ImageClassifier(nn.Module):
     Attributes:
         image_mean, image_std: buffers (channels,) that normalize images in [0, 1].
         of_data: prefixes of the names of tensors that depend on the data: the image normalizer and
-            the layer of class logits.
+            the output layer.
     """
 
     of_data = ("image_mean", "image_std", "head.")
@@ -138,7 +138,7 @@ class ImageClassifier(nn.Module):
         self.image_std.copy_(std)
 
     def tokens(self, images: Tensor) -> Tensor:
-        """Returns embedded patches row by row, after any class token: (batch, tokens, dim).
+        """Embeds patches row by row, after the class token, if any: (batch, tokens, dim).
 
         Args:
             images: (batch, channels, image_size, image_size), real numbers in [0, 1] or bytes.
@@ -167,9 +167,9 @@ class ImageClassifier(nn.Module):
 
     @property
     def places(self) -> Tensor:
-        """Rows and columns of patches relative to the center, of shape (1, tokens, 2).
+        """Rows and columns of patches relative to the image center, of shape (1, tokens, 2).
 
-        For one-dimensional encodings, the indices 0, 1, 2, ..., of shape (1, tokens, 1).
+        For one-dimensional encodings: indices 0, 1, 2, ... of tokens, of shape (1, tokens, 1).
         """
         axes = 2 if self.stack.position is None else self.stack.position.dim
         tokens, dtype = self.side**2 + (self.class_token is not None), torch.get_default_dtype()
@@ -233,7 +233,7 @@ def _refuse_misfits(
 
 
 def _sinusoids(side: int, dim: int) -> Tensor:
-    """Returns sines and cosines of rows and columns, arXiv:1706.03762, section 3.5."""
+    """Returns sines and cosines of rows and of columns (arXiv:1706.03762, section 3.5)."""
     line = sinusoids(torch.arange(side), dim // 2)  # [place, dim / 2]
     rows = line[:, None].expand(-1, side, -1)
     columns = line[None].expand(side, -1, -1)
