@@ -40,7 +40,7 @@ _SIZES = {
 
 
 class EnergyInputs(NamedTuple):
-    """Arguments of `EnergyComputation` in this order, in Å and cycles/Å.
+    """Arguments of `EnergyComputation`, in order; lengths are in Å, frequencies in cycles/Å.
 
     Graphs are padded to the size of the largest graph; use batches with graphs of similar size.
     """
@@ -113,7 +113,7 @@ class EnergyInputs(NamedTuple):
 
 
 class EnergyComputation(nn.Module):
-    """Computes energies from `EnergyInputs` without inspecting values: (graphs,), float64, eV.
+    """Computes energies (graphs,), float64, in eV, from `EnergyInputs` without inspecting values.
 
     Attention has one form for all sizes. With a near field or reciprocal nodes, this is the N x N
     matrix of each graph, O(width^2), which is faster for up to a few thousand atoms. Otherwise it
@@ -168,8 +168,8 @@ class EnergyComputation(nn.Module):
 def export_energies(model: EnergyRegressor, batch: "Data") -> "ExportedProgram":
     """Exports an `EnergyComputation` with `torch.export`, for any number of atoms and graphs.
 
-    The example must have at least two graphs of two atoms. `.module()` of the program maps
-    `EnergyInputs` of any batch to energies, eV.
+    `batch` is an example with at least two graphs of at least two atoms. `.module()` of the program
+    maps `EnergyInputs` of any batch to energies in eV.
     """
     from torch.export import Dim, export
 
@@ -238,7 +238,7 @@ class CompiledEnergies(nn.Module):
         self.element_energies = model.element_energies
 
     def forward(self, batch: "Data") -> Mapping[str, Tensor]:
-        """Computes energies as in `EnergyRegressor.forward`: (graphs,), float64, eV.
+        """Computes energies (graphs,), float64, in eV, as `EnergyRegressor.forward` does.
 
         Use batches with graphs of similar size, because graphs are padded to the size of the
         largest graph. If a graph is too large for an N x N matrix, the model itself computes the

@@ -12,7 +12,7 @@ from molflt.graph.geometry import Geometry
 class DenseAtoms(NamedTuple):
     """Padded atoms as queries and keys; in some schemes, periodic images are additional keys.
 
-    Positions are relative to the mean position of the atoms of each graph, Å.
+    Positions, in Å, are relative to the mean position of the atoms in each graph.
     """
 
     mask: Tensor
@@ -30,7 +30,7 @@ class DenseAtoms(NamedTuple):
 
     @property
     def keys(self) -> Keys:
-        """Key arguments of attention."""
+        """Arguments of attention that describe the keys."""
         # a literal, because Dynamo cannot trace the call `Keys(...)`
         return {
             "key_mask": self.key_mask,
@@ -42,7 +42,7 @@ class DenseAtoms(NamedTuple):
     def of(cls, geometry: Geometry, lattice: bool = False) -> "DenseAtoms":
         """Centers and pads the atoms, which are also the keys.
 
-        With `lattice`, they are centered only perpendicular to all periodic lattice vectors. Along
+        With `lattice`, atoms are centered only perpendicular to all periodic lattice vectors. Along
         these vectors, the mean depends on the choice of the cell and of images, and features of the
         additive encoding depend on the position of a crystal. Features of the multiplicative
         encoding do not.
@@ -63,14 +63,14 @@ def atom_mask(geometry: Geometry) -> Tensor:
 
 
 def places_of(geometry: Geometry, mask: Tensor) -> Tensor:
-    """Returns indices of the atoms into the flattened mask: (atoms,)."""
+    """Returns the index of each atom in the flattened mask: (atoms,)."""
     number = torch.arange(geometry.batch.shape[0], device=mask.device)
     first = mask.shape[1] * torch.arange(geometry.graphs, device=mask.device)
     return number + (first - geometry.ptr[:-1])[geometry.batch]
 
 
 def padded(x: Tensor, mask: Tensor, places: Tensor) -> Tensor:
-    """Pads the rows of each graph: (atoms, n) -> (graphs, most atoms, n)."""
+    """Pads graphs to the size of the largest graph: (atoms, n) -> (graphs, largest size, n)."""
     out = x.new_zeros(mask.numel(), x.shape[1]).index_copy(0, places, x)
     return out.view(*mask.shape, x.shape[1])
 

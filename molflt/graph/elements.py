@@ -36,7 +36,7 @@ _ELECTRONEGATIVITY = """
 
 
 def period_and_group(number: int) -> tuple[int, int]:
-    """Returns the row and column of an element; lanthanides and actinides are in group 3."""
+    """Returns the period and group of an element; lanthanides and actinides are in group 3."""
     period = next(i for i, last in enumerate(_NOBLE) if number <= last)
     place = number - _NOBLE[period - 1]
     if place <= 2 and number != 2:
@@ -55,7 +55,7 @@ def _valence(number: int) -> tuple[int, int, int, int]:
 
 
 def descriptors() -> Tensor:
-    """Returns descriptors of the elements by atomic number, of shape (119, 8), float32.
+    """Returns a table (119, 8), float32, of element descriptors; rows are atomic numbers.
 
     Every column has mean 0 and standard deviation 1 over the elements with all descriptors. The
     rows of number 0 and of elements without known bonds (helium, neon, argon, and elements from 104

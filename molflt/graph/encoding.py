@@ -121,7 +121,7 @@ class GraphEncoding(nn.Module):
             self.frequency_projection = FrequencyProjection(heads, **sizes)
 
     def forward(self, geometry: Geometry, neighbors: Neighbors | None = None) -> SizeClasses:
-        """Evaluates the encoding in classes of graphs of similar size.
+        """Evaluates the encoding separately for each class of graphs of similar size.
 
         Args:
             geometry: the batch.
@@ -190,7 +190,7 @@ class GraphEncoding(nn.Module):
         return SizeClass.of(geometry, dense, encoding)
 
     def _found(self, geometry: Geometry, neighbors: Neighbors | None = None) -> _Found:
-        """Finds neighbors and nodes for the whole batch, so errors can refer to its graphs."""
+        """Finds neighbors and nodes of the whole batch, so error messages refer to its graphs."""
         alone, near = self.periodic.without_nodes(geometry), self.near_field
         large = self.periodic.on_mesh(geometry)
         nodes = self.periodic.nodes(geometry, self.position, large if alone is None else alone)
@@ -205,7 +205,7 @@ class GraphEncoding(nn.Module):
         return _Found(nodes, alone, NearPairs.of(geometry, neighbors, alone), large)
 
     def _columns(self, geometry: Geometry, found: _Found) -> Tensor | None:
-        """Returns the number of nodes, images or keys per atom of each graph: (graphs,)."""
+        """Returns the number of nodes, images or keys per atom in each graph: (graphs,) or None."""
         if found.nodes is None:
             return self.periodic.images(geometry)
         atoms, nodes = geometry.ptr.diff(), found.counts()
@@ -248,7 +248,7 @@ class GraphEncoding(nn.Module):
         return Bias(kernel.clamp(min=position.positive).log())
 
     def _near(self, found: _Found, far: Callable[[NearPairs, float], Tensor]) -> Pairs | None:
-        """Returns pairs in the near field, including each atom with itself, with corrections."""
+        """Returns near-field pairs and their corrections; each atom is also paired with itself."""
         if found.near is None:
             return None
         near, alone = found.near, found.alone
@@ -271,10 +271,10 @@ class GraphEncoding(nn.Module):
 
     @torch.no_grad()
     def radial_profile(self, distance: Tensor) -> Tensor:
-        """Returns the contribution of a pair to its logit, f or log h, for plots.
+        """Returns the contribution of distance to the logit of a pair, f or log h, for plots.
 
-        Maps distances (n,), Å, to (heads, n). Only one image contributes. If nodes sample the mask,
-        the exact mask is used instead.
+        Maps distances (n,), in Å, to (heads, n). Only one periodic image is included. If nodes
+        sample the mask, the exact mask is used instead.
         """
         if not isinstance(self.position, MultiplicativePosition):
             return self.position.radial_profile(distance)

@@ -109,7 +109,7 @@ class Geometry(NamedTuple):
         return self.ptr.shape[0] - 1
 
     def select(self, graphs: Tensor) -> tuple["Geometry", Tensor]:
-        """Returns graphs by indices (n,) and the index of each of their atoms in this batch."""
+        """Returns the graphs with indices (n,), and the indices of their atoms in this batch."""
         counts = self.ptr.diff()[graphs]
         ends = counts.cumsum(0)
         batch = torch.arange(len(graphs), device=graphs.device).repeat_interleave(counts)
@@ -127,7 +127,7 @@ class Geometry(NamedTuple):
         return found, atoms
 
     def above_subsurface(self) -> Tensor:
-        """Returns a mask (atoms,): tag > 0, or True for all atoms of graphs without such tags."""
+        """Returns a mask (atoms,), True for atoms with tag > 0 and in graphs without such atoms."""
         if self.tags is None:
             raise ValueError("tags, (atoms,), are needed; got None; set 0 where unknown")
         above = self.tags > Tag.SUBSURFACE.value  # in a form that compilers support
@@ -140,7 +140,7 @@ class Geometry(NamedTuple):
 
 
 def _sum_by(x: Tensor, index: Tensor, size: int) -> Tensor:
-    """Sums the rows with equal index: (n, ...), (n,) -> (size, ...)."""
+    """Sums the rows of `x`, (n, ...), that have equal `index`, (n,); returns (size, ...)."""
     return x.new_zeros(size, *x.shape[1:]).index_add(0, index, x)
 
 
@@ -164,7 +164,7 @@ def _points(pos: Tensor | None, atoms: int | None) -> Tensor:
 
 
 def _in_order(batch: Tensor, atoms: Tensor, graphs: int | None) -> Tensor:
-    """Checks `batch` of shape (atoms,); `atoms` has one row per atom."""
+    """Checks `batch`, (atoms,), and returns it as int64; `atoms` has one row for each atom."""
     if batch.device != atoms.device or batch.shape != atoms.shape[:1]:
         raise ValueError(
             f"batch must have shape ({len(atoms)},), the graph of each atom, on {atoms.device}; "
@@ -182,7 +182,7 @@ def _in_order(batch: Tensor, atoms: Tensor, graphs: int | None) -> Tensor:
 
 
 def _number_of_graphs(batch: Tensor, stacked: list[int]) -> int:
-    """Returns the number of graphs from the last index, or from the numbers of cells and axes."""
+    """Infers the number of graphs from the last batch index or the number of cells or axes."""
     if torch.compiler.is_compiling():  # these are sizes, unlike the numbers in `batch`
         if stacked:
             return max(stacked)
@@ -214,7 +214,7 @@ class Atoms(NamedTuple):
 
     @classmethod
     def of(cls, data: "Data", weight: Tensor, charged: bool = False) -> "Atoms":
-        """Reads the data that `EnergyRegressor.forward` accepts, on the device of `weight`.
+        """Reads the data that `EnergyRegressor.forward` accepts, in the precision of `weight`.
 
         Total charges other than 0 are rejected unless `charged` is True.
         """
@@ -254,7 +254,7 @@ class Atoms(NamedTuple):
         return cls(geometry, numbers.long(), fixed)
 
     def above_subsurface(self) -> tuple["Atoms", Tensor]:
-        """Returns the graphs without atoms of tag 0, and the mask of the remaining atoms.
+        """Removes the atoms with tag 0; returns the other atoms, and the mask that selects them.
 
         Graphs that have only atoms with tag 0 are not changed.
         """
@@ -271,7 +271,7 @@ class Atoms(NamedTuple):
 
 
 def _charges(data: "Data", geometry: Geometry, charged: bool) -> Tensor | None:
-    """Returns total charges (graphs,), e, or None if not `charged` or missing; NaN counts as 0."""
+    """Returns total charges (graphs,), in units of e, with 0 for NaN; None if unused or missing."""
     found = None
     for name, usual, hint in (
         ("multiplicity", 1.0, "because no model reads it"),

@@ -81,14 +81,14 @@ class ElementEmbedding(nn.Embedding):
 
 
 def by_contact(model: nn.Module) -> tuple[bool, bool]:
-    """Returns (slab, adsorbate), True if these atoms count by contact in all members."""
+    """Returns flags (slab, adsorbate), True if such atoms count by contact in every readout."""
     found = [part.by_contact for part in model.modules() if isinstance(part, EnergyReadout)]
     slab, adsorbate = torch.stack(found).all(dim=0).tolist() if found else (False, False)
     return slab, adsorbate
 
 
 def undescribed(model: nn.Module) -> frozenset[int]:
-    """Returns the atomic numbers that a model or one of its members cannot describe."""
+    """Returns the atomic numbers for which a model, or one of its members, lacks descriptors."""
     missing: set[int] = set()
     for part in model.modules():
         if isinstance(part, ElementEmbedding) and part.described:
@@ -135,7 +135,7 @@ class AtomEmbedding(nn.Module):
         return bool(self.num_basis) or self.messages is not None
 
     def forward(self, numbers: Tensor, geometry: Geometry, neighbors: Neighbors | None) -> Tensor:
-        """Embeds atomic numbers (atoms,), graphs with tags, and pairs: (atoms, dim)."""
+        """Returns embeddings (atoms, dim) for atomic numbers (atoms,), tags and neighbors."""
         x = self.element(numbers) + self.tag(geometry.tags)
         if not self.sees_neighbors:
             return x
@@ -176,8 +176,8 @@ class EnergyReadout(nn.Module):
         cutoff: cutoff of contacts, Å.
 
     Attributes:
-        by_contact: (2,) bool, buffer; True if slab atoms, or adsorbate atoms, count by contact.
-            Weights of earlier versions do not contain it and count all atoms fully.
+        by_contact: (2,) bool, buffer; flags for slab atoms and adsorbate atoms, True if they count
+            by contact. Weights of earlier versions do not contain it and count all atoms fully.
     """
 
     by_contact: Tensor
@@ -202,9 +202,9 @@ class EnergyReadout(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """Computes the contribution of each atom to the energy.
 
-        Takes tokens (atoms, dim), graphs with tags and, if some atoms count by contact, the pairs
-        within the cutoff. Returns energies (atoms,) and bonds -log(1 - s(d)) across the interface,
-        (pairs,), or None if all atoms count fully.
+        Takes tokens (atoms, dim), a geometry with tags and, if some atoms count by contact, the
+        pairs within the cutoff. Returns energies (atoms,), and the bond -log(1 - s(d)) of each pair
+        across the interface, (pairs,), or None if all atoms count fully.
         """
         counted = geometry.above_subsurface()
         assert geometry.tags is not None
@@ -246,11 +246,11 @@ class EnergyReadout(nn.Module):
 
 
 class PositionHead(nn.Module):
-    """Predicts displacements to relaxed positions: sum over neighbors of w_ij (r_j - r_i), in Å.
+    """Predicts displacements to the relaxed positions, in Å: sum_j w_ij (r_j - r_i).
 
-    The weights w_ij = MLP(h_i, h_j, b(|r_ij|)) depend only on invariants. The result therefore
-    rotates with the structure, to the accuracy with which h is invariant. Pairs fade smoothly at
-    the cutoff.
+    The sum is over neighbors j. The weights w_ij = MLP(h_i, h_j, b(|r_ij|)) depend only on
+    invariants. Displacements therefore rotate with the structure, to the accuracy with which h is
+    invariant. Pairs fade smoothly at the cutoff.
 
     Args:
         hidden: width of the pair network.
@@ -271,7 +271,7 @@ class PositionHead(nn.Module):
         nn.init.zeros_(self.weight.weight)  # initially nothing moves
 
     def forward(self, h: Tensor, neighbors: Neighbors) -> Tensor:
-        """Maps tokens (atoms, dim) and pairs to displacements (atoms, 3), Å."""
+        """Maps tokens (atoms, dim) and pairs of neighbors to displacements (atoms, 3), in Å."""
         ends = self.from_center(h), self.from_neighbor(h)
         return reduce(operator.add, in_pieces(self._moves, neighbors, *ends))
 

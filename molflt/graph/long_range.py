@@ -46,7 +46,7 @@ _LEAST = 1e-12  # added to each weight of the total charge; shares are equal if 
 
 
 class LongRangeEnergy(NamedTuple):
-    """Sharp and smooth parts of the energies (graphs,), float64, eV, and the latent charges."""
+    """Sharp and smooth parts of energies, each (graphs,), float64, in eV, and latent charges."""
 
     near: Tensor
     far: Tensor
@@ -68,7 +68,7 @@ class ChargeShare(nn.Module):
         self.score = nn.Linear(dim, 2, bias=False)
 
     def forward(self, h: Tensor, geometry: Geometry) -> Tensor:
-        """Maps features (atoms, dim) to charges (atoms,), e; 0 without total charges."""
+        """Maps features (atoms, dim) to charges (atoms,), in units of e; 0 without totals."""
         cation, anion = self.score(at_least_float32(h)).unbind(dim=1)
         if geometry.charge is None:
             return torch.zeros_like(cation)
@@ -103,7 +103,7 @@ class LongRange(nn.Module):
         neutral: False sets q_i = a_i for all powers. Separate groups of atoms then have net
             charges. Use False for data with ions that the model can recognize by their neighbors.
         total_charge: True if graphs have total charges.
-        smearing: sigma, Å, of a spectrum that falls as exp(-sigma^2 k^2 / 2); latent Ewald
+        smearing: sigma, in Å, of a spectrum that falls as exp(-sigma^2 k^2 / 2); latent Ewald
             summation (arXiv:2408.15165) uses 1. For p = 1, the interaction of a pair is erf(r /
             (sqrt(2) sigma)) / r; beyond 5 sigma it is 1 / r^p. 0 means point charges, whose
             interaction is bounded below 0.1 Å.
@@ -156,7 +156,7 @@ class LongRange(nn.Module):
         self.share = ChargeShare(dim) if total_charge else None
 
     def charges(self, h: Tensor, geometry: Geometry, neighbors: Neighbors) -> Tensor:
-        """Maps features (atoms, dim) to charges (atoms, powers, channels), for p = 1 in e."""
+        """Computes charges (atoms, powers, channels), in units of e if p = 1, from features `h`."""
         own = self.charge(at_least_float32(h)).unflatten(1, (len(self.powers), self.channels))
         flowing = [i for i, power in enumerate(self.powers) if power < 3]
         center, neighbor = neighbors.center, neighbors.neighbor
@@ -182,7 +182,7 @@ class LongRange(nn.Module):
 
 
 def dipole(charges: Tensor, geometry: Geometry) -> Tensor:
-    """Computes dipoles about mean positions: charges (atoms,) -> (graphs, 3); NaN if periodic."""
+    """Computes dipoles (graphs, 3) of charges (atoms,) about mean positions; NaN if periodic."""
     batch, pos = geometry.batch, geometry.pos
     center = geometry.sum(pos) / geometry.ptr.diff()[:, None]
     moment = geometry.sum(charges[:, None] * (pos - center[batch]))
@@ -238,7 +238,7 @@ def inverse_power_sums(
 
 
 def _scales(geometry: Geometry, cutoff: float) -> Tensor:
-    """Returns units of length that bound the number of nodes, usually 1: (graphs,) float64."""
+    """Returns units of length, in Å, that bound the number of nodes: (graphs,), usually 1."""
     cell, pbc = geometry.cell.detach().double(), geometry.pbc
     extent = free_extent(geometry.pos.detach().double(), geometry.batch, cell, pbc)
     volume = Lattice.of(cell, pbc, 2 * extent, 2 * _APART * cutoff / _DEPTH).volume
@@ -254,7 +254,7 @@ def _pair_sums(
     found: Neighbors,
     smearing: float,
 ) -> tuple[Tensor, Tensor]:
-    """Computes near parts, and far parts of nonperiodic graphs; lengths are in units of `scale`."""
+    """Computes near parts, and far parts of nonperiodic graphs; lengths are divided by `scale`."""
     molecule, cutoff = ~geometry.pbc.any(dim=1), _DEPTH / laws[0].sharpness
     kept = ~molecule[geometry.batch[found.center]]
     first, second = _all_pairs(geometry, molecule)
@@ -312,7 +312,7 @@ def _far_of_lattice(
 
 
 def _power(pos: Tensor, charges: Tensor, xi: Tensor, factor: Tensor) -> Tensor:
-    """Returns sum_G w_G |sum_j q_j exp(2 pi i G . r_j)|^2 for nodes G (xi) and w (factor)."""
+    """Returns sum_G w_G |sum_j q_j exp(2 pi i G . r_j)|^2, where G is `xi` and w is `factor`."""
     turns = xi @ pos.mT
     phase = (2 * math.pi * (turns - turns.detach().round())).to(charges.dtype)  # [r, atom]
     flat = charges.flatten(1)
@@ -322,7 +322,7 @@ def _power(pos: Tensor, charges: Tensor, xi: Tensor, factor: Tensor) -> Tensor:
 
 
 def _cut_off(nodes: Tensor, spectra: Tensor, cell: Tensor, pbc: Tensor, height: Tensor) -> Tensor:
-    """Returns spectra (1, r) of 1 / r cut off at half the height, without images of the slab."""
+    """Returns spectra (1, nodes) of 1 / r, cut off at half the height to exclude slab images."""
     # Spectra are multiplied by 1 - exp(-k R) cos(k_z R), with k in the plane and R half the height
     # (Rozzi et al., Phys. Rev. B 73, 205119, 2006). k_z R is a multiple of pi; the value at 0 is -2
     # pi R^2.

@@ -11,7 +11,7 @@ _SMALL = 2**26  # bytes; for smaller sizes, free memory is not measured, because
 
 
 def _expect_memory(weights: Tensor, geometry: Geometry, heads: int) -> None:
-    """Raises MemoryError if waves of nodes with weights (graphs, r) exceed free CPU memory."""
+    """Raises MemoryError if waves of nodes exceed free CPU memory; `weights` is (graphs, nodes)."""
     if not at_hand(weights):
         return
     counts, atoms = (weights != 0).sum(dim=1), geometry.ptr.diff()
@@ -27,7 +27,7 @@ def _expect_memory(weights: Tensor, geometry: Geometry, heads: int) -> None:
 
 
 def expect_memory(size: float, what: str, advice: str) -> None:
-    """Raises MemoryError if a size in bytes exceeds free memory; `what` is a plural noun."""
+    """Raises MemoryError if `size` bytes exceed free memory; `what`, a plural, begins its text."""
     free = available_memory() if size > _SMALL else None
     if free is not None and size > free:
         need, left = size / 1e9, free / 1e9

@@ -42,7 +42,7 @@ class _Matrices(NamedTuple):
 
     @classmethod
     def of(cls, edges: _Edges, geometry: Geometry) -> "_Matrices | None":
-        """Builds matrices, or returns None in compiled code or if they far exceed the pairs."""
+        """Builds matrices; returns None in compiled code or if elements far outnumber pairs."""
         if torch.compiler.is_compiling():
             return None
         mask = atom_mask(geometry)
@@ -53,7 +53,7 @@ class _Matrices(NamedTuple):
         cells = places[edges.center] * most + places[edges.neighbor] % most
 
         def summed(of_pairs: Tensor) -> Tensor:
-            """Maps (pairs, k, functions) to (graphs, most * k, functions * most)."""
+            """Sums (pairs, k, functions) over images: (graphs, most * k, functions * most)."""
             by_cell = _sum_by(of_pairs, cells, graphs * most**2)
             return by_cell.unflatten(0, (graphs, most, most)).movedim(2, 4).flatten(3).flatten(1, 2)
 
@@ -61,11 +61,11 @@ class _Matrices(NamedTuple):
         return cls(summed(basis), summed(basis * edges.direction), mask, places)
 
     def padded(self, x: Tensor) -> Tensor:
-        """Maps (atoms, width) to (graphs, 1, most, width)."""
+        """Pads graphs: (atoms, width) -> (graphs, 1, most, width)."""
         return padded(x, self.mask, self.places)[:, None]
 
     def rows(self, x: Tensor) -> Tensor:
-        """Maps (graphs, most, ...) to (atoms, ...)."""
+        """Removes padding: (graphs, most, ...) -> (atoms, ...)."""
         return x.flatten(0, 1).index_select(0, self.places)
 
 
@@ -90,7 +90,7 @@ class EquivariantMessages(nn.Module):
         self.layers = nn.ModuleList(_Interaction(dim, first=i == 0) for i in range(layers))
 
     def forward(self, tokens: Tensor, neighbors: Neighbors, geometry: Geometry) -> Tensor:
-        """Adds messages from neighbors, the pairs within the cutoff, to tokens (atoms, dim)."""
+        """Adds messages to tokens (atoms, dim); `neighbors` are all pairs within the cutoff."""
         basis = radial_waves(neighbors.distance, _NUM_BASIS, self.cutoff)
         # 0 instead of NaN if two atoms coincide
         square = neighbors.vector.square().sum(dim=-1, keepdim=True)

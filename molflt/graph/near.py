@@ -37,7 +37,7 @@ class NearPairs(NamedTuple):
     def of(
         cls, geometry: Geometry, neighbors: Neighbors | None, alone: Tensor | None
     ) -> "NearPairs":
-        """Combines neighbors within the cutoff with all pairs of the graphs in `alone`."""
+        """Pairs atoms with themselves, and with neighbors or (if `alone`) the whole graph."""
         own = torch.arange(geometry.pos.shape[0], device=geometry.pos.device)
         found: list[tuple[Tensor, ...]] = [(own, own, torch.zeros_like(geometry.pos))]
         if neighbors is not None and alone is None:
@@ -67,13 +67,13 @@ class _Found(NamedTuple):
     on_mesh: Tensor | None = None
 
     def counts(self) -> Tensor:
-        """Returns the number of nodes of each graph up to the last nonzero weight: (graphs,)."""
+        """Counts the nodes of each graph up to the last one with a nonzero weight: (graphs,)."""
         assert self.nodes is not None
         place = torch.arange(1, self.nodes.xi.shape[1] + 1, device=self.nodes.xi.device)
         return ((self.nodes.weights.detach() != 0) * place).amax(dim=1)
 
     def select(self, graphs: Tensor, total: int) -> "_Found":
-        """Selects graphs (n,) of `total`, without padding for other graphs."""
+        """Selects graphs by index (n,) from `total` graphs; drops padding that only others need."""
         nodes, near = self.nodes, self.near
         if nodes is not None:
             most = max(1, int(self.counts()[graphs].max()))
@@ -89,7 +89,7 @@ class _Found(NamedTuple):
 
 
 def _all_pairs(geometry: Geometry, graphs: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the queries and keys (pairs,) of all pairs of atoms in the graphs of a mask."""
+    """Returns all pairs of atoms in the graphs of a mask, as two tensors of indices (pairs,)."""
     counts = geometry.ptr.diff()
     member = torch.arange(len(geometry.pos), device=counts.device)[graphs[geometry.batch]]
     count = counts[geometry.batch[member]]
@@ -114,7 +114,7 @@ def in_pieces(
 
 
 def _bound(distance: Tensor, least: float) -> float:
-    """Returns an upper bound of distances, Å, in coarse steps; small moves do not change it."""
+    """Returns the lowest multiple of `_STEP`, in Å, that is not below `least` or any distance."""
     highest = max(least, float(distance.detach().max()) if len(distance) else 0.0)
     if highest > _FARTHEST:
         raise ValueError(

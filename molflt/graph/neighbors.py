@@ -38,13 +38,13 @@ class Neighbors(NamedTuple):
 
 
 def expect_lattice(geometry: Geometry) -> None:
-    """Raises ValueError with the index of the graph if lattice planes are below 0.5 Å apart."""
+    """Raises ValueError with a graph's index if its lattice planes are less than 0.5 Å apart."""
     boxes, periodic = _numbers(geometry.cell).astype(np.float64), _numbers(geometry.pbc)
     _check_heights(lattice_heights(boxes, periodic), boxes, periodic)
 
 
 def neighbor_list(geometry: Geometry, cutoff: float) -> Neighbors:
-    """Finds all pairs within `cutoff`, Å, with vesin, for each graph in its reduced cell.
+    """Finds all pairs within `cutoff`, in Å, with vesin, in the reduced cell of each graph.
 
     Indices refer to the atoms of the batch, and each pair appears in both directions. Raises
     MemoryError if the pairs do not fit into memory.
@@ -68,7 +68,7 @@ def _unknown_pairs(
 def _neighbors(
     pos: Tensor, cell: Tensor, pbc: Tensor, ptr: Tensor, cutoff: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns centers and neighbors (2, pairs), cell offsets (pairs, 3) and graphs (pairs,)."""
+    """Returns atom indices (2, pairs), cell offsets (pairs, 3) and graph indices (pairs,)."""
     from vesin import NeighborList  # imported here because reading signatures must not load it
 
     points, boxes = _numbers(pos).astype(np.float64), _numbers(cell).astype(np.float64)
@@ -105,7 +105,7 @@ def _neighbors(
 
 @uncompiled
 def nearest_images(geometry: Geometry, query: Tensor, key: Tensor) -> Tensor:
-    """Returns vectors (pairs, 3), Å, from atoms `query` to the nearest images of atoms `key`.
+    """Returns vectors (pairs, 3), in Å, from atoms `query` to the nearest images of atoms `key`.
 
     Images are found by rounding fractional coordinates in a reduced cell. The result is
     differentiable in positions and cells.
@@ -123,7 +123,7 @@ def nearest_images(geometry: Geometry, query: Tensor, key: Tensor) -> Tensor:
 
 @uncompiled
 def images_are_far(geometry: Geometry, distance: float) -> Tensor:
-    """Returns True for graphs whose lattice planes are all over `distance` Å apart: (graphs,)."""
+    """Returns a mask (graphs,), True if lattice planes are more than `distance` Å apart."""
     heights = lattice_heights(_numbers(geometry.cell).astype(np.float64), _numbers(geometry.pbc))
     return torch.from_numpy((heights > distance).all(axis=1)).to(geometry.pbc.device)
 
@@ -144,7 +144,7 @@ def _numbers(x: Tensor) -> NDArray[Any]:
 def _closed(
     points: _Array, box: _Array, periodic: NDArray[np.bool_], cutoff: float
 ) -> tuple[_Array, _Array]:
-    """Returns atoms and a box that is periodic along all axes, with the same neighbors."""
+    """Returns positions, and a box that is periodic along all axes; neighbors stay the same."""
     # The time that vesin takes grows as the square of the extent along open axes, and vesin crashes
     # if atoms are 10^5 cutoffs apart. Gaps along open axes are therefore reduced to two cutoffs.
     if periodic.all():

@@ -48,7 +48,7 @@ class Open:
     lattice: ClassVar[bool] = False
 
     def defaults(self, position: str, spectrum: str) -> dict[str, object]:
-        """Returns default options of the position that the scheme changes."""
+        """Returns the options of the position whose defaults differ in this scheme."""
         return {}
 
     def check(self, position: SpectralPosition, softmax: bool, near: bool) -> None:
@@ -61,18 +61,18 @@ class Open:
     def nodes(
         self, geometry: Geometry, position: SpectralPosition, left_out: Tensor | None = None
     ) -> GraphNodes | None:
-        """Returns the nodes of each graph in float64, or None if the scheme has no `lattice`.
+        """Returns the nodes of each graph in float64, or None if `lattice` is False.
 
         Weights are 0 for the graphs in the mask `left_out`, (graphs,).
         """
         return None
 
     def images(self, geometry: Geometry) -> Tensor | None:
-        """Estimates the number of images per atom of each graph, (graphs,), or returns None."""
+        """Estimates the number of images per atom in each graph, (graphs,); None without images."""
         return None
 
     def neighborhood(self, geometry: Geometry) -> Geometry:
-        """Returns the geometry of the far field, whose pairs the near field corrects."""
+        """Returns the geometry in which to search for the near-field pairs."""
         return geometry._replace(pbc=torch.zeros_like(geometry.pbc))
 
     def without_nodes(self, geometry: Geometry) -> Tensor | None:
@@ -86,7 +86,7 @@ class Open:
     def mesh(
         self, geometry: Geometry, dense: DenseAtoms, position: SpectralPosition, chosen: Tensor
     ) -> MeshKernel | None:
-        """Returns the far field on a mesh, or None; `chosen` is `on_mesh`, equal for all graphs."""
+        """Returns the far field on a mesh, or None; `chosen`, from `on_mesh`, has equal values."""
         return None
 
     def far(
@@ -108,7 +108,7 @@ class Open:
         return products(*factors, near.pairs())
 
     def radial_profile(self, position: MultiplicativePosition, distance: Tensor) -> Tensor:
-        """Returns h of one image at distances (n,), Å: (heads, n)."""
+        """Returns the kernel h (heads, n) of one image at distances (n,), in Å."""
         return position.radial_profile(distance).exp()
 
     def __repr__(self) -> str:
@@ -205,7 +205,7 @@ def _images(
     cutoff: float,
     plane: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Finds the atom (graphs, images), cell (graphs, images, 3) and mask of images near centers."""
+    """Finds images near centers: atom (graphs, images), cell (graphs, images, 3) and mask."""
     graphs, most = mask.shape
     if plane:
         steps = torch.as_tensor(_IN_PLANE, device=mask.device)
@@ -226,7 +226,7 @@ def _images(
 
 
 def _steps(positions: Tensor, mask: Tensor, cell: Tensor, pbc: Tensor, cutoff: float) -> Tensor:
-    """Returns steps to all cells that may contain an atom within the cutoff: (steps, 3) int64."""
+    """Returns steps (n, 3), int64, to the other cells that may have atoms within the cutoff."""
     inverse = torch.linalg.pinv(cell)  # norms of columns: 1 / height of the cell
     fractional = positions @ inverse
     outside = ~mask[..., None]
@@ -340,9 +340,9 @@ class Near(Reciprocal):
 class Auto(Reciprocal):
     """Uses nodes for small cells, like `Reciprocal`, and a mesh for large cells, like `OnMesh`.
 
-    A graph uses a mesh if its numbers of atoms and of nodes both exceed `_MOST_BY_NODES`. The
-    choice depends on the graph alone, not on its batch. Compiled models, and positions that a mesh
-    does not support, always use nodes.
+    A graph uses a mesh if its number of atoms and its number of nodes both exceed `_MOST_BY_NODES`.
+    The choice depends on the graph alone, not on its batch. Compiled models, and positions that a
+    mesh does not support, always use nodes.
 
     Args:
         max_frequency: largest |G|, cycles/Å.

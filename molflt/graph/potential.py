@@ -132,7 +132,7 @@ class Potential(EnergyRegressor):
             self.charge_vector = nn.Parameter(torch.zeros(dim))
 
     def forward(self, batch: "Data") -> Mapping[str, Tensor]:
-        """Computes energies and derivatives; in training mode, these are differentiable.
+        """Computes energies, forces and stress, which are differentiable in training mode.
 
         Args:
             batch: see `EnergyRegressor.forward`; tags are ignored. With `total_charge`, also charge
@@ -170,11 +170,11 @@ class Potential(EnergyRegressor):
         return out if self.training else {name: x.detach() for name, x in out.items()}
 
     def energy(self, batch: "Data") -> Tensor:
-        """Returns energies alone, differentiable in tensors of `batch`: (graphs,), float64, eV."""
+        """Returns only energies (graphs,), float64, in eV, which are differentiable."""
         return _sum(self.parts(batch))
 
     def parts(self, batch: "Data") -> dict[str, Tensor]:
-        """Returns contributions to the energies, each differentiable: (graphs,), float64, eV.
+        """Returns contributions to the energies, each (graphs,), float64, in eV, differentiable.
 
         These are "local", from elements and attention, and with `long_range` also "near" and "far",
         the sharp and smooth parts of the interaction of latent charges.
@@ -211,7 +211,7 @@ def _sum(parts: Mapping[str, Tensor]) -> Tensor:
 
 
 def _strained(batch: "Data") -> tuple["Data", Tensor, Tensor | None]:
-    """Returns a batch under zero strain, its positions, and the strain (None without cells)."""
+    """Applies zero strain; returns the batch, its positions and the strain (None without cells)."""
     pos = Geometry.of_data(batch).pos.detach().clone().requires_grad_()
     out = copy.copy(batch)
     for name, value in batch.to_dict().items():

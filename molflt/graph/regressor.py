@@ -59,7 +59,7 @@ class EnergyRegressor(nn.Module):
             number of nodes grows as its cube.
         mesh_order: order of the mesh splines: 4, 5 (default), 6 or 8; higher orders are more
             accurate but slower.
-        near_field: distance, Å, within which a multiplicative kernel is exact, computed with a
+        near_field: distance, in Å, within which a multiplicative kernel is exact, computed with a
             neighbor list; by default 5, or 0 with images. With 0, the kernel uses only Fourier
             nodes.
         near_exact: make exp(q.k) exact within the near field, as in softmax, without random
@@ -208,7 +208,7 @@ class EnergyRegressor(nn.Module):
         self.register_buffer("adds_baseline", torch.zeros((), dtype=torch.bool))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "EnergyRegressor":
-        """Applies a function as in `torch.nn.Module`; energy buffers stay in float64 in casts."""
+        """Applies a function as in `torch.nn.Module`, but keeps the dtype of energy buffers."""
         kept = {name: self.get_buffer(name) for name in _ENERGIES}
         super()._apply(fn, recurse)
         for name, before in kept.items():
@@ -255,7 +255,7 @@ class EnergyRegressor(nn.Module):
         __call__ = forward
 
     def baseline(self, batch: "Data") -> Tensor | float:
-        """Returns the baseline energies to add: (graphs,), eV; 0 for models without a baseline."""
+        """Returns the baseline energies that are added, (graphs,), in eV; 0 without a baseline."""
         if not self.adds_baseline:
             return 0.0
         found = batch.get("y_baseline")
@@ -332,7 +332,7 @@ class EnergyRegressor(nn.Module):
 
 
 def _among(x: Tensor, kept: Tensor) -> Tensor:
-    """Inserts rows (..., kept atoms, n) into zeros for all atoms."""
+    """Fills the rows of omitted atoms with 0: (..., kept atoms, n) -> (..., atoms, n)."""
     out = x.new_zeros(*x.shape[:-2], len(kept), x.shape[-1])
     out[..., kept, :] = x
     return out
@@ -341,14 +341,14 @@ def _among(x: Tensor, kept: Tensor) -> Tensor:
 def _fill_added(
     model: EnergyRegressor, weights: dict[str, Tensor], prefix: str, *_: object
 ) -> None:
-    """Adds buffers missing from weights of earlier versions; boolean buffers become False."""
+    """Adds buffers that weights of earlier versions lack, with False for boolean buffers."""
     for name in model.added_later:
         new = model.get_buffer(name)
         weights.setdefault(prefix + name, new & False if new.dtype == torch.bool else new)
 
 
 def _bounded(step: Tensor) -> Tensor:
-    """Shortens displacements (atoms, 3), Å, smoothly to less than `_MAX_MOVE`."""
+    """Shortens displacements (atoms, 3), in Å, smoothly to less than `_MAX_MOVE`."""
     return step * (1 + (step / _MAX_MOVE).square().sum(dim=-1, keepdim=True)).rsqrt()
 
 

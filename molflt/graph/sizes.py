@@ -31,11 +31,11 @@ class SizeClass(NamedTuple):
     def of(
         cls, geometry: Geometry, dense: DenseAtoms, encoding: Encoding | None = None
     ) -> "SizeClass":
-        """Builds one class from the atoms and keys of a geometry, with their encoding."""
+        """Builds a class that contains all graphs of a geometry."""
         return cls(dense, encoding, places_of(geometry, dense.mask))
 
     def apply(self, layer: Callable[..., Tensor], x: Tensor) -> Tensor:
-        """Applies a layer like `SizeClasses.apply`; x contains the atoms of this class."""
+        """Applies a layer as in `SizeClasses.apply`; `x` has only the atoms of this class."""
         tokens = padded(x, self.dense.mask, self.places)
         out = layer(tokens, encoding=self.encoding, **self.dense.keys)
         return out.flatten(0, 1).index_select(0, self.places)
@@ -94,7 +94,7 @@ class SizeClasses(NamedTuple):
 def _members(
     ptr: Tensor, columns: Tensor | None, start: int, apart: Tensor | None = None
 ) -> list[list[int]]:
-    """Returns nonempty graphs by class, largest first; a class ends where padding is costly."""
+    """Sorts nonempty graphs by size, largest first; starts a new class if padding is costly."""
     atoms = ptr.diff().tolist()
     each = [0.0] * len(atoms) if columns is None else columns.tolist()
     cost = [1 + number / _COLUMNS for number in each]  # per atom, for each graph

@@ -21,8 +21,8 @@ class PBCRadiusGraph(BaseTransform):
     point from the neighbor to the atom, `edge_index[0]` to `edge_index[1]`, as in message passing,
     and are sorted by atom.
 
-    It sets `edge_index` (2, edges); `edge_weight` (edges,), the distance, Å; `edge_vec` (edges, 3),
-    from atom to neighbor, Å; and `edge_shift` (edges, 3) int64, the cell n of the neighbor:
+    It sets `edge_index` (2, edges); `edge_weight` (edges,), the distance in Å; `edge_vec` (edges,
+    3), from atom to neighbor, in Å; and `edge_shift` (edges, 3) int64, the cell n of the neighbor:
     edge_vec = pos[edge_index[0]] + n @ cell - pos[edge_index[1]]. Distances and vectors are
     differentiable with respect to `pos` and `cell`. It removes the `edge_attr` of earlier edges,
     which `Distance` and other transforms set.
@@ -73,7 +73,7 @@ class PBCRadiusGraph(BaseTransform):
 
 
 def _nearest(target: Tensor, distance: Tensor, atoms: int, most: int) -> Tensor:
-    """Returns indices of the nearest edges of each atom, including ties with the last edge."""
+    """Returns indices of the `most` nearest edges of each atom, and of ties with the farthest."""
     order = torch.argsort(distance, stable=True)
     order = order[torch.argsort(target[order], stable=True)]
     own = target[order]
