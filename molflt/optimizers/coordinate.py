@@ -127,7 +127,7 @@ class CoordinateOptimizer(nn.Module):
     def forward(
         self, features: Tensor, direction: Tensor, memory: MemoryState = (), start: int = 0
     ) -> Tensor:
-        """Computes the updates of all steps at once, of shape (coordinates, steps).
+        """Computes the updates (coordinates, steps) of all steps at once.
 
         Args:
             features, direction: stacked results of `observe`, (coordinates, steps, features) and
@@ -140,9 +140,9 @@ class CoordinateOptimizer(nn.Module):
     def step(
         self, gradient: Tensor, state: OptimizerState | None = None
     ) -> tuple[Tensor, OptimizerState]:
-        """Computes the update of one step, of shape (coordinates,), and the next state.
+        """Computes the update (coordinates,) of one step, and the next state.
 
-        `gradient` is (coordinates,), and `state` is None at the start.
+        `gradient` has shape (coordinates,); `state` is None at the first step.
         """
         done, moments, memory = (0, None, ()) if state is None else state
         seen = self.observe(gradient, moments, done)

@@ -85,7 +85,7 @@ def _rastrigin_like(z: Tensor, shape: _Shape) -> Tensor:
 
 
 def _draw_rastrigin_like(dimension: int, generator: torch.Generator) -> dict[str, Tensor]:
-    """Draws a condition number of 1 to 100, depths of 0 to 20 and 0.5 to 1.5 waves per unit."""
+    """Draws a condition number in [1, 100], depths in [0, 20] and 0.5 to 1.5 waves per unit."""
     condition, depth, waves = rand64(3, generator=generator)
     factors = rand64(dimension, generator=generator)
     exponents = torch.linspace(-0.5, 0.5, dimension, dtype=torch.float64, device="cpu")
@@ -138,7 +138,7 @@ class Functions(NamedTuple):
         return cls(family, torch.stack(minimizers), torch.stack(rotations), shape)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Computes the values at points (batch, ..., d), which are differentiable: (batch, ...)."""
+        """Computes differentiable values (batch, ...) at points (batch, ..., d)."""
         kind, batch = FAMILIES[self.family], len(self.minimizer)
         between = (1,) * (x.ndim - 2)
         moved = x - self.minimizer.view(batch, *between, -1)
@@ -146,11 +146,11 @@ class Functions(NamedTuple):
         return kind.base(kind.minimizer + kind.half_width / HALF_WIDTH * turned, self.shape)
 
     def only(self, place: int) -> Functions:
-        """Returns a batch that contains only one of the functions."""
+        """Returns a batch that contains only the function with index `place`."""
         return self._each(lambda drawn: drawn[place : place + 1])
 
     def to(self, device: torch.device) -> Functions:
-        """Moves the functions to a device."""
+        """Returns the functions on a device."""
         return self._each(lambda drawn: drawn.to(device))
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> Functions:

@@ -26,8 +26,8 @@ MemoryState = tuple[Tensor, ...]
 class Memory(nn.Module, ABC):
     """Base class of causal maps from a sequence of features to one hidden vector per step.
 
-    Each coordinate has a separate sequence. `forward`, for a whole sequence, and `step`, for one
-    step with a state, are equivalent.
+    Each coordinate has a separate sequence. `forward` processes a whole sequence, and `step` a
+    single step with a state; both give the same hidden vectors.
     """
 
     @abstractmethod
@@ -228,7 +228,7 @@ class StateSpaceMemory(Memory):
 
 
 class _Diagonal(nn.Module):
-    """Layer x + gate(SSM(LN x)); states are (coordinates, dim, states, real or imaginary)."""
+    """Layer x + gate(SSM(LN x)); complex states are real tensors (coordinates, dim, states, 2)."""
 
     def __init__(self, dim: int, states: int) -> None:
         super().__init__()

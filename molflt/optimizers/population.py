@@ -50,7 +50,7 @@ class Populations:
         self.state = self.model(self.state, values, Noise(pairs, vectors))
 
     def _normal(self, *shape: int) -> Tensor:
-        """Draws float64 numbers of shape (batch, *shape) on the CPU."""
+        """Draws normal numbers (batch, *shape), float64, on the CPU; moves them to the device."""
         draws = [randn64(shape, generator=each) for each in self.generators]
         return torch.stack(draws).to(self.device)
 
@@ -183,14 +183,14 @@ class PopulationOptimizer:
         return Best(state.best_position[0, member].cpu().clone(), value)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Returns the state of the population and of its noise, without weights."""
+        """Returns the state of the population and of its random generator, but no weights."""
         state = self._populations.state._asdict()
         noise = self._populations.generators[0].get_state()
         kept = {**state, "noise": noise, "asked": torch.tensor(self._asked, device="cpu")}
         return {name: part.cpu().clone() for name, part in kept.items()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Loads a result of `state_dict`; with equal weights, later steps are bitwise identical."""
+        """Restores a `state_dict`; with equal weights, later steps are bitwise identical."""
         now, new = ({n: tuple(x.shape) for n, x in s.items()} for s in (self.state_dict(), state))
         if now != new:
             raise ValueError(

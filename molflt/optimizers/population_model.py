@@ -33,14 +33,14 @@ _LARGEST = 3.0  # c and e are at most exp(3) times their initial values
 
 
 class Noise(NamedTuple):
-    """Normal numbers for one generation, float64."""
+    """Standard normal random numbers for one generation, float64."""
 
     pairs: Tensor  # scalars, which do not change under rotation, (batch, members, members)
     vectors: Tensor  # (batch, members, d)
 
 
 class PopulationState(NamedTuple):
-    """State of a batch of independent populations; positions must be float64 to converge."""
+    """State of a batch of independent populations; convergence requires positions in float64."""
 
     position: Tensor  # positions to evaluate next, (batch, members, d)
     best_position: Tensor  # best position of each member, (batch, members, d)
@@ -77,7 +77,7 @@ class PopulationMask(SpectralPosition):
         return Factors(*self.factors(positions, positions, self.nodes_of(waves)))
 
     def nodes_of(self, waves: Tensor) -> GraphNodes:
-        """Returns nodes (batch, r, d) and weights for normal numbers `waves` (batch, r, d)."""
+        """Computes nodes (batch, r, d) and weights from normal numbers `waves` (batch, r, d)."""
         sigma = self.get_buffer("log_sigma").to(waves)
         each = torch.arange(len(sigma), device=waves.device)
         place = torch.arange(self.num_nodes, device=waves.device) % len(sigma)
@@ -99,13 +99,14 @@ class PopulationModel(nn.Module):
     combined into weights w_ij >= 0 with sum_j w_ij = 1, which determine
 
         m_i = sum_j w_ij p_j
-        n_i = sum_j sqrt(w_ij) z_ij (p_j - m_i)          with the covariance of p under w_i
+        n_i = sum_j sqrt(w_ij) z_ij (p_j - m_i)
         x_i = p_i + a_i (m_i - p_i) + b_i (x_i - p_i) + c_i n_i + s e_i eps_i + g_i u
 
     Here z and eps are normal, s is the spread, and u is the averaged movement of the mean of p. The
-    numbers a, b, c, e and g are computed from the token of each member. All terms consist of
-    differences and noise. A step therefore commutes with permutations of members and, if the noise
-    is transformed in the same way, with translations, rotations, reflections and scaling.
+    covariance of n_i is that of p with the weights w_ij. The numbers a, b, c, e and g are computed
+    from the token of each member. All terms consist of differences and noise. A step therefore
+    commutes with permutations of members and, if the noise is transformed in the same way, with
+    translations, rotations, reflections and scaling.
 
     Gradients pass through these sums but not through the tokens, because the derivative of
     attention with respect to positions makes long unrolls chaotic.
@@ -231,7 +232,7 @@ class PopulationModel(nn.Module):
     def _tokens(
         self, state: PopulationState, values: Tensor, improved: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Returns the features (batch, members, features) of members and ranks of best values."""
+        """Returns features (batch, members, features), and the rank of each member's best value."""
         best, value = state.best_position.detach(), state.best_value.detach()
         spread, rank = _spread(best), _rank(value)
         first = value.argmin(dim=1)[:, None, None].expand(-1, 1, best.shape[2])
@@ -252,7 +253,7 @@ class PopulationModel(nn.Module):
     def _attend(
         self, tokens: Tensor, state: PopulationState, rank: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Returns tokens (batch, members, dim) and weights (batch, heads, members, members)."""
+        """Returns refined tokens (batch, members, dim) and the attention weights of all heads."""
         x, encoding = self.embed(tokens.to(self.embed.weight)), None
         mask = self.stack.position
         if isinstance(mask, PopulationMask):
@@ -275,7 +276,7 @@ class PopulationModel(nn.Module):
 
 
 def _told(state: PopulationState, values: Tensor) -> tuple[PopulationState, Tensor]:
-    """Updates the best positions and returns 1 for members that improved and 0 for others."""
+    """Updates the best positions; also returns 1 for members that improved and 0 for others."""
     better = values < state.best_value
     best = torch.where(better[..., None], state.position, state.best_position)
     begun = (state.generation > 0)[:, None]
@@ -306,7 +307,7 @@ def _rank(values: Tensor) -> Tensor:
 
 
 def _standardized(best: Tensor, values: Tensor) -> list[Tensor]:
-    """Standardizes `best` and `values` by the mean and deviation of `best`; clamps to [-3, 3]."""
+    """Standardizes both arguments by the mean and deviation of `best`; clamps to [-3, 3]."""
     deviation, mean = torch.std_mean(best, dim=1, keepdim=True)
     unit = deviation.clamp(min=_TINY)
     return [((x - mean) / unit).nan_to_num(0.0).clamp(-3, 3) for x in (best, values.detach())]
@@ -318,5 +319,5 @@ def _cosine(one: Tensor, other: Tensor) -> Tensor:
 
 
 def _factor(logit: Tensor) -> Tensor:
-    """Maps a number to a factor from exp(-3) to exp(3), which is 1 at 0."""
+    """Maps numbers to factors between exp(-3) and exp(3); 0 is mapped to 1."""
     return (_LARGEST * (logit / _LARGEST).tanh()).exp()

@@ -42,7 +42,7 @@ def draw_problem(seed: int, like: Tensor) -> Problem:
 
 
 def _quadratic(seed: int, generator: torch.Generator, like: Tensor) -> Problem:
-    """Returns a quadratic |A x - y|^2, in which the columns of A have different scales."""
+    """Returns the problem |A x - y|^2 / (2 n), in which the columns of A have different scales."""
     n = _integer(generator, 8, 64)
     spread = torch.exp(1.5 * (2 * torch.rand(n, generator=generator, device="cpu").to(like) - 1))
     matrix = _normal(generator, like, n, n) / math.sqrt(n) * spread
@@ -51,7 +51,7 @@ def _quadratic(seed: int, generator: torch.Generator, like: Tensor) -> Problem:
 
 
 def _regression(seed: int, generator: torch.Generator, like: Tensor) -> Problem:
-    """Returns a softmax regression whose labels come from a noisy linear teacher."""
+    """Returns a softmax regression problem with labels from a noisy linear model."""
     inputs, classes = _integer(generator, 4, 24), _integer(generator, 2, 6)
     x = _normal(generator, like, _POINTS, inputs) * torch.exp(_normal(generator, like, inputs) / 2)
     logits = x @ _normal(generator, like, inputs, classes)
@@ -62,7 +62,7 @@ def _regression(seed: int, generator: torch.Generator, like: Tensor) -> Problem:
 
 
 def _network(seed: int, generator: torch.Generator, like: Tensor) -> Problem:
-    """Returns a small network that learns the classes or outputs of another network."""
+    """Returns the problem of fitting a small network to classes or outputs of another network."""
     depth = _integer(generator, 1, 2)
     widths = [_integer(generator, 4, 16) for _ in range(depth + 1)]
     widths.append(_integer(generator, 2, 6))
@@ -108,7 +108,7 @@ def fit(
 
 
 def cut(theta: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
-    """Splits parameters (n,) into tensors with these shapes."""
+    """Splits parameters (n,) into tensors with the given shapes."""
     parts = theta.split([math.prod(shape) for shape in shapes])
     return [part.view(*shape) for part, shape in zip(parts, shapes, strict=True)]
 

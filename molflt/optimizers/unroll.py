@@ -15,7 +15,7 @@ _FLOOR = 1e-3  # fraction of the first loss below which improvements have little
 
 
 class Unrolled(NamedTuple):
-    """Losses of an unroll."""
+    """Losses of an unrolled optimization."""
 
     loss: Tensor
     """mean of log((f + floor f_0) / f_0) over problems and steps; float64, differentiable"""
@@ -82,7 +82,7 @@ def unroll(
 def _slopes(
     problems: Sequence[Problem], parts: Sequence[Tensor], step: int
 ) -> tuple[Tensor, Tensor]:
-    """Returns the losses (problems,) in float64 and their concatenated gradients (coordinates,)."""
+    """Returns losses (problems,), float64, and their gradients, concatenated to (coordinates,)."""
     losses: list[Tensor] = []
     gradients: list[Tensor] = []
     with torch.enable_grad(), torch.autocast(parts[0].device.type, enabled=False):
