@@ -135,7 +135,7 @@ class BatchedData(Generic[_Items]):
     Attributes:
         seed: seed of the order of training items.
         start_step: step at which training starts.
-        datasets: opened data sets by use.
+        datasets: open data sets, keyed by use.
         kept: folder with the `files` of a resumed run, or of a run whose first process has written
             them; None for a new run.
         initial: name and content of the domain.json that belongs to the initial weights, or None.
@@ -163,7 +163,7 @@ class BatchedData(Generic[_Items]):
         self.initial: tuple[str, object] | None = None
 
     def setup(self, stage: str = "fit") -> None:
-        """Opens the data sets that are not open yet, "test" only in stages other than "fit"."""
+        """Opens the data sets that are not open yet; skips "test" in stage "fit"."""
         for use in self.sources:
             if use not in self.datasets and (use != "test" or stage != "fit"):
                 self.datasets[use] = self.open(use)
@@ -184,11 +184,11 @@ class BatchedData(Generic[_Items]):
         return {}
 
     def files(self) -> dict[str, bytes]:
-        """Returns the contents of the files that a run keeps for its model, by name."""
+        """Returns the contents of the files that a run keeps for its model, keyed by file name."""
         return {}
 
     def fingerprints(self) -> dict[str, Fingerprint]:
-        """Returns the number of items and a digest of each open data set."""
+        """Returns, for each open data set, the number of items and a digest."""
         return {
             use: {self.items: len(items), "sha256": self._digest(use)}
             for use, items in self.datasets.items()
@@ -212,7 +212,7 @@ class BatchedData(Generic[_Items]):
         return self._loader("train", self._sampler("train", rank, world, self.start_step))
 
     def batches_in(self, epochs: int) -> int:
-        """Returns the number of training batches in several epochs, summed over ranks."""
+        """Returns the total number of training batches in `epochs` epochs on all ranks."""
         sampler = self._sampler("train")
         if sampler.max_atoms is None:
             return epochs * len(sampler)
@@ -244,7 +244,7 @@ class BatchedData(Generic[_Items]):
         )
 
     def _lengths(self, use: str) -> ArrayLike:
-        """Returns the size of each item, of shape (items,)."""
+        """Returns the sizes of all items: (items,)."""
         return np.ones(len(self.datasets[use]))
 
     def _loader(self, use: str, batches: SizeBucketedBatchSampler) -> DataLoader[object]:
@@ -305,8 +305,7 @@ class Shard(NamedTuple):
     def indices(self, natoms: ArrayLike, batch_size: int) -> NDArray[np.int64]:
         """Returns the sorted indices of the structures in this shard, which form whole batches.
 
-        `natoms`, of shape (structures,), contains the number of atoms in each structure of the data
-        set.
+        `natoms`, (structures,), contains the number of atoms in each structure of the data set.
         """
         found = len(np.asarray(natoms))
         count = -(-found // batch_size)
@@ -323,10 +322,10 @@ class Shard(NamedTuple):
 
 
 def held_out(labels: Tensor, fraction: float, source: Path, items: str) -> Tensor:
-    """Returns a mask of the last rows of each class, of shape (n,).
+    """Returns a mask (n,) that selects the last rows of each class.
 
-    `labels` contains the class of each row, of shape (n,), and `fraction` is the share of each
-    class; numbers of rows are rounded down. `source` and `items` describe the rows in messages.
+    `labels`, (n,), contains the class of each row. `fraction` is the share of rows to select in
+    each class; their number is rounded down. `source` and `items` describe rows in messages.
     """
     held = torch.zeros(len(labels), dtype=torch.bool)
     for label in labels.unique():

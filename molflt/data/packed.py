@@ -24,7 +24,7 @@ _NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*){1,2}")  # OWNER/NAME, OWNER/NAM
 
 
 def without_packing(path: Path) -> Path:
-    """Returns a path without the extension of a compressed file."""
+    """Removes the extension of a compressed file, such as .gz, from a path."""
     return path.with_suffix("") if path.suffix.lower() in _OPENERS else path
 
 
@@ -47,7 +47,7 @@ def unpacked(path: Path) -> Iterator[IO[bytes]]:
 
 
 def require(module: str, use: str, extra: str) -> Any:
-    """Imports a module of an optional package; `use` and `extra` are for the error message."""
+    """Imports a module of an optional package; the error message contains `use` and `extra`."""
     try:
         return importlib.import_module(module)
     except ImportError:

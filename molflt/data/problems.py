@@ -67,7 +67,7 @@ class ProblemData(BatchedData[ProblemSeeds]):
 
 
 def generator_of(seed: int, *purpose: int) -> torch.Generator:
-    """Returns the random generator of a problem, independent of other seeds and purposes.
+    """Returns the random generator of a problem, independent of those of other seeds or purposes.
 
     The numbers in `purpose` distinguish several generators of one problem.
     """

@@ -37,7 +37,7 @@ def augment(
         size: side length of the result in pixels; the height of the images by default.
 
     Returns:
-        Images of shape (batch, channels, size, size); uint8 is kept except for resized crops.
+        Images of shape (batch, channels, size, size); uint8 is kept, except for resized crops.
     """
     size = images.shape[-2] if size is None else size
     if kind.startswith("flip"):
@@ -52,7 +52,7 @@ def augment(
 
 
 def center_crop(images: Tensor, size: int) -> Tensor:
-    """Returns the central squares of images, of shape (..., size, size)."""
+    """Returns the central squares (..., size, size) of images."""
     height, width = images.shape[-2:]
     if min(height, width) < size:
         raise ValueError(
@@ -76,7 +76,7 @@ def _random_crop(images: Tensor, size: int, padding: int) -> Tensor:
 
 
 def _random_resized_crop(images: Tensor, size: int) -> Tensor:
-    """Resizes random boxes of the images to squares, in [0, 1], as GoogLeNet, FLT and MAE do."""
+    """Resizes random boxes to squares with values in [0, 1], as in GoogLeNet, FLT and MAE."""
     # The interpolation has no filter, so boxes should not be much larger than the result.
     if not images.is_floating_point():
         images = images.to(torch.get_default_dtype()) / 255
@@ -92,7 +92,7 @@ def _random_resized_crop(images: Tensor, size: int) -> Tensor:
 
 
 def _random_boxes(count: int, size: tuple[int, int] | torch.Size) -> Tensor:
-    """Returns random boxes, of shape (count, 4): top, left, height and width in pixels."""
+    """Returns random boxes (count, 4), each as top, left, height and width in pixels."""
     # The area, the logarithm of width over height, and the position are uniform. The first of
     # _TRIES boxes that fits is used, or else the whole image.
     full_height, full_width = size

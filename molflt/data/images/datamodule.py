@@ -106,13 +106,13 @@ class ImageData(BatchedData[LabeledImages]):
         return f"{super()._described(use)} ({Path(self.sources[use]).name})"
 
     def _digest(self, use: str, most: int | None = None) -> str:
-        """Returns a digest of all labels and of the images, of which at most 2000 are decoded."""
+        """Returns a digest of all labels and of images, at most 2000 if they must be decoded."""
         images = self.datasets[use]
         labels = hashlib.sha256(images.labels.numpy().tobytes()).hexdigest()
         return labels[:16] + super()._digest(use, most if images.in_memory else 2000)[:48]
 
     def judged(self, use: str) -> LabeledImages:
-        """Returns the images of a data set as central squares of `image_size`, as in validation."""
+        """Returns the images of a data set, cropped to central squares as in validation."""
         self.setup()
         images = self.datasets[use]
         return images.squares(torch.arange(len(images)), self.datasets["val"].size[0])
@@ -146,7 +146,7 @@ class ImageData(BatchedData[LabeledImages]):
 
 
 class PixelData(ImageData):
-    """Images without classes, for models that predict their bytes, batched as in `ImageData`.
+    """Batches of images without classes, for models that predict the bytes of images.
 
     Args:
         train: training images, as a folder with or without one subfolder per class, an idx file of

@@ -40,7 +40,7 @@ class LabeledImages(Dataset[tuple[Tensor, Tensor]]):
 
     Args:
         path: source of the images.
-        labels: (n,) int64, index of the class of each image in `classes`.
+        labels: (n,) int64, for each image the index of its class in `classes`.
         classes: names of the classes.
         read: function that returns the image at an index.
         names: names of the images, for messages; by default their indices.
@@ -253,7 +253,7 @@ def _read_row(rows: Any, column: str, source: str, fit: _Fit, index: int) -> Ten
 
 
 def _decode(path: str, mode: str | None, size: int | None = None) -> Tensor:
-    """Reads an image as bytes (channels, height, width)."""
+    """Reads an image as a uint8 tensor (channels, height, width)."""
 
     def load() -> Image:
         from PIL import Image
@@ -268,7 +268,7 @@ def _decode(path: str, mode: str | None, size: int | None = None) -> Tensor:
 
 
 def _as_bytes(load: Callable[[], Image], name: str, mode: str | None) -> Tensor:
-    """Returns the bytes of an image; raises ValueError for more than 8 bits per channel."""
+    """Returns an image as a uint8 tensor; raises ValueError for more than 8 bits per channel."""
     try:
         image = load()
     except Exception as error:  # decoders raise many kinds of errors
@@ -321,7 +321,7 @@ def _open_idx(
 
 
 def _read_file(path: Path, axes: int) -> Tensor:
-    """Reads the bytes of a plain or gzipped idx file with `axes` axes."""
+    """Reads a uint8 tensor with `axes` axes from a plain or compressed idx file."""
     with unpacked(path) as file:
         content = file.read()
     head = 4 + 4 * axes

@@ -22,7 +22,7 @@ _LEAST = 56  # minimum width of an image on the sheet, pixels; smaller images ar
 
 
 def read_images(source: Path, side: int, channels: int) -> Iterator[tuple[str, Tensor]]:
-    """Yields the name and the bytes (channels, side, side) of each image, resized to a square.
+    """Resizes images to squares; yields the name and bytes (channels, side, side) of each.
 
     `source` is an image, a folder of images, or an idx file. `channels` is 1 for gray, 3 for color.
     """
@@ -31,7 +31,7 @@ def read_images(source: Path, side: int, channels: int) -> Iterator[tuple[str, T
 
 
 def read_alike(source: Path, side: int, channels: int, fit: bool = False) -> Iterator[Tensor]:
-    """Yields the bytes of each image for a pixel model, of shape (channels, side, side).
+    """Yields the bytes (channels, side, side) of each image, for a pixel model.
 
     Accepts the same sources as `read_images`. Gray images are repeated to three channels for color
     models. With `fit`, the central squares of larger images are downscaled. Otherwise, images of a
@@ -68,7 +68,7 @@ def _images(
 
 
 def write_sheet(path: Path, rows: Sequence[Tensor]) -> None:
-    """Writes rows of images as a PNG, in strips of 16 columns, enlarged without smoothing.
+    """Writes rows of images to a PNG in strips of 16 columns; small images are enlarged.
 
     Rows have equal shapes (n, channels, height, width) and type uint8; images with the same index
     are in one column.

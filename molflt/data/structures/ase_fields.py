@@ -51,7 +51,7 @@ _HARMLESS = {"nuclear", "born", "dipole", "quadrupole", "inertia", "force"}
 class Converter:
     """Converts the structures of one source and records which entries are not used.
 
-    The name of a label in the first structure that has it applies to the whole source. Otherwise,
+    The name under which a label first occurs applies to the whole source. Otherwise,
     energies of two levels of theory, or with two references, could be mixed.
     """
 
@@ -186,7 +186,7 @@ class Converter:
 
     @property
     def labels(self) -> dict[str, str | None]:
-        """Names of labels in the file, with the field that contains each; None if not read."""
+        """Fields of records, keyed by the names of labels in the file; None for unread labels."""
         fields = {name: label for label, name in reversed(self._used.items())}
         read = {"y_init", self.reading.baseline_key}
         return {name: fields.get(name) for name in self._there if name not in read}
@@ -213,29 +213,29 @@ class Converter:
 
 
 def named_options(names: Iterable[str], kind: str) -> str:
-    """Describes the options that read entries whose names look like "forces" or "stress"."""
+    """Describes the options that read those entries that look like `kind`, such as "forces"."""
     keys = [shown(name, 40)[1:-1] for name in names if _kind(name) == kind]
     return "; ".join(f"--data.{kind}_key {key} reads {key}" for key in keys[:_MOST_KEYS])
 
 
 def is_energy(key: str | None) -> bool:
-    """Returns True if an `energy_key`, or the default None, names an energy."""
+    """Returns True if `key`, an `energy_key`, names an energy or is None, the default."""
     return key is None or key.startswith("y_") or _kind(key) == "energy"
 
 
 def text_sid(atoms: Atoms) -> str | None:
-    """Returns the sid of a structure if it is non-numeric text."""
+    """Returns the sid of a structure if the sid is non-numeric text; otherwise None."""
     sid = _entries(atoms).get("sid")
     return sid if isinstance(sid, str) and not re.fullmatch(r"\s*[+-]?[0-9]+\s*", sid) else None
 
 
 def fixed_atoms(atoms: Atoms) -> NDArray[np.bool_]:
-    """Returns a mask of atoms that are fixed in all three directions, of shape (N,)."""
+    """Returns a mask (N,) of atoms that are fixed in all three directions."""
     return np.logical_and.reduce(_held(atoms)[0], axis=1)
 
 
 def _held(atoms: Atoms) -> tuple[NDArray[np.bool_], set[str]]:
-    """Returns a mask of fixed coordinates, of shape (N, 3), and the kinds of other constraints."""
+    """Returns a mask (N, 3) of fixed coordinates, and the kinds of other constraints."""
     from ase.constraints import FixAtoms, FixCartesian, FixScaled
 
     held, others = np.zeros((len(atoms), 3), dtype=bool), set()
@@ -252,7 +252,7 @@ def _held(atoms: Atoms) -> tuple[NDArray[np.bool_], set[str]]:
 
 
 def total_charge(atoms: Atoms) -> float | None:
-    """Returns the total charge, e, from ``info`` or the data of a database row; None if unknown.
+    """Returns the total charge, in units of e, from ``info`` or a database row; None if unknown.
 
     The entry is called charge, total_charge or net_charge, in upper or lower case.
     """
@@ -395,7 +395,7 @@ def _if_finite(energy: object) -> object:
 
 
 def _kind(name: str) -> str:
-    """Returns the label that a name looks like: energy, gradient, forces, stress or ""."""
+    """Returns the kind of label that a name suggests: energy, gradient, forces, stress or ""."""
     return next((kind for kind, names in _KINDS.items() if names.search(name)), "")
 
 

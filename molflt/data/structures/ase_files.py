@@ -59,16 +59,16 @@ _Loads = Iterator[tuple[int, "Callable[[], Atoms]"]]  # number of a structure, f
 
 
 class AseStructures(Held):
-    """Files or databases that ASE reads, kept in memory.
+    """Structures from files or databases that ASE reads, kept in memory.
 
     Positions, cell, periodic axes, ``atoms.get_tags()`` (0 subsurface, 1 surface, 2 adsorbate; 0
     without tags) and constraints that fix atoms in all directions are read. Other constraints are
     ignored with a warning. ``y_relaxed`` is the entry `energy_key`, by default the first of
     ``info["y_relaxed"]``, the stored calculator's energy and ``info["energy"]``. ``y_init`` is
     ``info["y_init"]``, and the relaxed positions are the array ``pos_relaxed``. The sid is
-    ``info["sid"]`` or, by default, the number of the frame or row over all files. A textual sid is
-    the name of the structure. In databases, key-value pairs count as info. Energies are in eV and
-    not converted. For the total charge, see `molflt.data.structures.ase_fields.total_charge`.
+    ``info["sid"]`` or, by default, the number of the frame or row, counted over all files. A
+    textual sid is the name of the structure. In databases, key-value pairs count as info. Energies
+    are in eV and not converted. See `molflt.data.structures.ase_fields.total_charge` for charges.
 
     For potentials, ``energy``, ``forces`` and ``stress`` are also read from the calculator or info,
     optionally with the prefix ``REF_``, as in data for MACE. If there are relaxed positions, the
@@ -127,7 +127,7 @@ class AseStructures(Held):
 
 
 def frames(path: Path) -> Iterator[tuple[int, Atoms | ValueError]]:
-    """Yields the number of each frame or row, and its structure or the error from reading it."""
+    """Yields, for each frame or row, its number and either its structure or a reading error."""
     kind, number = ase_format(path) or "vasp", -1
     loads = _loads(path, kind)
     while True:
@@ -233,7 +233,7 @@ def _entry(file: LmdbFile, key: str) -> Any:
 
 
 def ase_format(path: Path) -> str | None:
-    """Returns ASE's name for the format of a file, from its name or beginning; None if unknown."""
+    """Infers ASE's name for a file's format from the file's name or beginning; None if unknown."""
     name = without_packing(path)
     found = ENDINGS.get(name.suffix.lower())
     if found is None:

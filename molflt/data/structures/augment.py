@@ -18,10 +18,10 @@ __all__ = ["interpolate", "random_orthogonal", "repeat", "rotate"]
 
 
 def random_orthogonal(count: int, about: Literal["z", "all"]) -> Tensor:
-    """Draws random orthogonal matrices, of shape (count, 3, 3), half of them reflections.
+    """Draws random orthogonal matrices (count, 3, 3); each is a reflection with probability 1/2.
 
-    If `about` is "z", they keep the direction of the third axis, the normal of a surface. If it is
-    "all", they are uniform (Haar measure) over all orthogonal matrices.
+    With "z", the matrices preserve the direction of the third axis, the normal of a surface. With
+    "all", they are uniformly distributed (Haar measure) over all orthogonal matrices.
     """
     if about == "all":
         q: Tensor
@@ -54,8 +54,8 @@ def rotate(batch: Batch, matrix: Tensor) -> Batch:
 def interpolate(batch: Batch, share: float, noise: float) -> Batch:
     """Moves some structures toward their relaxed positions, in a shallow copy of the batch.
 
-    On free atoms, pos -> pos + t (pos_relaxed - pos) + noise, with t uniform in [0, 1] for each
-    structure and pos_relaxed in the periodic image nearest to pos. Structures without relaxed
+    Free atoms move to pos + t (pos_relaxed - pos) + noise, where t is uniform in [0, 1] for each
+    structure, and pos_relaxed is in the periodic image nearest to pos. Structures without relaxed
     positions, and all targets, do not change.
 
     Args:
@@ -118,7 +118,7 @@ def repeat(batch: Batch, share: float) -> Batch:
 
 
 def _across(batch: Batch) -> Tensor:
-    """Returns a mask, (structures,), of adsorbates with atoms near opposite ends of the cell."""
+    """Returns a mask (structures,), True if adsorbate atoms are near opposite ends of the cell."""
     kept = batch.tags == Tag.ADSORBATE.value
     graph, cell = batch.batch[kept], batch.cell[:, :2]
     inverse = torch.linalg.pinv(batch.cell)[:, :, :2]

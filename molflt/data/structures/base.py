@@ -32,7 +32,7 @@ AnyTags = Literal["oc20", "ase", "guess", "any"]
 
 
 class Reading(NamedTuple):
-    """Interpretation of the entries in files, for sources whose `options` name these fields."""
+    """Interpretation of entries in files; a source uses the fields that its `options` name."""
 
     energy_key: str | None = None
     """name of the entry with the energy, eV; by default y_relaxed, else energy"""
@@ -67,7 +67,7 @@ def warn(text: str) -> None:
 
 
 def grouped(bad: Iterable[tuple[str, str]], prefix: str = "") -> list[str]:
-    """Lists each distinct reason in (name, reason) pairs, after its names without `prefix`.
+    """Lists each distinct reason in `bad` after the names with this reason, without `prefix`.
 
     Reasons that differ only in numbers are combined.
     """
@@ -113,7 +113,7 @@ class Structures(Dataset["Data"], ABC):
         names: names of structures with a textual sid, by index in the source.
         bad: (name, reason) of each structure that was left out.
         hint: advice about missing labels, based on the structures read so far.
-        labels: names of the labels in the file, with the field of a record that contains each; None
+        labels: for each label in the file, by name, the field of a record that contains it; None
             for labels that are not read.
         is_checked: True if structures are valid, and reading them does not raise an error.
         options: names of the fields of :class:`Reading` that the constructor accepts.
@@ -173,24 +173,24 @@ class Structures(Dataset["Data"], ABC):
     @property
     @abstractmethod
     def natoms(self) -> np.ndarray:
-        """Number of atoms in each structure, of shape (len,) in int64."""
+        """Number of atoms in each structure: (len,) int64."""
 
     @cached_property  # reading OC20's LMDB files takes minutes
     def y_relaxed(self) -> np.ndarray:
-        """Relaxed energies in eV, of shape (len,) in float64; NaN if missing."""
+        """Relaxed energies (len,), float64, in eV; NaN if missing."""
         records = with_bar(self, "reading labels")
         return np.array([float(record.y_relaxed) for record in records], dtype=np.float64)
 
     @cached_property
     def y_baseline(self) -> np.ndarray:
-        """Baseline energies in eV, of shape (len,) in float64; NaN if missing."""
+        """Baseline energies (len,), float64, in eV; NaN if missing."""
         records = with_bar(self, "reading baselines")
         return np.array([float(record.y_baseline) for record in records], dtype=np.float64)
 
     def compositions(
         self, indices: NDArray[np.int64], of_adsorbates: bool = False
     ) -> NDArray[np.float64]:
-        """Counts the atoms, or adsorbate atoms, of each element: (n,) -> (n, 119)."""
+        """Counts atoms, or only adsorbate atoms, by structure and atomic number: (n, 119)."""
         counts = np.zeros((len(indices), MAX_ATOMIC_NUMBER + 1))
         for row, index in zip(counts, indices, strict=True):
             record = self[int(index)]
@@ -214,11 +214,11 @@ class Structures(Dataset["Data"], ABC):
         return self.path
 
     def name(self, index: int, sid: int) -> str | int:
-        """Returns the name of a structure if its sid is text, or else the sid."""
+        """Returns the name of a structure if its sid is text; otherwise the sid."""
         return self.names.get(self._stored(index), sid)
 
     def origin(self, index: int) -> dict[str, str]:
-        """Returns optional columns of tables: the file, if there are several, and the name."""
+        """Returns table columns: the file, if the source has several, and the name, if known."""
         found = {"file": str(self.file(index))} if len(self.files) > 1 else {}
         name = self.name(index, 0)
         return found | ({"name": name} if isinstance(name, str) else {})

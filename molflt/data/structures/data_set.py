@@ -58,7 +58,7 @@ class DataSet(NamedTuple):
 
     @property
     def folder(self) -> Path:
-        """Root, or the folder that contains it if it is a file."""
+        """The root if it is a folder; otherwise the folder that contains it."""
         return self.root if self.root.is_dir() else self.root.parent
 
     def has(self, split: str) -> bool:
@@ -71,7 +71,7 @@ class DataSet(NamedTuple):
             return True
 
     def open(self, splits: Iterable[str], skip_bad: bool = False) -> dict[str, Structures]:
-        """Opens splits and returns them by name."""
+        """Opens splits; returns them in a dict, keyed by name."""
         if not self.is_one:
             return {split: self._open(split_path(self.root, split), skip_bad) for split in splits}
         whole, fraction = self.whole(skip_bad), self.val_fraction or VAL_FRACTION

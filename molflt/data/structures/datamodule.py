@@ -178,14 +178,14 @@ class IS2REData(BatchedData[Structures]):
         return sound
 
     def targets(self) -> np.ndarray:
-        """Returns the training energies that the model learns, eV: labels minus the baseline."""
+        """Returns the training energies that the model learns, in eV: labels minus the baseline."""
         self.setup()
         dataset = self.datasets["train"]
         has_baseline = self.reading.baseline_key is not None
         return dataset.y_relaxed - (dataset.y_baseline if has_baseline else 0.0)
 
     def refuse_copies(self) -> None:
-        """Rejects validation structures that are also in training, unless they are allowed."""
+        """Rejects validation structures that also occur in the training set, unless allowed."""
         (_, copies), val = self._surveyed, self.datasets["val"]
         if not copies:
             return
@@ -269,7 +269,7 @@ class IS2REData(BatchedData[Structures]):
         return digest.hexdigest()
 
     def normalizer(self) -> tuple[float, float]:
-        """Returns the mean and standard deviation, eV, of the energies that the model learns.
+        """Returns the mean and standard deviation, in eV, of the energies that the model learns.
 
         The deviation is 1 if all energies are equal.
         """
@@ -320,9 +320,9 @@ class IS2REData(BatchedData[Structures]):
         of_adsorbates: bool = False,
         explained: np.ndarray | float = 0.0,
     ) -> ElementEnergies:
-        """Fits energies per element on the training split; warns if they are undetermined.
+        """Fits an energy for each element to the training split; warns if some are undetermined.
 
-        `explained`, of shape (structures,) in eV, is subtracted from the labels before the fit.
+        `explained`, (structures,) in eV, is subtracted from the labels before the fit.
         """
         self.setup()
         train, dataset = self.datasets["train"], self.datasets["val"]

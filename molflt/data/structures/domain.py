@@ -64,7 +64,7 @@ class Domain:
 
     Attributes:
         systems: number of systems.
-        elements: atomic numbers by part of the structure.
+        elements: atomic numbers, separately for each part of the structure.
         atoms: smallest and largest number of atoms of a structure.
         adsorbate_atoms: smallest and largest number of atoms with tag 2 in structures with tags;
             None if no structure has tags.
@@ -207,7 +207,7 @@ class Domain:
         return reasons + ["adsorbate bonded to its periodic image"] * touches_image(record)
 
     def _beyond(self, record: Data) -> dict[_Aspect, str]:
-        """Describes, for each aspect, how a structure differs from these data; "" if unknown."""
+        """Describes each aspect in which a structure differs from these data; "" if unknown."""
         slab, adsorbate, untagged = _parts(record)
         own, count = self.elements, len(record.atomic_numbers)
         found: dict[_Aspect, str] = {}
@@ -308,7 +308,7 @@ class Domain:
 
 
 def _parts(record: Data) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the atomic numbers of slab and adsorbate, and of all atoms without tags."""
+    """Returns atomic numbers of the slab, of the adsorbate, and of all atoms if untagged."""
     numbers, tags = record.atomic_numbers, record.tags
     none = numbers[:0]
     if not bool((tags > Tag.SUBSURFACE).any()):

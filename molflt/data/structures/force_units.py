@@ -94,7 +94,7 @@ def unit_fault(records: Iterable[Data]) -> str:
 
 
 def energy_unit_fault(records: Sequence[Data]) -> str:
-    """Describes energies that exceed all-electron energies in eV; "" if they are plausible."""
+    """Describes energies that are too large to be in eV; "" if energies are plausible."""
     most = [
         float(-record.energy / (_ATOM * record.atomic_numbers.double() ** (7 / 3)).sum())
         for record in records
@@ -164,7 +164,7 @@ def _systems(records: Iterable[Data], known: Iterable[str]) -> list[list[_Frame]
 def _nearest_frames(
     frames: list[_Frame], strained: bool = False
 ) -> Iterator[tuple[_Frame, _Frame]]:
-    """Pairs each frame with the closest frame in a different (`strained`) or the same cell."""
+    """Pairs each frame with the closest one in the same or, if `strained`, a different cell."""
     points = np.stack([np.append(frame.pos, frame.cell) for frame in frames])
     if not strained:
         points = points[:, :-9]
@@ -199,7 +199,7 @@ def _strained(a: _Frame, b: _Frame) -> _Pair | None:
 
 
 def _in_one_cell(frames: list[_Frame]) -> tuple[float, float] | None:
-    """Returns the spread of virials per force (Å) and the volume; None if the forces are small."""
+    """Returns the spread of virials divided by forces, in Å, and the volume; None if unsure."""
     volume = abs(float(np.linalg.det(frames[0].cell)))
     moves = np.stack([frame.pos for frame in frames])
     forces = float(np.sqrt(np.mean([(frame.forces**2).mean() for frame in frames])))
@@ -243,7 +243,7 @@ def _wrong_unit(label: str, pairs: list[_Pair], units: Mapping[str, float], fewe
 
 
 def _named(factor: float, units: Mapping[str, float], unsure: float = _UNSURE) -> str:
-    """Returns one to three units of about this size, the closest unit first."""
+    """Returns one to three units of about the size `factor`, the closest unit first."""
     apart = {name: abs(float(np.log(factor / size))) for name, size in units.items()}
     best = min(apart.values())
     names = sorted((name for name in apart if apart[name] < best + unsure), key=apart.__getitem__)

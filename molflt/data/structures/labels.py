@@ -53,7 +53,7 @@ _NEGLIGIBLE = 1e-10  # smallest singular value, relative to the largest
 
 
 def per_atom(energies: NDArray[np.float64], natoms: NDArray[np.int64]) -> float:
-    """Returns the median magnitude of the known energies, eV per atom."""
+    """Returns the median magnitude of the known energies, in eV per atom."""
     known = np.isfinite(energies)
     return float(np.median(np.abs(energies[known]) / natoms[known]))
 
@@ -82,7 +82,7 @@ def other_kind(
 
 
 def beyond_rounding(spread: float, energies: NDArray[np.float64]) -> float:
-    """Returns `spread`, the standard deviation of energies, eV; 0 if it is only rounding error."""
+    """Returns `spread`, the standard deviation of energies in eV; 0 if it is a rounding error."""
     return spread if spread > _ROUNDING * float(np.abs(energies).max()) else 0.0
 
 
@@ -93,7 +93,7 @@ def label_faults(
     at_pos: bool = False,
     kind: EnergyKind | None = None,
 ) -> dict[int, str]:
-    """Describes invalid labels by system index: missing, or adsorption energies beyond 20 eV.
+    """Describes invalid labels by index: missing labels, and adsorption energies beyond 20 eV.
 
     Args:
         energies: y_relaxed, (systems,), eV; NaN if missing.
@@ -207,7 +207,7 @@ def expect_elements(name: str, present: NDArray[np.bool_], given: Mapping[int, f
 
 
 def read_element_energies(path: Path) -> dict[int, float]:
-    """Reads a JSON or YAML file of energies, eV, by symbol; returns them by atomic number."""
+    """Reads energies of elements, in eV, from a JSON or YAML file; keys them by atomic number."""
     import yaml
     from ase.data import atomic_numbers
 

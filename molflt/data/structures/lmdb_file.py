@@ -90,7 +90,7 @@ class LmdbFile:
         return max(first, second, key=lambda meta: meta[0])[1]  # if equal, the first, as in LMDB
 
     def _meta(self, at: int) -> tuple[int, _Root] | None:
-        """Returns the number and table of the meta page at an offset, or None."""
+        """Reads the meta page at an offset: transaction number and root, or None if invalid."""
         content, start = self._content, at + _HEADER.size
         if len(content) < start + _META.size + 2 * _TABLE.size + 16:
             return None
@@ -121,7 +121,7 @@ class LmdbFile:
         return start, kind, nodes
 
     def _node(self, start: int, index: int) -> tuple[int, int, bytes, int]:
-        """Returns a node: size or page number, flags, key, and offset of the value."""
+        """Returns fields of a node: size or page number, flags, key, and offset of the value."""
         content, size = self._content, self._root.page_size
         (at,) = struct.unpack_from("<H", content, start + _HEADER.size + 2 * index)
         if at < _HEADER.size or at + _NODE.size > size:

@@ -39,7 +39,7 @@ class Survey:
         sids: sid of each structure.
         features: `fingerprint` of each structure.
         overlapping: sids of structures with coinciding atoms.
-        one_tag: sids of structures with slabs of one tag.
+        one_tag: sids of structures in which all slab atoms have the same tag.
     """
 
     def __init__(self) -> None:
@@ -110,7 +110,7 @@ def equal_structures(features: NDArray[np.float64]) -> NDArray[np.int64]:
 
 
 def _basis(cell: NDArray[np.float64], axes: NDArray[np.bool_]) -> NDArray[np.float64]:
-    """Returns the cell (3, 3), Å, with unit vectors for non-periodic axes."""
+    """Returns the cell (3, 3), in Å, with unit vectors for non-periodic axes."""
     basis = cell.copy()
     basis[~axes] = np.linalg.qr(cell[axes].T, mode="complete")[0].T[axes.sum() :]
     return basis

@@ -149,7 +149,7 @@ def element_faults(source: Structures, undescribed: Collection[int]) -> dict[int
 
 
 def split_by_seed(source: Structures, fraction: float, seed: int) -> tuple[Part, Part]:
-    """Splits a source at random, by seed, into a training part and a validation part."""
+    """Splits a source into random parts for training and validation, determined by `seed`."""
     count = len(source)
     if count < 2:
         raise ValueError(

@@ -146,6 +146,6 @@ class PotentialData(IS2REData):
         return points
 
     def force_scale(self) -> float:
-        """Returns the root mean square of the training force components, eV/Å; 1 if negligible."""
+        """Returns the root mean square of training force components, in eV/Å; 1 if negligible."""
         points = self._points_of("train")
         return points.force_scale if points.force_scale > 1e-3 else 1.0  # 0 up to noise

@@ -27,7 +27,7 @@ _TAGS = ", ".join(f"{tag:d} ({tag.name.lower()})" for tag in Tag)
 
 
 def _lattice_shift(delta: Tensor, cell: Tensor, pbc: Tensor) -> Tensor:
-    """Returns the lattice vectors, (N, 3) in Å, to subtract from `delta` for the nearest images."""
+    """Returns the lattice vectors (N, 3), in Å, to subtract from `delta` to make it shortest."""
     from ase.geometry import complete_cell, find_mic
 
     axes, vectors = pbc.flatten().numpy(), delta.double().numpy()
@@ -212,7 +212,7 @@ def _atom_integers(value: _Array | None, key: str, count: int, name: str) -> Ten
 
 
 def _cell(cell: _Array | None, pbc: _Array | None, name: str) -> tuple[Tensor, Tensor]:
-    """Returns the cell, (1, 3, 3) in Å, and the periodic axes, (1, 3)."""
+    """Checks the cell and the periodic axes; returns them as (1, 3, 3), in Å, and (1, 3)."""
     if cell is None:
         lattice = torch.zeros(1, 3, 3, dtype=torch.float64, device="cpu")
     else:
@@ -242,14 +242,14 @@ def _cell(cell: _Array | None, pbc: _Array | None, name: str) -> tuple[Tensor, T
 
 
 def origin_of(pos: Tensor) -> Tensor:
-    """Returns the offset, Å, to subtract from positions (N, 3); 0 near the origin."""
+    """Returns the offset, in Å, to subtract from positions (N, 3); 0 near the origin."""
     center = pos.median(dim=0).values
     coarse = (center / 1000).round() * 1000  # a round offset preserves digits
     return torch.where((center - coarse).abs() <= _CENTERED, coarse, center.round())
 
 
 def _near(pos: Tensor, cell: Tensor, pbc: Tensor) -> Tensor:
-    """Moves atoms that are far from the other atoms to nearer periodic images, Å."""
+    """Moves atoms that are far from the other atoms to nearer periodic images."""
     apart = pos - pos.median(dim=0).values
     far = (apart.abs() > _APART).any(dim=1)
     return pos - _lattice_shift(apart * far[:, None], cell, pbc) if far.any() else pos
@@ -258,7 +258,7 @@ def _near(pos: Tensor, cell: Tensor, pbc: Tensor) -> Tensor:
 def _label(
     value: _Array | None, key: str, unit: str, shape: tuple[int, ...], dtype: torch.dtype, name: str
 ) -> Tensor:
-    """Converts a label to a shape; None becomes NaN."""
+    """Checks a label and converts it to the given shape and dtype; None becomes NaN."""
     if value is None:
         return torch.full(shape, math.nan, dtype=dtype, device="cpu")
     tensor = _tensor(value, key, name).to(dtype)

@@ -65,9 +65,9 @@ class Tiles:
         self.up = normal * np.sign(normal @ slab.cell.array[2])
 
     def rests(self, count: int) -> _Array:
-        """Returns the points, of shape (n, 3) in Å, where a probe can rest on one to three atoms.
+        """Returns the points (n, 3), in Å, where a probe can rest on one to three atoms.
 
-        At least one of them is among the first `count` atoms.
+        At least one of these atoms is among the first `count` atoms.
         """
         heights, tree, found = self.pos @ self.up, cKDTree(self.pos), []
         high = heights > heights.max() - _DEEP
@@ -82,7 +82,7 @@ class Tiles:
         return points[(lengths > self.radii[near] - 1e-3).all(axis=1)]
 
     def _on(self, i: np.int_, others: NDArray[np.int64]) -> _Array:
-        """Returns the highest points at which a probe touches atom i and `others` (n, 0 to 2)."""
+        """Returns the highest points where a probe touches atom i and a row of `others`."""
         apart = self.pos[others] - self.pos[i]
         inverse = np.linalg.pinv(apart)  # (n, 3, others)
         squares = self.radii[i] ** 2 - self.radii[others] ** 2 + (apart**2).sum(axis=2)
@@ -95,7 +95,7 @@ class Tiles:
         return points[exact & (left > 0) & (np.linalg.norm(out, axis=1) > 0.1)]
 
     def distances(self, points: _Array, numbers: NDArray[np.int64]) -> _Array:
-        """Returns sorted distances, Å, from points (n, atoms, 3) of these elements to the slab."""
+        """Returns sorted distances, in Å, from atoms at `points`, (n, atoms, 3), to slab atoms."""
         parts, center = [], points.mean(axis=(0, 1))
         reach = _FAR + np.linalg.norm(points - center, axis=2).max(initial=0)
         near = np.linalg.norm(self.pos - center, axis=1) < reach
@@ -108,7 +108,7 @@ class Tiles:
         return np.concatenate(parts, axis=1)
 
     def lengths(self, away: _Array) -> _Array:
-        """Returns the lengths, Å, of vectors to the nearest image in the plane."""
+        """Returns the lengths, in Å, of vectors after shifts to the nearest image in the plane."""
         return np.linalg.norm(away - np.round(away @ self.inverse) @ self.plane, axis=1)
 
     def site(self, point: _Array) -> Site | None:

@@ -75,7 +75,7 @@ def files_of(paths: Paths) -> list[Path]:
 
 
 def named(paths: Paths) -> Path:
-    """Returns the path for messages: a single path, or a pattern for several."""
+    """Returns a path for messages; several paths are combined into a pattern."""
     if isinstance(paths, str | Path):
         return Path(paths)
     names = [str(path) for path in paths]
@@ -144,7 +144,7 @@ def split_path(root: str | Path, split: str) -> Path:
 
 
 def sources_in(folder: Path) -> tuple[dict[str, Path], list[str]]:
-    """Returns the files and folders of structures by name, in split order, and all other names.
+    """Returns sources of structures, keyed by name in split order, and the names of other entries.
 
     JSON files count as structures only if they are named like a split.
     """
@@ -159,7 +159,7 @@ def sources_in(folder: Path) -> tuple[dict[str, Path], list[str]]:
 
 
 def _children(folder: Path) -> tuple[dict[str, tuple[Path, list[Path]]], list[str]]:
-    """Returns sources by name with their files, and names without structures."""
+    """Returns sources and their files, keyed by name, and the names of other entries."""
     found: dict[str, tuple[Path, list[Path]]] = {}
     others = []
     for path in sorted(folder.iterdir(), key=natural):
@@ -188,7 +188,7 @@ def _say_others(folder: Path, count: int, others: Sequence[str]) -> None:
 
 
 def _scan(folder: Path) -> tuple[list[Path], list[str]]:
-    """Returns the files of structures and the folders of shards in a folder, and other names."""
+    """Returns the files of structures and folders of shards, and the names of other entries."""
     if is_shards(folder):
         return [folder], []
     found, others = _children(folder)

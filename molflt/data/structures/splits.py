@@ -59,7 +59,7 @@ OC20_FILES = {
 
 
 class _Published(NamedTuple):
-    """Published validation result; MAE in eV per split, EwT on val_id in percent."""
+    """Published validation result: MAE on each split, in eV, and EwT on val_id, in percent."""
 
     model: str
     setting: str

@@ -185,7 +185,7 @@ class StructureStore(Structures):
 
     @cached_property
     def columns(self) -> dict[str, np.ndarray]:
-        """Arrays by name in a memory map of the file, which each process creates itself."""
+        """Arrays, keyed by name, in a memory map that each process creates itself."""
         from safetensors import safe_open
 
         path = self.path

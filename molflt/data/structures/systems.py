@@ -39,7 +39,7 @@ def write_systems(folder: Path, splits: Iterable[tuple[str, Iterable[System]]]) 
 
 
 def read_systems(folder: Path) -> dict[int, System]:
-    """Returns the systems of a data set in a folder, by sid."""
+    """Returns the systems of the data set in a folder, keyed by sid."""
     path = folder / SYSTEMS
     if not path.is_file():
         raise FileNotFoundError(

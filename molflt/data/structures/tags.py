@@ -45,7 +45,7 @@ _Numbers = NDArray[np.int64]
 
 
 class Guess(NamedTuple):
-    """Tags of one structure, of shape (N,); all 0 if the guess failed.
+    """Tags (N,) of one structure; all 0 if the guess failed.
 
     `text` contains the number of atoms of each kind, or the reason why the guess failed.
     """
@@ -131,7 +131,7 @@ class _Atoms:
         self.bonded = near & self.molecular[self.i] & self.molecular[self.j]
 
     def _of_molecules(self, number: int, near: _Flags) -> _Flags:
-        """Returns a mask of an element's atoms if all are in molecules outside the slab."""
+        """Selects the atoms of an element if all of them are in molecules outside the slab."""
         own = self.numbers == number
         others = ~self.molecular & ~own
         if not own.any() or own.sum() >= others.sum():
@@ -176,7 +176,7 @@ class _Atoms:
         return ~slab
 
     def _frame(self) -> _Flags:
-        """Returns a mask of slab atoms found from bonds: metals, or a sheet of nonmetals."""
+        """Finds slab atoms from bonds; returns the mask of metals or of a sheet of nonmetals."""
         solid = ~self.molecular
         sheet = self._endless(self.bonded).all(axis=0)
         if sheet.sum() <= solid.sum():
@@ -190,7 +190,7 @@ class _Atoms:
         return np.asarray(sheet)
 
     def _endless(self, kept: _Flags) -> _Flags:
-        """Returns a mask, (2, N), of atoms connected to their own images along each axis."""
+        """Returns a mask (axes, N) of atoms connected to their own images along an axis."""
         count, found = len(self.numbers), []
         for axis in sorted({0, 1, 2} - set(self.open_axes)):
             i, j, step = self.i[kept], self.j[kept], self.shifts[kept, axis]
@@ -202,7 +202,7 @@ class _Atoms:
         return np.array(found)
 
     def _surrounded(self, slab: _Flags) -> _Flags:
-        """Returns a mask of atoms that have slab atoms as neighbors on all sides, of shape (N,)."""
+        """Returns a mask (N,) of atoms that have slab atoms as neighbors on all sides."""
         near = slab[self.j]
         total = np.zeros((len(self.numbers), 3))
         np.add.at(total, self.i[near], self.directions[near])
@@ -223,7 +223,7 @@ class _Atoms:
         return float(np.mean(there)) >= 0.5 if there else sure
 
     def _moves(self, slab: _Flags) -> list[NDArray[np.float64]]:
-        """Returns lattice vectors along the surface, within the cell, Å."""
+        """Returns lattice vectors, in Å, of the slab along its surface, within the cell."""
         inside = np.where(slab, np.abs(self.heights - np.median(self.heights[slab])), np.inf)
         start = int(inside.argmin())
         level = slab & (self.numbers == self.numbers[start])
@@ -254,7 +254,7 @@ class _Atoms:
         return bool(((lengths < _SAME_SITE) & same).any(axis=1).mean() >= least)
 
     def _wrapped(self, vectors: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Subtracts the nearest lattice vectors, found from fractional coordinates."""
+        """Subtracts the nearest lattice vectors by rounding fractional coordinates."""
         turns = np.round(vectors @ np.linalg.inv(self.cell)) * self.pbc
         return np.asarray(vectors - turns @ self.cell)
 
@@ -287,7 +287,7 @@ class _Atoms:
         return slab & (heights >= order[ends[off.argmin()]] - 1e-9)
 
     def depth(self, adsorbate: _Flags) -> NDArray[np.float64]:
-        """Returns heights, of shape (N,) in Å, that increase toward the sides with adsorbates."""
+        """Returns heights (N,), in Å, that increase toward the sides with adsorbates."""
         slab = ~adsorbate
         if not slab.any():
             return self.heights
@@ -331,7 +331,7 @@ def one_tagged(sids: Sequence[int], count: int) -> str:
 
 
 def _groups(i: _Numbers, j: _Numbers, count: int) -> _Numbers:
-    """Returns a label for each atom, of shape (count,), equal for connected atoms."""
+    """Returns labels (count,) of atoms; connected atoms have equal labels."""
     from scipy.sparse import coo_array
     from scipy.sparse.csgraph import connected_components
 
@@ -340,7 +340,7 @@ def _groups(i: _Numbers, j: _Numbers, count: int) -> _Numbers:
 
 
 def adsorbates(record: Data) -> _Numbers:
-    """Returns the index of the adsorbate of each atom, of shape (N,); -1 for slab atoms.
+    """Returns, for each atom, the index of its adsorbate, or -1 in the slab: (N,).
 
     Adsorbates are connected atoms with tag 2, numbered in the order of their first atoms.
     """
@@ -367,7 +367,7 @@ def touches_image(record: Data) -> bool:
 def in_one_piece(
     numbers: _Numbers, pos: NDArray[np.float64], cell: NDArray[np.float64], pbc: _Flags
 ) -> NDArray[np.float64] | None:
-    """Returns positions, Å, shifted by lattice vectors such that bonded atoms are neighbors.
+    """Shifts positions, in Å, by lattice vectors such that bonded atoms are neighbors.
 
     Returns None if bonds connect a molecule to its periodic image.
     """
@@ -392,7 +392,7 @@ def _among(record: Data, own: _Numbers) -> tuple[Any, ...]:
 
 
 def _bonds(numbers: _Numbers, pos: Any, cell: Any, pbc: Any) -> tuple[Any, ...]:
-    """Returns both atoms of each bond, sorted by the first, and the vector between them, Å."""
+    """Returns, sorted by first atom, both atoms of each bond and the vector between them, in Å."""
     from ase.data import covalent_radii
     from ase.geometry import complete_cell
     from ase.neighborlist import primitive_neighbor_list
@@ -417,7 +417,7 @@ def sides_agree(record: Data) -> bool:
 
 
 def heights_agree(record: Data) -> bool:
-    """Returns False if the mean heights of subsurface, surface and adsorbate are out of order."""
+    """Returns False if mean heights do not increase from subsurface to surface to adsorbate."""
     atoms = _Atoms(record, bonds=False)
     if len(atoms.open_axes) != 1:
         return True

@@ -28,7 +28,7 @@ _Items = TypeVar("_Items", bound=Sized)
 
 
 class Blocks(Dataset[_Item]):
-    """Base class for texts that are divided into blocks of `length` tokens, with ids (tokens,).
+    """Base class for a text, given as ids (tokens,), divided into blocks of `length` tokens.
 
     Each block contains `inner` tokens of the text. With `keep_last`, an incomplete last block of at
     least `shortest` tokens is padded; otherwise, it is dropped.
@@ -83,7 +83,7 @@ class TokenBlocks(Blocks[tuple[Tensor, Tensor]]):
         self.eos = eos
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        """Returns inputs and targets, of shape (length,) in int64; padding has the target -1."""
+        """Returns inputs and targets, each (length,), int64; padding has the target -1."""
         piece = self._piece(index)
         inputs = np.full(self.length, self.eos, dtype=np.int64)
         targets = np.full(self.length, _NO_TARGET, dtype=np.int64)
@@ -215,7 +215,7 @@ class PieceBlocks(Blocks[tuple[Tensor, Tensor, Tensor]]):
         self.cls, self.sep, self.pad = tokenizer.cls, tokenizer.sep, tokenizer.pad
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns ids, types and the mask, False for padding, of shape (length,) each."""
+        """Returns ids, types and a mask (False for padding), each (length,)."""
         piece = self._piece(index).tolist()
         tokens = [self.cls, *piece[: self.first], self.sep]
         types = torch.zeros(self.length, dtype=torch.int64)
@@ -280,7 +280,7 @@ class TokenizedData(BatchedData[_Items]):
         self.lowercase = self.default_lowercase if lowercase is None else lowercase
 
     def set_tokenizer(self, lines: Callable[[], Iterable[str]], name: str) -> None:
-        """Sets the tokenizer: that of the resumed run, that in `tokenizer`, or a learned one."""
+        """Loads the resumed run's tokenizer or the given file; otherwise trains a tokenizer."""
         source = self.tokenizer_file
         if self.kept is not None and (source is None or (self.kept / TOKENIZER).is_file()):
             source = self.kept / TOKENIZER

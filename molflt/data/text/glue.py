@@ -144,7 +144,7 @@ def read_splits(
     val_fraction: float | None = None,
     classes: Sequence[str] | None = None,
 ) -> dict[str, tuple[Path, list[Example]]]:
-    """Returns the file or folder, and the rows, of each split.
+    """Returns, for each split, the file or folder and the rows.
 
     Tasks without validation files are validated on the last training rows of each class. Reviews of
     the same film are adjacent in IMDb, so few films are in both sets. The default `val_fraction`
@@ -163,7 +163,7 @@ def read_splits(
 
 
 def classes_in(path: Path, task: str) -> list[str]:
-    """Returns the names of the classes (for images, from `path`), or "score" for scores."""
+    """Returns the names of the classes, read from `path` for images; ["score"] for scores."""
     if TASKS[task].form == "images":
         return open_images(path).classes
     return list(TASKS[task].labels or ("score",))

@@ -59,7 +59,7 @@ class Pairs(Dataset[_Item]):
         return len(self.pairs)
 
     def __getitem__(self, index: int) -> _Item:
-        """Returns the ids of the source and of the target, of shape (n,); both end with `end`."""
+        """Returns source ids and target ids, each (n,), int64; both end with `end`."""
         source, target = self.pairs[index]
         return torch.tensor([*source, self.end]), torch.tensor([self.begin, *target, self.end])
 

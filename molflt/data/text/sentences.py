@@ -64,7 +64,7 @@ class Sentences(Dataset[_Item]):
         return len(self.rows)
 
     def __getitem__(self, index: int) -> _Item:
-        """Returns ids and types of shape (tokens,), and the class or score as a float64 scalar."""
+        """Returns ids and types, each (tokens,), and the class or score as a float64 scalar."""
         ids, first = self.rows[index]
         types = torch.arange(len(ids)) >= first
         label = torch.tensor(self.labels[index], dtype=torch.float64)
@@ -72,7 +72,7 @@ class Sentences(Dataset[_Item]):
 
 
 def padded(items: Sequence[_Item], pad: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Collates items into ids, types and mask (batch, longest), and labels (batch,)."""
+    """Collates items into ids, types and a mask, each (batch, longest), and labels (batch,)."""
     tokens, types, labels = zip(*items, strict=True)
     there = padded_rows([torch.ones_like(row) for row in tokens], 0).bool()
     return padded_rows(tokens, pad), padded_rows(types, 0), there, torch.stack(labels)

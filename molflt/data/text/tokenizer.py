@@ -165,7 +165,7 @@ class Tokenizer:
         return [one.ids for one in found]
 
     def encode_blocks(self, blocks: Iterable[str], source: str = "") -> np.ndarray:
-        """Returns the ids of a text in pieces of whole lines, of shape (tokens,) in int32.
+        """Returns the ids (tokens,), int32, of a text that is given in pieces of whole lines.
 
         With a fixed vocabulary, [SEP] follows each nonblank line. Only byte tokens preserve white
         space, and only a line feed ends a line of bytes.

@@ -74,7 +74,7 @@ class Vocabulary:
     def count(
         cls, level: _Level, blocks: Iterable[bytes | str], min_count: int = 1
     ) -> tuple[Vocabulary, np.ndarray]:
-        """Returns the vocabulary of a text and the ids of its tokens, of shape (tokens,) in int32.
+        """Returns the vocabulary of a text and the ids (tokens,), int32, of its tokens.
 
         See `encode_blocks` for `blocks`. Tokens with fewer than `min_count` occurrences become
         <unk>.
@@ -96,7 +96,7 @@ class Vocabulary:
         return vocabulary, new[ids]
 
     def encode_blocks(self, blocks: Iterable[bytes | str]) -> np.ndarray:
-        """Returns the ids of a text in pieces that do not split words, of shape (tokens,) in int32.
+        """Returns the ids (tokens,), int32, of a text given in pieces that do not split words.
 
         Pieces are bytes at level "byte", and strings at other levels.
         """
@@ -112,7 +112,7 @@ class Vocabulary:
         return found
 
     def encode(self, text: str) -> Tensor:
-        """Returns the ids of a text, of shape (tokens,) in int64; does not append `<eos>`."""
+        """Returns the ids (tokens,), int64, of a text; does not append `<eos>`."""
         return torch.from_numpy(self.encode_blocks([text]).astype(np.int64))
 
     def decode(self, ids: Iterable[int] | Tensor) -> str:
