@@ -27,7 +27,7 @@ def _expect_memory(weights: Tensor, geometry: Geometry, heads: int) -> None:
 
 
 def expect_memory(size: float, what: str, advice: str) -> None:
-    """Raises MemoryError if `size` bytes exceed free memory; `what`, a plural, begins its text."""
+    """Raises MemoryError, beginning with the plural noun `what`, if `size` bytes are not free."""
     free = available_memory() if size > _SMALL else None
     if free is not None and size > free:
         need, left = size / 1e9, free / 1e9

@@ -53,7 +53,7 @@ class _Matrices(NamedTuple):
         cells = places[edges.center] * most + places[edges.neighbor] % most
 
         def summed(of_pairs: Tensor) -> Tensor:
-            """Sums (pairs, k, functions) over images: (graphs, most * k, functions * most)."""
+            """Sums images: (pairs, k, functions) -> (graphs, most * k, functions * most)."""
             by_cell = _sum_by(of_pairs, cells, graphs * most**2)
             return by_cell.unflatten(0, (graphs, most, most)).movedim(2, 4).flatten(3).flatten(1, 2)
 

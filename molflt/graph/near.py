@@ -37,7 +37,7 @@ class NearPairs(NamedTuple):
     def of(
         cls, geometry: Geometry, neighbors: Neighbors | None, alone: Tensor | None
     ) -> "NearPairs":
-        """Pairs atoms with themselves, and with neighbors or (if `alone`) the whole graph."""
+        """Pairs atoms with themselves and neighbors, but with all atoms in graphs of `alone`."""
         own = torch.arange(geometry.pos.shape[0], device=geometry.pos.device)
         found: list[tuple[Tensor, ...]] = [(own, own, torch.zeros_like(geometry.pos))]
         if neighbors is not None and alone is None:

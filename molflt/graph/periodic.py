@@ -61,7 +61,7 @@ class Open:
     def nodes(
         self, geometry: Geometry, position: SpectralPosition, left_out: Tensor | None = None
     ) -> GraphNodes | None:
-        """Returns the nodes of each graph in float64, or None if `lattice` is False.
+        """Returns the nodes of each graph in float64; None for schemes that do not compute nodes.
 
         Weights are 0 for the graphs in the mask `left_out`, (graphs,).
         """
