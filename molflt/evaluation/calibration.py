@@ -2,9 +2,9 @@
 
 The method is split conformal prediction (Papadopoulos et al. 2002; Lei et al., arXiv:1604.04173)
 with the score |error| / sqrt(spread² + floor²). It makes no assumption about the distribution of
-the errors. It is calibrated on half of a split and evaluated on all other systems. Structures with
-elements that do not occur in the training data are calibrated separately, because the members agree
-on wrong energies for such structures.
+the errors. Half of a split is used for the calibration, and all other systems for its evaluation.
+Structures with elements that do not occur in the training data are calibrated separately, because
+the members agree on wrong energies for such structures.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ _COLUMNS = {
 
 _Array = NDArray[np.float64]
 _Errors = tuple[_Array, _Array]  # |error| and spread, in eV, of the systems with labels
-_Judged = tuple[_Array, _Array]  # the same with the uncertainty instead of the spread
+_Judged = tuple[_Array, _Array]  # |error| and uncertainty, in eV, of these systems
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ class Calibration:
         return Calibration(factor, float(floor), split, len(error), tuple(sorted(members)))
 
     def uncertainty(self, spread: _Array, new: NDArray[np.bool_] | bool = False) -> _Array:
-        """Returns the uncertainties in eV; NaN for new elements without a calibration.
+        """Returns uncertainties in eV; NaN for new elements if the calibration excludes them.
 
         `spread` contains standard deviations over the members, in eV, of shape (systems,). `new` is
         True for structures with elements that do not occur in the training data.
@@ -170,7 +170,7 @@ class Calibration:
 
 
 def conformal_factor(scores: _Array, level: float = LEVEL) -> float:
-    """Returns an upper bound for the score of a new system that holds with probability >= `level`.
+    """Returns a bound that the score of a new system does not exceed with probability >= `level`.
 
     The bound is the ceil((n + 1) level)-th smallest of n scores, because every rank of the new
     score is equally likely (Lei et al., arXiv:1604.04173, section 2.2).
@@ -184,13 +184,13 @@ def conformal_factor(scores: _Array, level: float = LEVEL) -> float:
 
 
 def _interval_score(error: _Array, width: _Array) -> float:
-    """Returns the mean interval score of calibrated intervals in eV; smaller is better."""
+    """Returns the mean interval score, in eV, of calibrated intervals; smaller is better."""
     half = conformal_factor(error / width) * width
     return float(np.mean(half + np.maximum(error - half, 0) / (1 - LEVEL)))
 
 
 def is_set_aside(sid: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """Selects half of the systems for the calibration, using a hash of each sid."""
+    """Returns a mask of the systems used for calibration: half of them, by a hash of the sid."""
     digests = (hashlib.blake2b(f"{_SEED}:{one}".encode(), digest_size=1) for one in sid.tolist())
     return np.array([digest.digest()[0] % 2 == 0 for digest in digests], dtype=bool)
 
@@ -298,7 +298,7 @@ def _aside(part: Predictions) -> NDArray[np.bool_]:
 def _with_new(
     calibration: Calibration, found: Mapping[str, Predictions]
 ) -> tuple[Calibration, dict[str, _Array]]:
-    """Calibrates for new elements and returns the uncertainties of systems by split, in eV.
+    """Adds a calibration for new elements; also returns the uncertainties, in eV, by split.
 
     The uncertainty of a system with new elements is computed with a calibration that is fitted to
     systems with different new elements.
@@ -331,7 +331,7 @@ def _with_new(
 def _row(
     part: Predictions, uncertainty: _Array | None = None, judged: _Judged | None = None
 ) -> dict[str, float | None]:
-    """Returns the metrics of a split; metrics without the necessary labels are None."""
+    """Returns the metrics of a split; metrics that require missing labels are None."""
     from scipy.stats import spearmanr
 
     row: dict[str, float | None] = dict.fromkeys([*list(_COLUMNS)[1:], "coverage_n"])
@@ -354,7 +354,7 @@ def _row(
 
 
 def _crossed(calibration: Calibration, aside: _Errors, rest: _Errors) -> float | None:
-    """Returns the coverage in % if each half calibrates the other; None if either is too small."""
+    """Returns the coverage in % if each part calibrates the other; None if `rest` is too small."""
     if len(rest[0]) < _LEAST:
         return None
     other = Calibration.fit(*rest, calibration.split, calibration.members)
@@ -377,9 +377,10 @@ def _draw(calibration: Calibration, aside: _Errors, judged: dict[str, _Judged], 
 def uncertainty_of(
     model: nn.Module, found: Predictions, calibration: Calibration | None
 ) -> dict[str, _Array]:
-    """Returns spread_eV and, if calibrated, uncertainty_eV of each system for an ensemble.
+    """Returns the columns spread_eV and, with a calibration, uncertainty_eV of an ensemble.
 
-    Uncertainties are NaN for new elements if the calibration does not include a factor for them.
+    Other models have neither column. Uncertainties are NaN for new elements if the calibration does
+    not include a factor for them.
     """
     if not isinstance(model, EnsembleRegressor):
         return {}

@@ -42,7 +42,10 @@ _Sized = TypeVar("_Sized", bound=Sized)
 def chosen_splits(
     there: Collection[str], splits: Sequence[str] | None, usual: Sequence[str], other: Path | None
 ) -> list[str]:
-    """Returns the splits to evaluate, `usual` by default; `other` is the value of --data."""
+    """Returns `splits`, by default `usual`; raises ValueError if the run does not have them.
+
+    `there` contains the splits of the run. `other` is the value of --data, which excludes `splits`.
+    """
     if splits and other is not None:
         raise ValueError("expected either --splits or --data; got both")
     wanted = list(dict.fromkeys(splits or usual))
@@ -57,7 +60,7 @@ def chosen_splits(
 def named_sources(
     own: Mapping[str, object], splits: list[str] | None = None, data: Path | None = None
 ) -> dict[str, str]:
-    """Returns the texts to evaluate, which are files or hf: names, by name of the split or file.
+    """Returns the texts to evaluate (files or hf: names), keyed by the name of the split or file.
 
     Args:
         own: data options of the run.
@@ -79,7 +82,9 @@ def named_images(
     splits: list[str] | None = None,
     data: Path | None = None,
 ) -> tuple[_Images, dict[str, LabeledImages]]:
-    """Returns the data of a run and the images to evaluate by name, processed as in validation.
+    """Sets up the data of a run; also returns the images to evaluate, keyed by name.
+
+    The images are processed as in validation. If `data` is set, it replaces the data of the run.
 
     Args:
         kind: class of the data.
@@ -134,8 +139,8 @@ def batches(
 ) -> Iterator[Iterable[_Batch]]:
     """Yields the batches of a source for inference, on the device of a model, with a progress bar.
 
-    An out-of-memory error becomes a ValueError that states the size of a batch, given by `batch`,
-    such as "64 images".
+    If memory does not suffice, raises a ValueError that contains `batch`, the size of a batch as
+    text, such as "64 images".
     """
     what, device = f"{name}: a batch of {batch}", device_of(model)
     with torch.inference_mode(), within_memory(lambda: what, "lower --batch-size"):
@@ -157,7 +162,7 @@ def expect_finite(name: str, values: Tensor, what: str = "the probability of a t
 
 
 def total_of(task: Task[Any, Any], source: Iterable[object], name: str, batch: str) -> Tensor:
-    """Returns the sums of a task over all batches, of shape (fields,), for `Task.summarize`."""
+    """Returns the sums of a task over all batches, (fields,), as expected by `Task.summarize`."""
     total = torch.zeros((), dtype=torch.float64)
     with batches(source, task.model, name, batch) as loaded:
         for one in loaded:
@@ -169,7 +174,7 @@ def total_of(task: Task[Any, Any], source: Iterable[object], name: str, batch: s
 def logits_of(
     model: nn.Module, source: Iterable[Sequence[Tensor]], name: str, batch: str
 ) -> tuple[Tensor, Tensor]:
-    """Returns logits, of shape (items, classes) in float64, and labels, of shape (items,).
+    """Returns float64 logits (items, classes) and labels (items,).
 
     The labels are the last part of each batch. See `batches` for `name` and `batch`.
     """
@@ -260,7 +265,7 @@ class Kept(Protocol):
     """A trained model that contains the small files of its run."""
 
     def content(self, name: str) -> tuple[bytes, str]:
-        """Returns the content of a file and its name for error messages."""
+        """Returns the content of a file, and the name of the file in error messages."""
 
 
 def vocabulary_of(source: Path | Kept, size: int) -> Vocabulary:

@@ -86,13 +86,14 @@ def evaluate(
         which: see `molflt.evaluation.evaluated.EvaluationData`.
 
     Returns:
-        Per split: mae_eV, ewt_percent, baseline_mae_eV (of the median training energy as a constant
-        prediction, added to the baseline of each structure if the model has one) and n, the number
-        of systems with a label. Without labels, the errors are None and n is the number of all
-        systems. For ensembles, also member_mae_eV (mean MAE of the members), the means spread_eV
-        and uncertainty_eV, coverage_percent (share of coverage_n errors within the uncertainty; the
-        target is 68), coverage_se_percent (its binomial standard error), coverage_crossed_percent
-        (for the calibration split, where each half calibrates the other) and rank_correlation
+        Per split: mae_eV, ewt_percent, baseline_mae_eV (the MAE if the median training energy is
+        predicted for every structure, plus its baseline energy if the model adds one) and n, the
+        number of systems with a label. Without labels, the errors are None and n is the number of
+        all systems. For ensembles, also member_mae_eV (mean MAE of the members), spread_eV and
+        uncertainty_eV (means over the systems), coverage_percent (share of errors within the
+        uncertainty; the target is 68), coverage_n (number of errors considered),
+        coverage_se_percent (binomial standard error of the coverage), coverage_crossed_percent
+        (coverage of the calibration split if each half calibrates the other) and rank_correlation
         (between spread and |error|). With `relaxed`, also adwt_percent, initial_adwt_percent and
         position_error_A.
     """
@@ -256,7 +257,7 @@ def _draw(
 
 
 def _write_arrays(path: Path, found: Mapping[str, Predictions]) -> None:
-    """Writes SPLIT_ids and SPLIT_energy, in eV, in the format of leaderboard submissions."""
+    """Writes a leaderboard submission: an npz file with SPLIT_ids and SPLIT_energy (in eV)."""
     arrays: dict[str, NDArray[np.generic]] = {}
     for split, part in found.items():
         arrays |= {f"{split}_ids": part.sid.astype(np.str_), f"{split}_energy": part.energy}
@@ -266,7 +267,7 @@ def _write_arrays(path: Path, found: Mapping[str, Predictions]) -> None:
 
 
 def submission_splits(path: Path, splits: Sequence[str]) -> dict[str, str]:
-    """Returns the split of the data set for each split of the leaderboard."""
+    """Maps each split of the leaderboard to the split of the data set to submit for it."""
     if path.suffix != ".npz":
         raise ValueError(f"{path}: expected a submission that ends in .npz; got {path.suffix!r}")
     for group in (TEST_SPLITS, VAL_SPLITS):

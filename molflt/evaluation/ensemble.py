@@ -57,8 +57,8 @@ class EnsembleRegressor(nn.Module):
 
         Returns:
             "energy", (graphs,), the mean over members in eV, and "energy_by_member", (graphs,
-            members), in eV. If all members predict them, also the means "displacement", (atoms, 3),
-            in Å, and "adsorbate_energy", (atoms,), in eV.
+            members), in eV. If all members predict these outputs, also the means over members of
+            "displacement", (atoms, 3), in Å, and "adsorbate_energy", (atoms,), in eV.
         """
         found = [member(batch) for member in self.members]
         by_member = torch.stack([out["energy"].double() for out in found], dim=1)
@@ -117,7 +117,7 @@ def load_ensemble(
 
 
 def digest_of(model: nn.Module) -> str:
-    """Returns the sha256 of the parameters; buffers are excluded, as they depend on the version."""
+    """Returns the sha256 of the parameters, without buffers, which differ between versions."""
     digest = hashlib.sha256()
     for name, weight in sorted(model.named_parameters()):
         digest.update(f"{name} {tuple(weight.shape)} ".encode())
@@ -128,8 +128,8 @@ def digest_of(model: nn.Module) -> str:
 def expect_same_totals(ensemble: EnsembleRegressor, dataset: Structures) -> None:
     """Raises ValueError if members were trained on different kinds of energies.
 
-    The compositions in the training data may not determine each reference. Therefore, the sums of
-    the references, the mean and the baseline are compared for the structures to predict.
+    The training data may not determine the reference of each element. Therefore, the sum of
+    references, mean and baseline of each structure to predict is compared instead.
     """
     indices = np.unique(np.linspace(0, len(dataset) - 1, _COMPARED).astype(np.int64))
     atoms = torch.from_numpy(dataset.compositions(indices, by_contact(ensemble)[0]))
@@ -151,7 +151,10 @@ def expect_same_totals(ensemble: EnsembleRegressor, dataset: Structures) -> None
 
 
 def _totals(model: nn.Module, atoms: Tensor, baseline: Tensor) -> tuple[Tensor, float]:
-    """Returns the sums, of shape (structures,), and the sd of the energies, in eV."""
+    """Returns the sum of references, mean and baseline of each structure, (structures,), in eV.
+
+    Also returns the standard deviation of the energies, in eV, which is infinite if unknown.
+    """
     buffers = dict(model.named_buffers())
     if not {"energy_mean", "energy_std"} <= buffers.keys():
         return atoms.new_zeros(len(atoms)), float("inf")

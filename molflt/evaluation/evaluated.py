@@ -54,7 +54,7 @@ class EvaluationData:
         data: folder of a data set, or a file, which is evaluated as a whole; by default the data of
             the run without the structures that training omitted.
         skip_bad: omit and list structures that cannot be used.
-        energy_key: key of the energy, eV, in files read by ASE; by default the key used in
+        energy_key: key of the energy (in eV) in files read by ASE; by default the key used in
             training, if the source has it; null selects the usual keys, such as energy.
         reading: further options for reading files.
 
@@ -136,7 +136,7 @@ class EvaluationData:
         return there
 
     def open(self, model: nn.Module, domain: Domain | None = None) -> dict[str, Structures]:
-        """Returns structures by split and warns about omissions; see `check_structures`."""
+        """Opens the splits and warns about omitted structures; see `check_structures`."""
         runs = model.data if isinstance(model, EnsembleRegressor) else {self.run: self.own}
         self._expect_same_unseen(runs)
         if self.stem is not None:
@@ -194,7 +194,7 @@ class EvaluationData:
         return None if found is None else replace(Domain.from_json(found, str(path)), zero=zero)
 
     def training_median(self) -> tuple[float | None, str]:
-        """Returns the median of the training energies, in eV, and a line about it."""
+        """Returns the median training energy in eV, or None, and a line that explains it."""
         source = self.own if exists(self.own.root) else self.data
         key = self.data.reading.energy_key
         if self.data.root == self.own.root and key != self.own.reading.energy_key:

@@ -21,9 +21,10 @@ _COLUMNS = {"n": ("systems", 0), "mae": ("MAE / eV", 4)}
 
 
 def errors_by_group(found: Mapping[str, Predictions]) -> dict[str, dict[str, list[GroupError]]]:
-    """Computes errors by adsorbate and metal, largest groups first, and by size, smallest first.
+    """Computes errors grouped by adsorbate, by metal and by size of the structures.
 
-    Systems without a label are ignored. All size ranges contain similar numbers of systems.
+    Groups of adsorbates and metals are sorted by number of systems, largest first; size ranges are
+    sorted by size and contain similar numbers of systems. Systems without a label are ignored.
 
     Returns:
         Groups by split ("all" for all splits together) and by kind: "adsorbate", "slab" (the
@@ -51,14 +52,14 @@ def errors_by_group(found: Mapping[str, Predictions]) -> dict[str, dict[str, lis
 
 
 def size_edges(natoms: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Returns the start of each size range and the end of the last range, from quantiles."""
+    """Divides sizes at quantiles; returns the start of each range and the end of the last."""
     return np.unique(np.quantile(natoms, np.linspace(0, 1, _SIZE_BINS + 1)).astype(int))
 
 
 def groups_by_size(
     natoms: NDArray[np.int64], error: NDArray[np.float64], edges: NDArray[np.int64]
 ) -> list[GroupError]:
-    """Returns a group for each nonempty size range; see `size_edges`."""
+    """Returns the error of each nonempty size range; see `size_edges` for `edges`."""
     # Each range includes its start; the last range also includes its end.
     bins = np.searchsorted(edges[1:-1], natoms, side="right")
     groups = []
@@ -70,7 +71,7 @@ def groups_by_size(
 
 
 def groups_by_name(names: NDArray[np.str_], error: NDArray[np.float64]) -> list[GroupError]:
-    """Returns a group for each name, the largest group first."""
+    """Groups errors by name; returns the groups, largest first."""
     found = [_group(str(name), error[names == name]) for name in np.unique(names)]
     return sorted(found, key=lambda group: (-group.n, group.group))
 
@@ -93,7 +94,7 @@ def write_groups(
 
 
 def group_tables(groups: Mapping[str, Sequence[GroupError]]) -> str:
-    """Formats tables of the errors by adsorbate and metal, for the largest groups, and by size."""
+    """Formats a table of errors for each kind of group; long tables are truncated."""
     tables = []
     for kind, title in {"adsorbate": "adsorbate", "slab": "slab", "natoms": "atoms"}.items():
         shown = groups[kind][:_PRINTED]

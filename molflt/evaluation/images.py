@@ -196,7 +196,10 @@ def evaluate_pixels(
 def _histograms(
     own: PixelData | None, options: Mapping[str, object], model: PixelModel
 ) -> tuple[Tensor | None, str]:
-    """Returns the bits (bytes per image, 256) of each value, or None, and a line about them."""
+    """Returns -log2 p of each value at each position, and a line about these histograms.
+
+    The result has the shape (bytes per image, 256); it is None without the training images.
+    """
     if own is None:
         own = PixelData(**options)  # type: ignore[arg-type]  # as in `named_images`
         try:
@@ -220,7 +223,7 @@ def _histograms(
 def _judge(
     model: PixelModel, images: LabeledImages, tables: Tensor | None, batch_size: int, name: str
 ) -> tuple[Tensor, float | None]:
-    """Returns the mean nats at each position of an image, and the mean of `tables`."""
+    """Returns the mean loss at each position in nats, and the mean bits per byte in `tables`."""
     nats, bits = torch.zeros(model.longest, dtype=torch.float64), 0.0
     place = torch.arange(model.longest)
     batch_of = f"{batch_size} images of {model.longest:,} bytes"

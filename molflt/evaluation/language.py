@@ -125,10 +125,10 @@ def token_losses(
     name: str,
     right: list[NDArray[np.bool_]] | None = None,
 ) -> NDArray[np.float64]:
-    """Returns the negative log-likelihoods (blocks, length) in nats, which are NaN for padding.
+    """Returns the negative log-likelihood of each token in nats, (blocks, length).
 
-    For each batch, a mask of the correctly predicted tokens, of shape (batch, length), is appended
-    to the list `right`. Without this list, logits are not kept in memory.
+    The result is NaN for padding. For each batch, a mask (batch, length) of the correctly predicted
+    tokens is appended to the list `right`. Without this list, logits are not kept in memory.
     """
     loader, batch, found = DataLoader(blocks, batch_size), f"{batch_size} x {blocks.length:,}", []
     with common.batches(loader, model, name, f"{batch} tokens") as loaded:
@@ -176,9 +176,9 @@ def evaluate_masked(
 
     Returns:
         Per split: perplexity, accuracy_percent, next_sentence_percent if the model predicts it, and
-        gaps (the number of gaps). For proteins, also residue_perplexity, residue_accuracy_percent
-        and residues (the number of residues), with the mask token in every gap, and
-        unigram_perplexity and unigram_accuracy_percent.
+        gaps (the number of gaps). For proteins, also residue_perplexity and
+        residue_accuracy_percent, computed with the mask token in every gap; residues (the number of
+        residues); and unigram_perplexity and unigram_accuracy_percent.
     """
     tokenizer, options = common.tokenizer_of(run, model.vocabulary), config["data"]
     length, train = int(str(options["length"])), str(options["train"])
@@ -224,7 +224,7 @@ def evaluate_masked(
 
 
 def _targets(task: MaskedTask, loader: Iterable[Sequence[Tensor]]) -> NDArray[np.int64]:
-    """Returns the masked tokens of a text, of shape (gaps,)."""
+    """Returns the ids of the tokens that are hidden in the gaps of a text, (gaps,)."""
     found = []
     for batch in loader:
         tokens, types, there = (part.to(common.device_of(task.model)) for part in batch)
@@ -237,8 +237,8 @@ class Residues:
     """Metrics of residues, also for a unigram model of the training file if this file exists.
 
     The unigram model uses p_i = (n_i + 1) / (n + ids), which is positive for tokens that do not
-    occur in the file. `read` returns the token ids of the file `source`, and `possible` is a mask
-    of the ids that can be predicted, of shape (ids,).
+    occur in the file. `read` returns the token ids of the file `source`. `possible`, (ids,), is a
+    mask of the ids that can be predicted.
     """
 
     def __init__(
@@ -254,7 +254,7 @@ class Residues:
     def judge(
         self, perplexity: float | None, accuracy: float | None, targets: NDArray[np.integer]
     ) -> dict[str, float | None]:
-        """Returns the metrics of the model and the unigram model for the residues `targets`."""
+        """Returns the metrics of the model and of the unigram model; `targets` are the residues."""
         metrics: dict[str, float | None] = {
             "residue_perplexity": perplexity,
             "residue_accuracy_percent": accuracy,
@@ -305,7 +305,7 @@ def correlation(one: NDArray[np.float64], other: NDArray[np.float64]) -> float:
 
 
 def _blosum() -> NDArray[np.float64] | None:
-    """Returns BLOSUM62 in the order of the figure; None without Biopython."""
+    """Returns BLOSUM62, with rows in the order of the figure; None without Biopython."""
     if importlib.util.find_spec("Bio") is None:
         return None
     from Bio.Align import substitution_matrices

@@ -154,7 +154,7 @@ def _race(made: _Made, opened: _Opened, steps: int, repeats: int, like: Tensor) 
 def tuned_adam(
     made: _Made, steps: int, repeats: int, like: Tensor, rates: Iterable[float] = _RATES
 ) -> Raced:
-    """Optimizes a task with Adam at the learning rate with the smallest final loss."""
+    """Returns the loss curves of Adam with the learning rate that has the smallest final loss."""
     tried = (
         _race(made, partial(Adam, lr=lr), steps, repeats, like)._replace(setting=f"{lr:g}")
         for lr in rates
@@ -163,7 +163,7 @@ def tuned_adam(
 
 
 def _loss_curve(problem: Problem, opened: _Opened, steps: int) -> _Curve:
-    """Returns the loss before each step, of shape (steps,); infinite after divergence."""
+    """Returns the loss before each step, (steps,); it is infinite after a divergence."""
     theta = nn.Parameter(problem.start.detach().clone())
     optimizer = opened([theta])
     curve = np.full(steps, np.inf)
@@ -192,7 +192,10 @@ _Ends = Mapping[str, tuple[float, float]]  # by optimizer: mean, and sd or NaN
 
 
 def _metrics(ends: _Ends, name: str) -> dict[str, float | None]:
-    """Returns the mean and the sd of a metric; names for the first optimizer have no prefix."""
+    """Returns the mean and the standard deviation of each optimizer, keyed by name.
+
+    The optimizer is a prefix of these names, except for the first optimizer.
+    """
     found: dict[str, float | None] = {}
     for place, (optimizer, (mean, sd)) in enumerate(ends.items()):
         prefix = f"{optimizer.lower()}_" if place else ""
@@ -205,7 +208,7 @@ def _shown(sd: float) -> str:
 
 
 def _intervals(curves: _Curve) -> tuple[_Curve, _Curve]:
-    """Returns the middle steps (n,) and the mean losses (repeats, n) of the intervals."""
+    """Divides curves into intervals; returns middle steps (n,) and mean losses (repeats, n)."""
     steps = curves.shape[1]
     edges = np.linspace(0, steps, min(steps, _ROWS) + 1).round().astype(int)
     means = [curves[:, a:b].mean(axis=1) for a, b in itertools.pairwise(edges)]
@@ -309,7 +312,7 @@ def _own_name(config: Config) -> str:
 def _by_model(
     model: PopulationModel, members: int, functions: Functions, seeds: list[int], evaluations: int
 ) -> _Curve:
-    """Evaluates the populations of all runs in one batch."""
+    """Runs the learned optimizer on all functions in one batch; returns (runs, evaluations)."""
     populations = Populations(model, seeds, members)
     functions = functions.to(populations.device)
     values: list[Tensor] = []
@@ -360,7 +363,7 @@ def _uniform(count: int, functions: Functions, generator: torch.Generator) -> Te
 
 
 def _best(values: _Curve) -> _Curve:
-    """Returns log10 of the best value so far, of shape (runs, evaluations)."""
+    """Returns log10 of the best value up to each evaluation, (runs, evaluations)."""
     # NaN from a diverged model does not count as an improvement.
     known = np.where(np.isnan(values), np.inf, values)
     found: _Curve = np.log10(np.maximum(np.minimum.accumulate(known, axis=1), _SMALLEST))

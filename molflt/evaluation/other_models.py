@@ -31,9 +31,11 @@ class Published(NamedTuple):
 
 
 def read_published(path: Path, root: Path) -> Published:
-    """Reads an npz file with ``name``, (n,), and energies in eV of each model, (n,) or (n, k).
+    """Reads published energies from an npz file.
 
-    Integer arrays are ignored. systems.csv in the data set `root` contains the same names.
+    The file contains the names of n systems, ``name`` (n,), and the energies predicted by each
+    model in eV, (n,) or (n, k) for k training runs. Integer arrays are ignored. The file
+    systems.csv in the data set `root` contains the same names.
     """
     arrays = read_arrays(path, ("name",))
     names = arrays["name"]
@@ -116,7 +118,7 @@ def _common(
 def _error_rows(
     errors: Mapping[str, _Array], groups: Mapping[str, list[str]]
 ) -> Iterator[dict[str, Any]]:
-    """Yields errors by group and model.
+    """Yields a row of errors for each group and model.
 
     The errors are the mean MAE of the training runs and the MAE of their averaged predictions.
     """

@@ -88,7 +88,7 @@ class Page:
             self.missing.append(f"{path}: not evaluated; run molflt evaluate RUN")
 
     def attempt(self, read: Callable[[], Any], otherwise: Any) -> Any:
-        """Calls `read`; if it fails, adds the reason to `missing` and returns `otherwise`."""
+        """Returns `read()`; if it fails, adds the reason to `missing` and returns `otherwise`."""
         try:
             return read()
         except KeyError as error:
@@ -99,7 +99,7 @@ class Page:
         return otherwise
 
     def drawn(self, text: str, draw: Callable[[Path], object]) -> list[_Part]:
-        """Draws a figure with the caption `text`."""
+        """Returns a figure with the caption `text`, or an empty list if `draw` fails."""
 
         def make() -> list[_Part]:
             with tempfile.TemporaryDirectory() as folder:
@@ -127,7 +127,7 @@ class Page:
 
 
 def _png(content: bytes, name: str) -> tuple[bytes, int]:
-    """Reduces a large PNG file to a palette; returns the file and its width on the page."""
+    """Returns a PNG file, reduced to a palette if it is large, and its width on the page."""
     from PIL import Image
 
     try:

@@ -66,14 +66,15 @@ def evaluate(
 
     Args:
         batch_size: number of structures per batch.
-        forces_key: key of the forces, eV/Å; the default is chosen in the same way as `energy_key`.
-        stress_key: key of the stress, eV/Å^3; the default is chosen in the same way.
+        forces_key: key of the forces (in eV/Å); the default is chosen in the same way as
+            `energy_key`.
+        stress_key: key of the stress (in eV/Å^3); the default is chosen in the same way.
         which: see `molflt.evaluation.evaluated.EvaluationData`.
 
     Returns:
         Per split: the same metrics as in training, in meV/atom, meV/Å and meV/Å^3; the errors of
-        the baselines, which predict energies per element plus a constant per atom, and zero forces;
-        and n, the number of structures.
+        two baselines, which predict the sum of element energies plus a constant per atom, and zero
+        forces; and n, the number of structures.
     """
     source = EvaluationData(run, config, forces_key=forces_key, stress_key=stress_key, **which)
     results: Results = {}
@@ -104,7 +105,7 @@ def evaluate(
 
 
 def _baseline(model: nn.Module, points: SinglePoints) -> dict[str, float | None]:
-    """Returns the errors of per-element energies plus a constant per atom, and of zero forces."""
+    """Returns errors of two trivial predictions: energies from the composition, and zero forces."""
     references = model.get_buffer("element_energies").cpu().numpy()
     of_elements = points.compositions(np.arange(len(points))) @ references
     rest = (points.y_relaxed - of_elements) / points.natoms
@@ -137,7 +138,7 @@ def _draw(out: Path, found: Mapping[str, Points]) -> None:
 
 
 def _force_errors(found: Mapping[str, Points]) -> dict[str, list[GroupError]]:
-    """Computes force errors in meV/Å, over all atoms by element and over all structures by size."""
+    """Groups force errors, in meV/Å: those of atoms by element, and those of structures by size."""
     from ase.data import chemical_symbols
 
     numbers = np.concatenate([part.elements for part in found.values()])

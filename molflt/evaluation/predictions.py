@@ -322,7 +322,7 @@ def _expect_tags(record: Data, domain: Domain, dataset: Structures) -> None:
 
 
 def counted_reasons(outside: Sequence[Sequence[str]]) -> list[str]:
-    """Returns a line for each reason with its number of structures, most frequent reasons first.
+    """Returns one line for each reason, with the number of structures, sorted by this number.
 
     Reasons that differ only in a number are combined, for example to "atoms: 120 to 150, at most 80
     in training (3 structures)".
@@ -359,7 +359,7 @@ def _outputs(model: nn.Module, batch: Batch, path: Path) -> Mapping[str, Tensor]
 
 
 def _energies(out: Mapping[str, Tensor], batch: Batch, path: Path) -> NDArray[np.float64]:
-    """Returns the energies (graphs, members) of all members, or of the single model, in eV."""
+    """Returns energies (graphs, members) in eV; a model that is not an ensemble is one member."""
     energy: NDArray[np.float64] = out["energy"].double().cpu().numpy()
     if len(bad := np.flatnonzero(~np.isfinite(energy))):
         raise ValueError(
@@ -379,7 +379,7 @@ def _hill(numbers: NDArray[np.int64]) -> str:
 
 
 def refuse_undescribed(present: set[int], beyond: frozenset[int], name: str) -> None:
-    """Raises ValueError if a structure contains an element without descriptors (`beyond`)."""
+    """Raises ValueError if `present` contains an element in `beyond`, without descriptors."""
     if unknown := beyond & present:
         raise ValueError(
             f"{name}: element {min(unknown)} has no known descriptors; omit such structures with "

@@ -62,7 +62,10 @@ class Relaxed(NamedTuple):
 
 
 def readable_structures(paths: Paths, skip_bad: bool, cell: bool) -> tuple[Structures, bool]:
-    """Opens the structures to relax; also warns and returns True if some atoms coincide."""
+    """Opens the structures to relax; warns if atoms coincide.
+
+    Returns the structures, and True if atoms of any structure coincide.
+    """
     dataset = open_structures(paths, skip_bad, ANY_TAGS._replace(keep_atoms=True))
     sids = []
     for index, record in enumerate(dataset):
@@ -178,8 +181,9 @@ def write_relaxed(
     """Writes FOLDER/SPLIT.extxyz with the structures predicted by the position head.
 
     Returns:
-        The metrics of each split, adwt_percent, initial_adwt_percent (of the initial positions) and
-        position_error_A, which are None without relaxed positions; and a table of these metrics.
+        By split, the metrics adwt_percent, initial_adwt_percent (the ADwT of the initial positions)
+        and position_error_A, which are None if the relaxed positions are unknown; and a table of
+        these metrics.
     """
     from ase.io import write
 

@@ -115,7 +115,7 @@ def finite_row(columns: Mapping[str, NDArray[np.float64]], i: int) -> dict[str, 
 
 
 def provenance_of(weights: Iterable[Path], checkpoint: str) -> Provenance:
-    """Describes the weights to evaluate in a record for results_of.json."""
+    """Returns a record for results_of.json that describes the evaluated weights."""
     digests = sorted(weights_digest(path) for path in weights)
     return {"checkpoint": checkpoint, "weights": digests, "data": None}
 
@@ -132,7 +132,7 @@ def write_results(
 
     The files are moved from the folder `made` to `out` and replace those of an earlier evaluation.
     Metrics that JSON cannot represent, such as an infinite perplexity, become None. `options`
-    contains data, the value of --data, and the options for reading it.
+    contains the value of --data, with the key data, and the options for reading these data.
     """
     own, data = config["data"], options.get("data")
     known = {
@@ -168,7 +168,7 @@ def write_results(
 
 
 def _others(own: Mapping[str, object], data: object, splits: Iterable[str]) -> str | None:
-    """Returns `data` as text; None if it belongs to the run or the splits contain its name."""
+    """Returns `data` as text; None if it belongs to the run or all splits are named after it."""
     sources = [str(own[key]) for key in ("root", "train", "val", "test") if own.get(key)]
     if data is None or not sources:  # the data of learned optimizers are part of a task
         return None
@@ -183,14 +183,14 @@ def _others(own: Mapping[str, object], data: object, splits: Iterable[str]) -> s
 
 
 def is_within(data: Path, source: Path) -> bool:
-    """Returns True if `data` is `source`, a part of it, or has the name of a moved source."""
+    """Returns True if `data` is `source` or part of it; a missing `source` is compared by name."""
     if source.exists():
         return source.resolve() in (data.resolve(), *data.resolve().parents)
     return data == source or data.name == source.name
 
 
 def run_weights(run: Path) -> list[Path]:
-    """Lists the file with the best weights of a run or, if it is missing, with the last weights."""
+    """Returns a list of at most one file: the best weights of a run, otherwise the last weights."""
     files = [run / "checkpoints" / f"{name}.safetensors" for name in ("best", "last")]
     return [path for path in files if path.is_file()][:1]
 

@@ -48,7 +48,7 @@ class Run:
         best: value and step of the best validation; None without best weights.
         parameters: number of parameters, including frozen parameters.
         step: number of steps; None without a last checkpoint.
-        own: entries of molflt in the last checkpoint, such as "seconds" and "data".
+        own: entries that molflt added to the last checkpoint, such as "seconds" and "data".
         seconds: time of training and validation; None in runs of earlier versions.
         time: `seconds` as text.
         columns: columns of metrics.csv.
@@ -157,7 +157,7 @@ def standard_error(run: Run, split: str, name: str) -> float | None:
 
 
 def differences(runs: Sequence[Run]) -> dict[str, list[object]]:
-    """Returns, for each key in which the configurations differ, the value of each run or None."""
+    """Returns the values of the runs for each key in which they differ; None for missing keys."""
     flat = [dict(flat_options(run.config)) for run in runs]
     found = {}
     for key in dict.fromkeys(key for one in flat for key in one):
@@ -177,7 +177,7 @@ def flat_options(config: Mapping[str, object], prefix: str = "") -> Iterator[tup
 
 
 def measures_of(runs: Sequence[Run]) -> list[tuple[str, str]]:
-    """Returns the split and name of each metric in the results of the runs, sorted by split."""
+    """Returns (split, name) of all metrics in the results of the runs, sorted by split."""
     found = ((split, name) for run in runs for split, row in run.results.items() for name in row)
     splits = dict.fromkeys(split for run in runs for split in run.results)
     return sorted(dict.fromkeys(found), key=lambda one: list(splits).index(one[0]))

@@ -34,12 +34,12 @@ _Row = dict[str, object]
 
 
 def noted(rows: int, total: int, made: Mapping[str, object]) -> dict[str, object]:
-    """Returns the column that is added to the rows of a shard; see `made_of` for `made`."""
+    """Returns the column added to each row of a shard, by name; `made` comes from `made_of`."""
     return {_KEY: "; ".join([f"{rows} of {total}", *(f"{k} {made[k]}" for k in made)])}
 
 
 def made_of(model: nn.Module, dataset: Structures, **options: object) -> dict[str, object]:
-    """Returns the digests of the model and the data, and the options that all shards must share."""
+    """Returns values that all shards must share: digests of model and data, and `options`."""
     members = getattr(model, "members", [model])
     weights = hashlib.sha256("".join(sorted(map(digest_of, members))).encode())
     data = hashlib.sha256(dataset.natoms.astype("<i8").tobytes())  # without omitted structures
@@ -51,7 +51,7 @@ def made_of(model: nn.Module, dataset: Structures, **options: object) -> dict[st
 
 
 def _frames(text: str) -> list[_Row]:
-    """Splits an extended XYZ file into structures, without the column added by `noted`."""
+    """Splits an extended XYZ file into structures and removes the column added by `noted`."""
     lines = iter(text.splitlines(keepends=True))
     rows: list[_Row] = []
     for count in lines:
