@@ -44,7 +44,7 @@ def _callbacks_of(
 
 
 class _Progress(Callback):
-    """Shows a progress bar over all training steps, or prints one line per validation to a log."""
+    """Shows a progress bar over all training steps; in a log, prints one line per validation."""
 
     def __init__(self, task: Task[Never, Never], folder: RunFolder, table: _MetricsFile) -> None:
         self.metrics = {n: m for n, m in task.metrics.items() if "val" in m.measured_in}
@@ -109,7 +109,7 @@ class _Progress(Callback):
 
 
 class _Averages(WeightAveraging):
-    """Moving average of weights that keeps frozen weights exact; Lightning's would round them."""
+    """Moving average of weights; unlike Lightning's, it does not round frozen weights."""
 
     def __init__(self, decay: float) -> None:
         def average(kept: Tensor, new: Tensor, _: int | Tensor) -> Tensor:

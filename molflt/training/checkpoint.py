@@ -170,7 +170,7 @@ def read_saved(path: Path, run: Path | None = None) -> Saved:
 
 
 def _exported(path: Path, weights: dict[str, Tensor]) -> Saved | None:
-    """Reads the models of an export; returns None for other weights."""
+    """Reads an exported model or ensemble; returns None for any other weights file."""
     if not is_exported(path):
         return None
     content = _parsed(read_header(path)[_KEY])
@@ -236,7 +236,7 @@ def find_weights(
 
 
 def weights_digest(path: Path) -> str:
-    """Returns the SHA-256 digest of a weights file, if possible from its header; "" if missing."""
+    """Returns the SHA-256 digest of a weights file, from its header if possible; "" for no file."""
     if not path.is_file():
         return ""
     digest = None
@@ -431,8 +431,9 @@ def write_exported(
     Args:
         folder: folder to write to; created if missing.
         weights: weights by name; for several models, with the prefixes "members.0.", "members.1.".
-        content: recipe, models (the options of each), about, license, datasets, task (options),
-            results, and files (the content of small files in the run folder, by name).
+        content: entries of the header: recipe, models (the options of each model), about, license,
+            datasets, task (its options), results, and files (the content of small files in the run
+            folder, by name).
     """
     text = json.dumps({"format": _FORMAT, **content}, indent=1, ensure_ascii=False)
     own = {name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}

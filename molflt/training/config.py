@@ -82,7 +82,7 @@ def defaults(recipe: str) -> dict[str, Any]:
 
 
 def check_values(parser: ArgumentParser, config: Namespace) -> None:
-    """Raises ValueError for a missing value; jsonargparse accepts null for any option."""
+    """Raises ValueError if a required option is null, which jsonargparse would accept."""
     for action in parser._actions:
         hint = getattr(action, "_typehint", None)
         optional = hint in (None, Any, object) or {NoneType, Any, object} & {*get_args(hint)}
@@ -160,7 +160,7 @@ def absolute(value: object, folder: Path | None = None) -> object:
 
 
 def plain(value: object) -> object:
-    """Converts paths to strings and tuples to lists for YAML and checkpoints."""
+    """Converts paths to strings, and tuples to lists, as YAML files and checkpoints require."""
     if isinstance(value, Mapping):
         return {key: plain(part) for key, part in value.items()}
     if isinstance(value, list | tuple):

@@ -109,7 +109,7 @@ def fit(
 
 
 def _stop_others(trainer: pl.Trainer) -> None:
-    """Ends the processes started by Lightning, whose observer would also kill this process."""
+    """Ends the processes that Lightning started; its observer would also kill this process."""
     launcher: Any = trainer.strategy.launcher
     if launcher is not None:
         launcher.kill(signal.SIGKILL)
@@ -138,7 +138,7 @@ def _warn_of_slow_average(decay: float | None, max_steps: int) -> None:
 
 @contextmanager
 def _loggers(name: LoggerName, folder: RunFolder) -> Iterator[list[Logger]]:
-    """Opens Lightning's logger, except for "csv"; metrics.csv is always written."""
+    """Yields a list of loggers, which is empty for "csv", because metrics.csv is always written."""
     from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
 
     logger: TensorBoardLogger | WandbLogger

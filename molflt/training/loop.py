@@ -84,7 +84,7 @@ class _LightningTask(pl.LightningModule, Generic[_Batch, _Data]):
             task.redraw(torch.Generator().manual_seed(int(common.generate_state(1)[0])))
 
     def training_step(self, batch: _Batch, batch_idx: int) -> dict[str, Tensor]:
-        """Returns the loss and a row of sums: loss, 1, batch size, and the sums of the task."""
+        """Returns the loss and a row of values to sum: loss, 1, batch size, and the task's sums."""
         progress = self.global_step / max(1, self.trainer.max_steps)
         self._batch, self._size = self.task.name(batch), self.task.size(batch)
         self._parts.append(batch)
@@ -126,7 +126,7 @@ class _LightningTask(pl.LightningModule, Generic[_Batch, _Data]):
         self._sums.append(_row(list(self.task.judge(batch)), self.device))
 
     def validation_metrics(self) -> dict[str, float]:
-        """Returns metrics over the split and all ranks; must be called by all ranks."""
+        """Returns the metrics of the whole validation split; must be called by all ranks."""
         if self._metrics is None:
             width = len(self.task.sums.__annotations__)  # a rank may have no batch
             zero = torch.zeros(width, dtype=torch.float64, device=self.device)
@@ -288,7 +288,7 @@ class _MetricsFile(Callback):
         return [row for at, row in rows if at == step]
 
     def _read(self) -> list[tuple[int, dict[str, str]]]:
-        """Reads steps and rows, ignoring an incomplete last row."""
+        """Reads the rows of metrics.csv, each with its step; ignores an incomplete last row."""
         try:
             text = self.path.read_bytes().decode()
             table = csv_rows(text[: text.rfind("\n") + 1])

@@ -68,7 +68,7 @@ since (validations since the best one), metric, best (its best value), best_step
 
 
 def read_provenance(run: Path) -> Provenance:
-    """Reads the provenance from last.ckpt; empty if missing or written by an earlier version."""
+    """Reads the provenance in last.ckpt; empty without this file and in earlier versions."""
     last = Path(run) / "checkpoints" / "last.ckpt"
     return read_checkpoint(last).get("molflt", {}) if last.is_file() else {}
 
@@ -134,7 +134,7 @@ class RunFolder:
 
     @contextlib.contextmanager
     def held(self, resume: bool) -> Iterator[None]:
-        """Locks the folder; reads its checkpoint if `resume`, otherwise checks that it is new."""
+        """Locks the folder; if `resume`, reads its checkpoint, otherwise expects a new folder."""
         if resume and not self.last.is_file():
             read_checkpoint(self.last)  # raises before a folder is created
         with self._lock.held() if self.writes else contextlib.nullcontext():
@@ -207,7 +207,7 @@ class RunFolder:
     def check_data(
         self, fingerprints: Mapping[str, Fingerprint], files: Mapping[str, bytes]
     ) -> None:
-        """Compares the data with those of the checkpoint and stores digests of `files`."""
+        """Raises ValueError if the data have changed; stores digests of the contents in `files`."""
         for use, old in self._was().get("data", {}).items():
             new = fingerprints.get(use, {})
             for key in old:
@@ -225,7 +225,10 @@ class RunFolder:
         return (self.checkpoint or {}).get("molflt", {})
 
     def remember(self, domain: object) -> object:
-        """Stores and returns domain.json of the initial weights; resumed runs use this copy."""
+        """Stores `domain`, domain.json of the initial weights, for checkpoints, and returns it.
+
+        A resumed run ignores `domain` and uses the content in its checkpoint.
+        """
         kept = domain if self.checkpoint is None else self._was().get("initial")
         if kept is not None:
             self.provenance["initial"] = kept
@@ -243,7 +246,7 @@ class RunFolder:
             self._save_last(self.checkpoint)
 
     def start_steps(self, machine: Mapping[str, object]) -> None:
-        """Starts the timer, stores the settings that affect rounding and reports their changes."""
+        """Starts the timer; stores settings that affect rounding and reports changes of these."""
         self._begun = time.perf_counter()
         was = self._was().get("machine", {})
         differs = [
@@ -323,7 +326,7 @@ class RunFolder:
             append(self.path / "metrics.csv", row)  # reaches the disk before later checkpoints
 
     def draw_curve(self, metrics: Mapping[str, Metric]) -> None:
-        """Draws curve.png if metrics.csv has rows; drawing errors never hide another error."""
+        """Draws curve.png if metrics.csv has rows; prints its errors unless another was raised."""
         table, png = self.path / "metrics.csv", self.path / "curve.png"
         ending = sys.exception()
         try:
@@ -363,7 +366,7 @@ def read_versions(run: Path) -> dict[str, object]:
 
 
 def _git_commit() -> str | None:
-    """Returns the commit of the repository that contains the package; None if installed."""
+    """Returns the git commit of the package; None if the package is not in a repository."""
     command = ["git", f"--git-dir={Path(__file__).parents[2] / '.git'}", "rev-parse", "HEAD"]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
@@ -381,7 +384,7 @@ class Best(NamedTuple):
 
 
 def best_of(run: Path) -> Best | None:
-    """Reads the best validation of a run from its weights; None if the run was not validated."""
+    """Reads the best validation of a run from best.safetensors; None if the file is missing."""
     path = Path(run) / "checkpoints" / "best.safetensors"
     if not path.is_file():
         return None
@@ -390,7 +393,7 @@ def best_of(run: Path) -> Best | None:
 
 
 def steps_of(run: Path, weights: str = "last") -> int:
-    """Reads the number of steps from the header of the "last" or "best" weights; 0 if missing."""
+    """Reads the step of the "last" or "best" weights from their header; 0 without this file."""
     path = Path(run) / "checkpoints" / f"{weights}.safetensors"
     return int(_number(path, "step")) if path.is_file() else 0
 

@@ -69,7 +69,7 @@ def _inits(words: list[str]) -> list[str]:
 
 
 def _values_in(key: str, files: Sequence[str]) -> list[str]:
-    """Returns the values of a key in YAML files and run folders; makes `init` absolute."""
+    """Returns the values of `key` in YAML files or run folders; paths of "init" become absolute."""
     found = []
     for name in files:
         # errors are reported by the parser
@@ -256,7 +256,7 @@ class Initializer:
         self._record: dict[str, Any] = {}  # content of init.json
 
     def domain(self) -> tuple[str, object] | None:
-        """Returns a name for messages and the content of domain.json of the source.
+        """Returns domain.json of the source: its name in messages, and its content.
 
         A resumed run reads the content from its checkpoint. Returns None if the file is missing.
         """
@@ -288,7 +288,7 @@ class Initializer:
             )
 
     def files(self) -> dict[str, bytes]:
-        """Returns the content of init.json by file name; empty without `init`."""
+        """Returns init.json as {name: content}, or an empty dictionary without `init`."""
         content = (json.dumps(self._record, indent=1) + "\n").encode()
         return {INIT_RECORD: content} if self._record else {}
 
@@ -380,14 +380,14 @@ def _transfer(source: Saved, model: nn.Module, files: Mapping[str, bytes]) -> di
 
 
 def _is_same(kept: object, content: bytes) -> bool:
-    """Returns True if a data file equals that of the source, given as a digest or parsed JSON."""
+    """Returns True if `content` equals a file of the source; `kept` is its digest or its JSON."""
     if isinstance(kept, str):
         return kept == hashlib.sha256(content).hexdigest()
     return kept is not None and kept == json.loads(content)
 
 
 def _change(name: str, now: Tensor, was: Tensor | None) -> str:
-    """Describes a buffer of the new data, with both values if it is a number."""
+    """Describes a buffer that depends on the data; for a number, also gives both values."""
     if was is None or now.numel() != 1 or was.numel() != 1:
         return name
     return f"{name} {float(now):.6g}, {float(was):.6g} in the source"
