@@ -49,7 +49,7 @@ class _ImageSums(NamedTuple):
 class ImageTask(Task[_Batch, "ImageData"]):
     """Cross-entropy of image classes.
 
-    Batches consist of images (batch, channels, height, width), uint8, and labels (batch,).
+    Batches consist of uint8 images (batch, channels, height, width) and labels (batch,).
 
     Args:
         model: `molflt.image.ImageClassifier`, or a model with the same `forward`.

@@ -47,7 +47,7 @@ class _EnergySums(NamedTuple):
         displacement: Tensor | None = None,
         known: Tensor | None = None,
     ) -> "_EnergySums":
-        """Computes the sums from predictions and labels in eV, of shape (structures,) each.
+        """Computes the sums from predicted energies and labels in eV, each (structures,).
 
         The displacement error, in Å, is included if `known` is True for any atom.
         """
@@ -152,7 +152,7 @@ class IS2RETask(OfStructures, Task["Batch", "IS2REData"]):
         self.repeat = repeat
 
     def prepare(self, data: "IS2REData") -> None:
-        """Stores element energies, mean and standard deviation, in eV, in the model's buffers."""
+        """Stores element energies, and mean and sd of energies, in the model's buffers, in eV."""
         self.check_data(data)
         if self.interpolate:
             data.expect_relaxed(f"task.interpolate={self.interpolate:g}")
@@ -197,7 +197,7 @@ class IS2RETask(OfStructures, Task["Batch", "IS2REData"]):
         return cast("EnergyReadout", self.model.readout)
 
     def _scaled(self, data: "IS2REData", of_adsorbates: bool) -> "NDArray[np.float64]":
-        """Scales the initial readout to fit the labels; returns its training energies in eV.
+        """Scales the initial readout to fit the labels; returns scaled training predictions in eV.
 
         The scale and the element energies are fitted together by ridge regression. The penalty
         corresponds to a prior of 1 ± 0.3 for the scale and errors of 0.3 eV.

@@ -64,7 +64,7 @@ class LanguageTask(Task[_Batch, object]):
 class PixelTask(LanguageTask):
     """Mean negative log-likelihood of the next byte of an image, in nats.
 
-    Batches consist of images (batch, channels, height, width), uint8, and labels, which are
+    Batches consist of uint8 images (batch, channels, height, width) and of labels, which are
     ignored. Bits per dimension are nats / ln 2 / bytes, over all bytes of a split.
     """
 
@@ -77,5 +77,5 @@ class PixelTask(LanguageTask):
         return -score.sum(), score.new_tensor(score.numel())
 
     def summarize(self, totals: Tensor) -> dict[str, float]:
-        """Computes bits per dimension from the summed fields, of shape (fields,)."""
+        """Computes bits per dimension from `totals`, (fields,), the sums over all batches."""
         return {"bits_per_dim": super().summarize(totals)["bits_per_token"]}

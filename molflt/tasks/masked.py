@@ -47,15 +47,15 @@ class _GapSums(NamedTuple):
 class MaskedTask(Task[_Batch, "TokenizedText"]):
     """Mean negative log-likelihood of hidden tokens, in nats, plus the next-sentence loss.
 
-    Batches consist of ids, types and a mask that is False for padding, all (batch, length).
+    Batches consist of ids, types and a mask, each (batch, length); the mask is False for padding.
     Training hides different tokens at every step; in validation, the choice depends only on the
     sequence.
 
     Args:
         model: `molflt.sequence.MaskedLanguageModel`.
         mask_rate: fraction of tokens to predict.
-        mask_share: fraction of the tokens to predict that are replaced by the mask.
-        random_share: fraction of the tokens to predict that are replaced by random tokens. The
+        mask_share: fraction of the tokens to predict that is replaced by the mask.
+        random_share: fraction of the tokens to predict that is replaced by random tokens. The
             remaining tokens to predict are unchanged.
         optimization: further arguments of `molflt.tasks.base.Task`.
     """
@@ -167,7 +167,7 @@ class Draws(NamedTuple):
     def of_content(tokens: Tensor, there: Tensor) -> Draws:
         """Derives the numbers of each sequence from its tokens, independently of the padding.
 
-        Numbers are 1 for padding, where `there`, of shape (batch, length), is False.
+        Numbers are 1 for padding, for which the mask `there`, (batch, length), is False.
         """
         whole = torch.ones(3, *tokens.shape)
         each = torch.empty(len(tokens))
@@ -202,7 +202,7 @@ def hide(
         rate, mask_share, random_share: see `MaskedTask`.
 
     Returns:
-        Input ids and targets, of shape (batch, length) each; targets are -1 if not hidden.
+        Input ids and targets, each (batch, length); targets are -1 for tokens that are not hidden.
     """
     told = there & ordinary[tokens] & (draws[0] < rate)
     anything = ordinary.nonzero()[:, 0]

@@ -62,7 +62,7 @@ class _PointSums(NamedTuple):
         )
 
     def metrics(self) -> dict[str, float]:
-        """Returns metrics in meV per atom, meV/Å and, for stress, meV/Å^3; NaN without labels."""
+        """Returns errors in meV/atom (energy), meV/Å (forces), meV/Å^3 (stress); NaN if unknown."""
         energy, square, count, forces, forces_square, components, stress, stresses, labels = map(
             float, self
         )

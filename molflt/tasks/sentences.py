@@ -32,7 +32,7 @@ class _LabelSums(NamedTuple):
 
     @classmethod
     def of(cls, told: Tensor, label: Tensor, loss: Tensor) -> _LabelSums:
-        """Computes the sums from predictions and labels (items,) and from the total loss."""
+        """Computes the sums from predictions (items,), labels (items,) and the summed loss."""
         told, label = told.detach().double(), label.double()
         parts = (told, label, told.square(), label.square(), told * label)
         sums = (part.sum() for part in parts)
@@ -53,8 +53,9 @@ class _LabelSums(NamedTuple):
 class SentenceTask(Task[_Batch, object]):
     """Cross-entropy of classes, or squared error of scores.
 
-    Batches consist of ids, types and a mask that is False for padding, all (batch, length), and
-    labels (batch,). The correlation is Pearson's; for two classes, it equals Matthews' correlation.
+    Batches consist of ids, types and a mask, each (batch, length), and labels (batch,); the mask is
+    False for padding. The correlation is Pearson's; for two classes, it equals Matthews'
+    correlation.
 
     Args:
         model: `molflt.sequence.SequenceClassifier`.
@@ -107,7 +108,7 @@ class SentenceTask(Task[_Batch, object]):
         return len(batch[3])
 
     def summarize(self, totals: Tensor) -> dict[str, float]:
-        """Computes the metrics from the summed fields (fields,); the first is the measure."""
+        """Computes the metrics from `totals` (fields,); the first metric is the measure."""
         found = super().summarize(totals)
         score = found[f"{self.measure}_percent"]
         if self.model.classes == 1:

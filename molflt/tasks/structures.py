@@ -24,7 +24,7 @@ __all__ = ["OfStructures", "expect_same_shape"]
 
 
 def expect_same_shape(name: str, predicted: Tensor, label: Tensor) -> None:
-    """Raises ValueError for predictions and labels that would be broadcast."""
+    """Raises ValueError if shapes differ, because predictions and labels could be broadcast."""
     if predicted.shape != label.shape:
         raise ValueError(
             f"{name} and labels must have the same shape; got {tuple(predicted.shape)} and "
@@ -64,7 +64,7 @@ class OfStructures:
         return fit
 
     def check_data(self, data: "IS2REData | PotentialData") -> None:
-        """Raises ValueError for training data in the validation set or undescribed elements."""
+        """Raises ValueError if data sets share structures, or for elements without descriptors."""
         from molflt.data.structures.parts import element_faults
         from molflt.graph.heads import undescribed
 
@@ -80,7 +80,7 @@ class OfStructures:
                 )
 
     def files(self) -> dict[str, bytes]:
-        """Returns references.json (eV by symbol), or {} without element energies."""
+        """Returns references.json, with energies in eV by symbol; {} without element energies."""
         if not self._fitted:
             return {}
         return {"references.json": (json.dumps(self._fitted, indent=2) + "\n").encode()}
@@ -93,7 +93,7 @@ class OfStructures:
         return f"sids {', '.join(map(str, batch.sid.tolist()))}"
 
     def blame(self, batch: "Batch", diverges: Callable[["Batch"], bool]) -> str:
-        """Names the structures that diverge individually, or structures with coincident atoms."""
+        """Names structures that diverge individually; otherwise, those with coincident atoms."""
         from molflt.data.structures.overlaps import atoms_coincide
 
         records = {int(record.sid): record.cpu() for record in batch.to_data_list()}

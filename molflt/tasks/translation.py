@@ -33,9 +33,9 @@ class _TargetSums(NamedTuple):
 class TranslationTask(Task[_Batch, object]):
     """Cross-entropy of the next target token, given the source and the previous target tokens.
 
-    Batches consist of source ids and their mask (batch, n), and of target ids as inputs and as
-    labels (batch, t); labels are -1 for padding. Perplexity is computed without label smoothing.
-    BLEU is computed by `molflt evaluate`.
+    Batches consist of source ids and their mask, both (batch, n), and of input ids and labels of
+    the target, both (batch, t). Labels are -1 for padding. Perplexity is computed without label
+    smoothing. BLEU is computed by `molflt evaluate`.
 
     Args:
         model: `molflt.sequence.EncoderDecoder`.
