@@ -32,11 +32,11 @@ _LEAST_SCALE = 0.5  # smallest scale of initial predictions without a warning
 
 
 class _EnergySums(NamedTuple):
-    absolute: Tensor  # sum of |error|, eV
-    square: Tensor  # sum of error^2, eV^2
+    absolute: Tensor  # sum of |error|, in eV
+    square: Tensor  # sum of error^2, in eV^2
     within: Tensor  # number of structures with |error| strictly below EWT_THRESHOLD
     structures: Tensor
-    displacement: Tensor  # sum of the displacement errors of training batches, Å
+    displacement: Tensor  # sum of the displacement errors of training batches, in Å
     batches: Tensor  # number of batches with displacement errors; 0 in validation
 
     @classmethod

@@ -40,15 +40,15 @@ class _Errors(NamedTuple):
 
 
 class _PointSums(NamedTuple):
-    energy: Tensor  # sum of |error| per atom, eV
+    energy: Tensor  # sum of |error| per atom, in eV
     energy_square: Tensor
     structures: Tensor
-    forces: Tensor  # sum of |error| over components, eV/Å
+    forces: Tensor  # sum of |error| over components, in eV/Å
     forces_square: Tensor
     components: Tensor
-    stress: Tensor  # sum of |error| over components, eV/Å^3
+    stress: Tensor  # sum of |error| over components, in eV/Å^3
     stresses: Tensor  # number of components
-    force_labels: Tensor  # sum of |label| over components, eV/Å
+    force_labels: Tensor  # sum of |label| over components, in eV/Å
 
     @classmethod
     def of(cls, errors: _Errors) -> "_PointSums":
