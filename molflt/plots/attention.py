@@ -101,7 +101,10 @@ def _checked(weights: ArrayLike | torch.Tensor) -> torch.Tensor:
 
 
 def _weight_colors(pixels: _Array) -> tuple[Normalize, Colormap, str, str]:
-    """Returns the color scale of weights, its name and the extended ends of the color bar."""
+    """Returns the norm and color map of weights, and two texts about the color bar.
+
+    The texts are the name of its scale and `extend`, which states the ends with arrows.
+    """
     from matplotlib import colormaps
     from matplotlib.colors import LogNorm, Normalize
 

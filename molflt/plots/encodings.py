@@ -183,13 +183,13 @@ def _array(values: torch.Tensor) -> _Array:
 
 
 def _bias(position: torch.nn.Module, delta: torch.Tensor) -> _Array:
-    """Returns f (heads, n) at offsets (n, l), for a query at 0 and keys at -delta."""
+    """Returns f, (heads, n), at the offsets `delta`, (n, l), of a query at 0 from keys."""
     origin = delta.new_zeros(1, 1, delta.shape[-1])
     return _array(position("softmax", origin, -delta[None]).bias)[0, :, 0]
 
 
 def _sampled(position: Any, reach: tuple[float, ...], points: int) -> tuple[list[_Array], _Array]:
-    """Returns offsets up to `reach` along the first axes, and f, of shape (heads, offsets, ...)."""
+    """Returns offsets along each of the first axes, up to `reach`, and f, (heads, offsets, ...)."""
     import torch
 
     like = _like(position)

@@ -36,7 +36,10 @@ _further: ContextVar[tuple[tuple[str, ...], list[Path]]] = ContextVar("further",
 
 @contextmanager
 def further_formats(names: Collection[str]) -> Iterator[list[Path]]:
-    """Also writes each figure in the formats `names`; yields the list of these files."""
+    """Within the context, also writes each figure in each format in `names`.
+
+    Yields a list to which the written files are added.
+    """
     written: list[Path] = []
     token = _further.set((tuple(names), written))
     try:
@@ -85,7 +88,7 @@ def plain(text: str) -> str:
 
 
 def label_ends(axes: Axes, height: float) -> None:
-    """Writes the labels of lines next to their ends, on the right of a panel, without overlaps.
+    """Labels lines at their ends, on the right of a panel; the labels do not overlap.
 
     It must be called after everything else is drawn. `height` is the height of the panel in inches.
     """
@@ -119,7 +122,7 @@ def label_ends(axes: Axes, height: float) -> None:
 
 
 def plain_numbers(axis: Axis, wide: bool) -> None:
-    """Labels a logarithmic axis with plain numbers such as 0.2; if `wide`, only powers of ten."""
+    """Labels a logarithmic axis with numbers such as 0.2, or only powers of ten if `wide`."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     axis.set_major_locator(LogLocator(subs=(1.0,) if wide else (1.0, 2.0, 5.0)))
@@ -141,8 +144,8 @@ def panels(
 ) -> Iterator[tuple[Figure, list[Axes]]]:
     """Yields a figure with `count` panels in up to `columns` columns, row by row.
 
-    `size`, `margin` and `least` are the width and height in inches of a panel, the margins and the
-    smallest figure. `options` are passed to `matplotlib.figure.Figure.subplots`.
+    `size`, `margin` and `least` are (width, height) in inches: of a panel, of the margins in total,
+    and of the smallest figure. `options` are passed to `matplotlib.figure.Figure.subplots`.
     """
     columns = min(columns, count)
     rows = -(-count // columns)
@@ -160,7 +163,7 @@ def panels(
 def legend_outside(
     figure: Figure, axes: Axes, place: str, columns: int | None = None, **options: Any
 ) -> None:
-    """Adds one legend for the labels in `axes` outside the panels; `place` is lower or upper."""
+    """Adds a legend of the labels in `axes` outside all panels; `place` is "lower" or "upper"."""
     handles, labels = axes.get_legend_handles_labels()
     options |= {"loc": f"outside {place} center", "ncols": columns or len(labels)}
     figure.legend(handles, labels, **options)

@@ -22,7 +22,7 @@ __all__ = ["structure_overview", "structure_views"]
 def structure_overview(
     energies: Mapping[str, np.ndarray], shown: Data, name: str, file: Path
 ) -> None:
-    """Draws a histogram of the labels of a source and one of its structures.
+    """Draws a histogram of the labels in a data source, and one structure from two sides.
 
     `energies` contains the labels of each split in eV, with NaN for missing labels.
     """
@@ -35,7 +35,7 @@ def structure_overview(
 
 
 def structure_views(structures: Mapping[str, Data], file: Path) -> None:
-    """Draws records of `molflt.data.structures` by title, from the top and from the side.
+    """Draws records of `molflt.data.structures` from the top and side; the keys are titles.
 
     The views of a single structure are next to each other. An empty title is replaced by the sid.
     """
@@ -49,7 +49,7 @@ def structure_views(structures: Mapping[str, Data], file: Path) -> None:
 
 
 def _histogram(axes: Axes, energies: Mapping[str, np.ndarray]) -> None:
-    """Draws a histogram of labels in eV over the range that contains 98 % of them."""
+    """Draws a histogram of labels, in eV, over the range that contains 98 % of the labels."""
     finite = {name: values[np.isfinite(values)] for name, values in energies.items()}
     axes.set(xlabel="energy (eV)", ylabel="systems")
     everything = np.concatenate(list(finite.values()))

@@ -21,7 +21,8 @@ _ROWS, _COLUMNS = 4, 8
 def losses_by_place(losses: Mapping[str, NDArray[np.float64]], file: Path) -> None:
     """Plots the mean loss against the position in a block, which is the length of the context.
 
-    `losses` contains the token losses (blocks, length) of each text in nats; NaN if missing.
+    `losses` contains the losses of the tokens of each text in nats, (blocks, length); NaN if a
+    token is missing.
     """
     with panels(file, 1, 1, (6.0, 3.4)) as (_, (axes,)):
         for (name, loss), color in zip(losses.items(), itertools.cycle(SERIES), strict=False):
@@ -51,7 +52,10 @@ def image_sheet(
 
 
 def confusion(counts: ArrayLike, classes: Sequence[str], file: Path) -> None:
-    """Draws the confusion matrix: numbers of images by true class (rows) and predicted class."""
+    """Draws the confusion matrix as the share of each predicted class in each true class.
+
+    `counts` contains numbers of images, with one row per true class.
+    """
     matrix = np.asarray(counts, dtype=float)
     shares = 100 * matrix / np.maximum(matrix.sum(axis=1, keepdims=True), 1)
     side = 2.2 + 0.42 * min(len(classes), 20)
@@ -71,7 +75,7 @@ def confusion(counts: ArrayLike, classes: Sequence[str], file: Path) -> None:
 
 
 def substitutions(tables: Mapping[str, NDArray[np.float64]], letters: str, file: Path) -> None:
-    """Draws similarity tables of shape (letters, letters) by title, without their diagonals."""
+    """Draws tables of similarities, each (letters, letters), without diagonals, keyed by title."""
     count = len(tables)
     with panels(file, count, count, (4.4, 3.9), (0.6, 0.0)) as (figure, shown):
         for axes, (title, table) in zip(shown, tables.items(), strict=True):

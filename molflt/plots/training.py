@@ -154,8 +154,8 @@ def overlaid_curves(
 ) -> None:
     """Plots columns of several metrics.csv files against the step, with one panel per metric.
 
-    `runs` contains the columns of each run, including step, with NaN for empty cells. Columns
-    without values are omitted.
+    `runs` contains the columns of each run, including `step`; empty cells are NaN. Metrics without
+    values are omitted.
     """
     shown = [
         name
@@ -191,8 +191,8 @@ def intervals(
 ) -> None:
     """Draws values with error bars in rows, sorted by the first panel, with the best row on top.
 
-    `panels` contains the value of each row and half the length of its error bar, by panel label and
-    row name. Rows may be missing in some panels.
+    `panels` maps the label of each panel to its rows, and the name of each row to its value and
+    half the length of its error bar. Rows may be missing in some panels.
     """
     first = next(iter(panels.values()))
     order = sorted(first, key=lambda name: first[name][0], reverse=not largest_is_best)
@@ -215,8 +215,8 @@ def intervals(
 def loss_curves(tasks: Mapping[str, Mapping[str, _Array]], file: Path, steps: int) -> None:
     """Plots losses against the step: the geometric mean and the range over repeats.
 
-    `tasks` contains nonnegative losses (repeats, n) at n evenly spaced steps up to `steps`, by task
-    and optimizer. Infinite values are omitted.
+    `tasks` contains, by task and optimizer, nonnegative losses (repeats, n) at n evenly spaced
+    steps up to `steps`. Infinite values are omitted.
     """
 
     def band(losses: _Array) -> _Band:
@@ -236,8 +236,8 @@ def best_values(
 ) -> None:
     """Draws the mean of log10 of the best value with a band of one standard deviation.
 
-    `panels` contains log10 of the best values (runs, points) after each number of `evaluations`, by
-    function and optimizer.
+    `panels` contains, by function and optimizer, log10 of the best values (runs, points) after the
+    numbers of evaluations in `evaluations`, (points,).
     """
 
     def band(values: _Array) -> _Band:
@@ -325,7 +325,7 @@ def _subscripts(formula: str) -> str:
 
 
 def _distribution(axes: Axes, absolute: Mapping[str, _Array]) -> None:
-    """Draws the fraction of systems below each error and the EwT threshold as a dashed line."""
+    """Draws the cumulative distribution of errors, and a dashed line at the EwT threshold."""
     from matplotlib.ticker import PercentFormatter
 
     floor = 1e-3
