@@ -55,16 +55,16 @@ def adsorb(
             model that comes with the package.
         out: file to write, .extxyz.
         best: number of placements to write.
-        rotation: rotation step about the surface normal, degrees.
+        rotation: step of rotations about the surface normal, in degrees.
         repeat: numbers of repetitions, N M, of the slabs along their first two cell vectors.
         facet: Miller indices H K L. For primitive fcc and bcc crystals, they refer to the cubic
             cell.
         layers: number of layers in `ase.build.surface`, with --facet; 4 by default.
-        vacuum: distance between the slab and its next image, Å, with --facet; 15 by default.
+        vacuum: distance between the slab and its next image, in Å, with --facet; 15 by default.
         relax: relax the best placements with a potential: a run, an exported potential, or
             module:Class of an ASE calculator. The relaxed placements are ordered by slab and
             relaxed energy.
-        fmax: largest force on a free atom at convergence, eV/Å, with --relax; 0.05 by default.
+        fmax: largest force on a free atom at convergence, in eV/Å, with --relax; 0.05 by default.
         steps: maximum number of relaxation steps, with --relax; 200 by default.
         device: auto, cpu, cuda or cuda:N.
 

@@ -70,15 +70,15 @@ def baseline(
             an exported model.
         relax_steps: maximum number of relaxation steps for each structure and each part; 0 computes
             the energies of the given structures.
-        fmax: largest force on a free atom at convergence, eV/Å, with --relax-steps; 0.05 by
+        fmax: largest force on a free atom at convergence, in eV/Å, with --relax-steps; 0.05 by
             default.
         subtract_adsorbate: subtract E(adsorbate). Set to false for atoms and radicals, because most
             potentials do not describe them without a slab; with task.references fit, their energies
             are then learned from the labels.
         workers: number of processes.
         device: auto (the default), cpu, cuda or cuda:N, for potentials trained with molflt.
-        energy_key: name of the label, eV, in files that ASE reads; by default y_relaxed, else
-            energy.
+        energy_key: name of the label (in eV) in files that ASE reads; by default y_relaxed or, if
+            it is missing, energy.
         tags: convention of the tags in files that ASE reads: oc20 (0 subsurface, 1 surface, 2
             adsorbate) or ase (layer numbers from the top, 1, 2, ..., and 0 for adsorbates).
     """
@@ -132,7 +132,7 @@ def _version(calculator: str) -> str:
 
 
 def _known(table: Path, dataset: Structures, label: str) -> dict[int, dict[str, str]]:
-    """Reads the energies of an interrupted computation, by index."""
+    """Reads the table of an interrupted computation; returns the rows with energies by index."""
     if not table.exists():
         return {}
     text = table.read_text(encoding="utf-8")
@@ -155,7 +155,7 @@ def _known(table: Path, dataset: Structures, label: str) -> dict[int, dict[str, 
 
 
 def _digest(atoms: Atoms) -> str:
-    """Returns a digest of everything that a calculator and a relaxation depend on."""
+    """Returns a digest of all properties on which the energy and a relaxation depend."""
     arrays = (atoms.numbers, atoms.positions, atoms.cell.array, atoms.pbc, atoms.get_tags())
     content = [np.ascontiguousarray(one).tobytes() for one in (*arrays, fixed_atoms(atoms))]
     charge = str(atoms.info.get("charge", 0)).encode()
@@ -175,7 +175,7 @@ def _begin(make: Callable[[], Any], threads: int) -> None:
 
 
 def _energy(atoms: Atoms, fmax: float, steps: int) -> tuple[float, str]:
-    """Returns the energy, eV, or NaN if the calculator fails, and the reason for NaN."""
+    """Returns the energy in eV, or NaN if the calculator fails, and the reason for a failure."""
     try:
         if not steps:
             atoms.calc = _made["calculator"]

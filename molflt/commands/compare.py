@@ -134,7 +134,7 @@ def _marked(
 
 
 def _cell(value: object) -> str:
-    """Shortens a long value to its end, where paths differ."""
+    """Formats a value; of a long text, keeps only the end, because paths differ at the end."""
     text = "-" if value is None else value if isinstance(value, str) else shown(value)
     return text if len(text) <= _WIDEST else f"…{text[1 - _WIDEST :]}"
 

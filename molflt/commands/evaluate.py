@@ -89,6 +89,6 @@ def recipe_parser(recipe: Recipe) -> ArgumentParser:
 
 
 def _recipe_of_run(words: Sequence[str]) -> Recipe:
-    """Returns the recipe of the first word that names a run folder, or else the default recipe."""
+    """Returns the recipe of the first run folder in `words`, or the default recipe."""
     runs = (Path(word) for word in words if Path(word, "config.yaml").is_file())
     return Recipe.of({} if (run := next(runs, None)) is None else read_config(run))

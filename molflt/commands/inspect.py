@@ -53,14 +53,14 @@ def inspect(
             seen from the top and from the side.
         limit: number of structures to read, starting with the first.
         skip_bad: has no effect; accepted for older scripts.
-        energy_key: name of the energy, eV, in a file that ASE reads; by default y_relaxed, else
-            energy.
+        energy_key: name of the energy (in eV) in a file that ASE reads; by default y_relaxed or, if
+            it is missing, energy.
         tags: meaning of tags in a file that ASE reads: oc20 (0 subsurface, 1 surface, 2 adsorbate)
             or ase (layers from the top, 1, 2, ..., and 0 for adsorbates).
-        forces_key: name of the forces, eV/Å, in a file that ASE reads; by default forces, else
-            REF_forces.
-        stress_key: name of the stress, eV/Å^3, or of a virial, eV; by default stress, else
-            REF_stress.
+        forces_key: name of the forces (in eV/Å) in a file that ASE reads; by default forces or, if
+            they are missing, REF_forces.
+        stress_key: name of the stress (in eV/Å^3) or of a virial (in eV); by default stress or, if
+            it is missing, REF_stress.
         recipe: labels to report: potential (energies, forces and stress at the positions) or is2re
             (relaxed energies); by default inferred from the labels.
     """
@@ -111,7 +111,7 @@ def _inspect_folder(path: Path, json: bool, look: Callable[[Path], Inspected]) -
 
 
 def _shared(found: dict[str, Inspected]) -> Iterator[tuple[str, str]]:
-    """Yields each split that shares structures with an earlier split, with a warning."""
+    """Yields (split, warning) for each split that shares structures with an earlier split."""
     equal = equal_structures(np.concatenate([each.features for each in found.values()]))
     ends = np.cumsum([len(each.sids) for each in found.values()])
     numbers = dict(zip(found, np.split(equal, ends[:-1]), strict=True))

@@ -108,7 +108,7 @@ def show_usage(parser: ArgumentParser) -> None:
 
 
 def did_you_mean(word: str, names: Sequence[str]) -> str:
-    """Returns ``; did you mean ...?`` for a similar name or last part of a name, else ""."""
+    """Returns ``; did you mean ...?`` if a name or its last part is similar, otherwise ""."""
     close = difflib.get_close_matches(word, names, 1, 0.7)
     if not close:
         last = {name.rpartition(".")[2].removeprefix("--"): name for name in names}

@@ -225,7 +225,7 @@ def _rows(
     columns: Mapping[str, NDArray[np.float64]],
     note: Mapping[str, object],
 ) -> list[dict[str, object]]:
-    """Returns the table; index, `note` and, for several files, file identify each structure."""
+    """Returns a row for each structure, with index, file (if there are several) and `note`."""
     several_files = len(dataset.files) > 1
     several = any(len(energies or ()) > 1 for energies in found.by_adsorbate)
     return [

@@ -54,8 +54,8 @@ def relax(
         run: folder of a training run with --recipe potential, an exported potential, or
             hf:OWNER/NAME.
         out: file to write, .extxyz or .traj.
-        fmax: largest force on a free atom at convergence, eV/Å; with --cell also the largest
-            virial, eV per atom.
+        fmax: largest force on a free atom at convergence, in eV/Å; with --cell also the largest
+            virial, in eV per atom.
         steps: maximum number of steps.
         optimizer: lbfgs, bfgs or fire.
         cell: also relax the cells; requires structures that are periodic along all axes.
@@ -116,7 +116,7 @@ def _trajectory(folder: Path, dataset: Structures, index: int, sid: int | str) -
 
 
 def _add(out: Path, place: int, part: Relaxed, first: bool) -> dict[str, None]:
-    """Adds a structure and its row to the files; returns messages about omitted data."""
+    """Appends a structure to `out` and a row to the table; returns messages about lost data."""
     from ase.io import Trajectory, write
 
     atoms = part.atoms

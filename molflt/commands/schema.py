@@ -84,7 +84,7 @@ def _of_recipe(name: str) -> _Schema:
 
 
 def _groups(found: _Schema, prefix: str = "") -> Iterator[tuple[str, _Schema]]:
-    """Yields the prefix and the properties of each object, and removes ``required``."""
+    """Yields prefix and properties of each object in a schema, and removes its ``required``."""
     found.pop("required", None)
     if "properties" in found:
         yield prefix, found["properties"]
