@@ -57,11 +57,11 @@ class Trained(NamedTuple):
     """reason for missing results, if the results found belong to other weights or data"""
 
     def label(self, name: str) -> str:
-        """Returns the name of a file of the model for messages."""
+        """Returns the name by which messages refer to a file of the model."""
         return str(self.path / name) if self.path.is_dir() else f"{self.path}: {name}"
 
     def content(self, name: str) -> tuple[bytes, str]:
-        """Returns the content of a file of the model, and its name for messages."""
+        """Returns the content of a file of the model, and the name of the file in messages."""
         content = json.dumps(self.files.get(name), ensure_ascii=False)
         return content.encode(), self.label(name)
 

@@ -56,7 +56,7 @@ class Calculator(AseCalculator):
     """Energy, forces and stress of a potential trained with ``--recipe potential``.
 
     Use it like any ASE calculator: ``atoms.calc = molflt.Calculator("runs/mine")``. For a potential
-    with a long-range part, `results` also contains energy_local, energy_near and energy_far, eV.
+    with a long-range part, `results` also contains energy_local, energy_near and energy_far, in eV.
     With power 1, it also contains charges (e) and, without periodic axes, dipole (e Å); see
     `molflt.graph.Potential.forward`. The total charge is read from ``atoms.info``.
 
@@ -155,7 +155,7 @@ class Calculator(AseCalculator):
             )
 
     def check_state(self, atoms: Atoms, tol: float = 1e-15) -> list[str]:
-        """Returns the changes, as in ASE, and warns about unused fields."""
+        """Returns the names of changed properties, as in ASE, and warns about unused fields."""
         self._warn_of_unused(atoms)
         changes: list[str] = super().check_state(atoms, tol)
         if self.atoms is not None and total_charge(atoms) != total_charge(self.atoms):

@@ -58,12 +58,12 @@ class Prediction(NamedTuple):
     """Prediction for one structure."""
 
     energy: float
-    """energy of the relaxed structure, or of the given structure for a potential, eV"""
+    """energy, in eV, of the relaxed structure or, for a potential, of the given structure"""
     uncertainty: float | None = None
-    """half width of the 68 % interval, eV; None if the model is not a calibrated ensemble, and for
-    new elements if the calibration has no factor for them"""
+    """half the width of the 68 % interval, in eV; None if the model is not a calibrated ensemble, and
+    for new elements if the calibration has no factor for them"""
     spread: float | None = None
-    """standard deviation over an ensemble, eV; None for one model"""
+    """standard deviation over the members of an ensemble, in eV; None for one model"""
     relaxed: Atoms | None = None
     """estimate of the relaxed structure, subject to its constraints; None if they cannot be met, or
     if the model was trained without relaxed positions"""
@@ -72,9 +72,9 @@ class Prediction(NamedTuple):
     embedding: NDArray[np.float32] | None = None
     """(atoms, dim), or (dim,) if pooled; None by default"""
     forces: NDArray[np.float32] | None = None
-    """(atoms, 3), eV/Å; None for models that are not potentials"""
+    """(atoms, 3), in eV/Å; None for models that are not potentials"""
     by_adsorbate: tuple[float, ...] | None = None
-    """energies of the adsorbates on a slab, eV, ordered by their first atoms; their sum is the
+    """energies, in eV, of the adsorbates on a slab, ordered by their first atoms; their sum is the
     energy. None for models that read out all atoms"""
 
 
@@ -165,7 +165,7 @@ class EnergyPredictor(Pretrained):
 
         Args:
             order: order of the splines: 4, 5, 6 or 8, with attention errors up to 3e-3, 6e-4, 6e-6
-                and 2e-7; see `molflt.graph.mesh.use_mesh_`.
+                and 2e-7, respectively; see `molflt.graph.mesh.use_mesh_`.
         """
         if self.compiled is not None:
             raise ValueError(f"mesh_order={order} does not apply to machine code; omit one of them")
@@ -355,7 +355,7 @@ def _moved(dataset: Structures, i: int, displacement: NDArray[np.float32]) -> At
 
 
 def _record(weights: Path, package: Path) -> Mapping[str, str]:
-    """Returns the properties of the machine code that must match when it is loaded."""
+    """Returns properties that must be the same when the machine code is made and loaded."""
     found = {
         "torch": torch.__version__,
         "processor": f"{platform.system()} {platform.machine()} "

@@ -116,7 +116,7 @@ class ImageWriter(Pretrained):
 
         Args:
             count: number of new images; has no effect with `given`.
-            given: images to complete instead, (n, channels, side, side), bytes.
+            given: bytes of images to complete instead, (n, channels, side, side).
             rows: number of upper rows of these images to keep; half of the rows by default.
             temperature: values below 1 favor likely bytes; 0 selects the most likely byte.
             top_k: number of most likely bytes to draw from; None for all.
@@ -136,7 +136,7 @@ class ImageWriter(Pretrained):
         return self.model.images_of(values)
 
     def _known(self, count: int, given: Tensor | None, rows: int | None) -> Tensor:
-        """Returns the bytes to continue, of shape (images, bytes), on the device of the model."""
+        """Returns the known bytes of each image, (images, bytes), on the device of the model."""
         device = device_of(self.model)
         if given is None:
             if rows is not None:
@@ -304,7 +304,7 @@ class Translator(_Tokenized):
 
 
 def _labels(name: Callable[[int], str], best: tuple[Tensor, Tensor]) -> list[Label]:
-    """Returns labels for probabilities and class indices, of shape (n,) each."""
+    """Returns labels from `best`: probabilities and class indices, each (n,)."""
     pairs = zip(*(part.tolist() for part in best), strict=True)
     return [Label(name(index), probability) for probability, index in pairs]
 

@@ -55,8 +55,9 @@ class TorchSimModel(ModelInterface):
         """Computes all systems of a state.
 
         Returns:
-            "energy": (systems,), eV; "forces": (atoms, 3), eV/Å; "stress": (systems, 3, 3), eV/Å^3,
-            NaN for systems that are not periodic along all axes, unless `slab_stress` is True.
+            "energy": (systems,), in eV; "forces": (atoms, 3), in eV/Å; "stress": (systems, 3, 3),
+            in eV/Å^3. The stress is NaN for systems that are not periodic along all axes, unless
+            `slab_stress` is True.
         """
         from torch_geometric.data import Batch
         from torch_sim.state import SimState
