@@ -313,7 +313,7 @@ class _System(NamedTuple):
     natoms: int
     energy: float
     target: float
-    error: float  # error of the energy, eV, or MAE of the forces, meV/Å
+    error: float  # error of the energy in eV, or MAE of the forces in meV/Å
 
 
 def _systems(page: Page) -> list[_System]:

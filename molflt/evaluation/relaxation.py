@@ -49,13 +49,13 @@ class Relaxed(NamedTuple):
     converged: bool
     steps: int
     before: float
-    """energy of the initial structure, eV; NaN if it is not finite"""
+    """energy of the initial structure in eV; NaN if it is not finite"""
     after: float
-    """energy of the last structure, eV"""
+    """energy of the last structure in eV"""
     largest_force: float
-    """largest force on a free atom of the last structure, eV/Å"""
+    """largest force on a free atom of the last structure, in eV/Å"""
     moved: float
-    """largest displacement of an atom, Å"""
+    """largest displacement of an atom, in Å"""
     seconds: float
     why: str
     """reason why the relaxation did not converge; empty if it did"""
