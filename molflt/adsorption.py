@@ -33,7 +33,7 @@ _CONTACT, _CONTACT_H = 0.1, 0.5  # Å added to radii for contacts with the slab;
 _APART, _ROOF = 1.0, 3.0  # Å added to radii for images of the molecule; gap below the next slab
 _TO_CUBIC = {60.0: [[-1, 1, 1], [1, -1, 1], [1, 1, -1]], 109.5: [[0, 1, 1], [1, 0, 1], [1, 1, 0]]}
 """angle between the primitive vectors of fcc and bcc, degrees -> cubic cell"""
-_PAIR = 2.6  # Å, largest distance of atoms that bind side by side, such as the two O in HCOO
+_PAIR = 2.6  # largest distance, in Å, of atoms that bind side by side, such as the two O in HCOO
 
 _Array = NDArray[np.float64]
 
@@ -46,7 +46,7 @@ def cut(crystal: Atoms, facet: tuple[int, ...], layers: int = 4, vacuum: float =
         facet: Miller indices (h, k, l); they refer to the cubic cell for primitive fcc and bcc
             crystals.
         layers: number of repetitions of the cell.
-        vacuum: distance between the slab and its next image, Å.
+        vacuum: distance between the slab and its next image, in Å.
     """
     from ase.build import make_supercell, surface
 
@@ -122,7 +122,10 @@ def _molecule_in(path: Path) -> Atoms:
 
 
 def _charge(atoms: Atoms) -> float:
-    """Returns the total charge, e; ignores the multiplicity, which may change on the surface."""
+    """Returns the total charge, in units of e, without using the multiplicity.
+
+    The multiplicity may change on the surface.
+    """
     plain = atoms.copy()
     plain.info = {name: x for name, x in atoms.info.items() if "multiplicity" not in name.lower()}
     return total_charge(plain) or 0.0
@@ -145,7 +148,7 @@ def placements(
     Args:
         slabs: slabs with vacuum along their third cell vector.
         adsorbate: molecule, or a name that `molecule` accepts.
-        rotation: rotation step, degrees.
+        rotation: step of rotations, in degrees.
         share: smallest and largest share of surface atoms in a slab, such as
             `model.domain.surface`; see `molflt.data.structures.tags.guess_tags`.
     """
@@ -187,7 +190,7 @@ def placements(
 def _at(
     site: Site, own: Atoms, turns: _Array, tiles: Tiles, roof: float
 ) -> tuple[list[dict[str, Any]], _Array]:
-    """Returns the orientations and rotations at a site, and positions of shape (n, atoms, 3)."""
+    """Returns the n placements at a site: their orientations, and positions (n, atoms, 3)."""
     from ase.data import covalent_radii
 
     radii = covalent_radii[own.numbers]
@@ -217,7 +220,7 @@ def _at(
 
 
 def _poses(own: Atoms) -> Iterator[tuple[str, _Array]]:
-    """Yields the name of each orientation and positions (atoms, 3) relative to a site, z upward."""
+    """Yields the name and positions (atoms, 3) of each orientation; the site is 0, z is upward."""
     pos, center = own.positions, own.positions.mean(axis=0)
     names = [f"{symbol}{i}" for i, symbol in enumerate(own.symbols)]
     for i, name in enumerate(names):
@@ -235,7 +238,7 @@ def _poses(own: Atoms) -> Iterator[tuple[str, _Array]]:
 
 
 def _upright(points: _Array, up: _Array, first: _Array | None = None) -> _Array:
-    """Rotates points (n, 3): `up` becomes z, and `first` or the longest extent becomes x."""
+    """Rotates points (n, 3): `up` becomes z; `first`, by default the longest extent, becomes x."""
     up = unit(up)
     across = points - (points @ up)[:, None] * up if first is None else first[None]
     axis = np.linalg.svd(np.vstack([1e3 * up, across]))[2][1]
@@ -276,7 +279,7 @@ def _prepared(slab: Atoms) -> Atoms:
 
 
 def _gap(atoms: Atoms, axis: int) -> tuple[float, float]:
-    """Returns the largest gap along a cell vector, Å, and the fractional coordinate above it."""
+    """Returns the largest gap along a cell vector in Å, and the scaled coordinate of the atom above."""
     order = np.sort(atoms.get_scaled_positions(wrap=False)[:, axis] % 1)
     gaps = np.diff(order, prepend=order[-1:] - 1)  # below each atom
     others = np.cross(atoms.cell.array[axis - 2], atoms.cell.array[axis - 1])

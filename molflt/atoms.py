@@ -8,9 +8,9 @@ from numpy.typing import NDArray
 
 MAX_ATOMIC_NUMBER = 118
 FARTHEST = 1e5
-"""maximum magnitude of a coordinate, Å, at which float32 has a resolution of 0.01 Å"""
+"""maximum magnitude of a coordinate, in Å, at which float32 has a resolution of 0.01 Å"""
 LOWEST = 0.5
-"""smallest distance between lattice planes of a reduced cell, Å; smaller than in any crystal"""
+"""smallest distance between lattice planes of a reduced cell, in Å; smaller than in any crystal"""
 
 _DEPENDENT = 1e-18  # relative to the square of the longest vector; less is rounding error
 _MOST_REDUCTIONS = 64  # maximum number of steps for a cell; about ten suffice for usual cells
@@ -38,7 +38,7 @@ def reduced_cell(
     """Returns Minkowski-reduced lattice vectors, the shortest vectors of the same lattice.
 
     Args:
-        cell: (graphs, 3, 3), rows are lattice vectors, Å; finite along periodic axes.
+        cell: (graphs, 3, 3), rows are lattice vectors in Å; finite along periodic axes.
         pbc: (graphs, 3), True for periodic axes.
 
     Returns:
@@ -80,12 +80,12 @@ def _shortening(vectors: NDArray[np.float64], shortest: NDArray[np.float64]) -> 
 
 
 def lattice_heights(cell: NDArray[np.float64], pbc: NDArray[np.bool_]) -> NDArray[np.float64]:
-    """Returns the distances between neighboring lattice planes of reduced cells, Å: (..., 3).
+    """Returns the distances between neighboring lattice planes of reduced cells, (..., 3) in Å.
 
     They are 0 for linearly dependent lattice vectors and infinite along non-periodic axes.
 
     Args:
-        cell: (..., 3, 3), rows are lattice vectors, Å; finite along periodic axes.
+        cell: (..., 3, 3), rows are lattice vectors in Å; finite along periodic axes.
         pbc: (..., 3), True for periodic axes.
     """
     rows = reduced_cell(cell.reshape(-1, 3, 3), pbc.reshape(-1, 3))[0].reshape(cell.shape)

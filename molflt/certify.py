@@ -49,7 +49,7 @@ class Row(NamedTuple):
 
 
 class _Results(dict[str, Any]):
-    """Energy, forces and, with three periodic axes, stress, if implemented."""
+    """Energy and, if implemented, forces and (for structures periodic along all axes) stress."""
 
     def __init__(self, calculator: Any, atoms: Atoms) -> None:
         if hasattr(calculator, "reset"):
@@ -93,7 +93,7 @@ class _Case:
         return [self.samples[name].copy() for name in known]
 
     def slope(self, atoms: Atoms, way: Any = 0, strain: Any = 0) -> float:
-        """Returns the slope of the energy along a direction and a strain, by finite differences."""
+        """Returns the slope of the energy along `way` and `strain`, by finite differences."""
         calculator, energies = self.make(), []
         for t in self.step * np.array([-2, -1, 1, 2]):
             by = _I + t * strain
@@ -161,7 +161,7 @@ def _with(atoms: Atoms, positions: Any = None, cell: Any = None) -> Atoms:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[io.StringIO]:
-    """Collects output and warnings."""
+    """Collects output and warnings of the block in the text that it yields."""
     text, errors = io.StringIO(), contextlib.redirect_stderr
     with warnings.catch_warnings(record=True) as caught, contextlib.redirect_stdout(text):
         warnings.simplefilter("always")
@@ -266,7 +266,7 @@ def _torque(case: _Case) -> float:
 
 
 def _jump(case: _Case, path: Callable[[float], tuple[Atoms, Any]], end: float) -> float:
-    """Returns the first energy change on a path that differs from the work of the forces."""
+    """Returns the first difference, along a path, of energy change and work of the forces."""
     calculator = case.make()
 
     def at(t: float) -> tuple[float, float, float]:

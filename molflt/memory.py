@@ -46,7 +46,7 @@ def available_memory() -> int | None:
 
 
 def _number(path: Path, name: str = "") -> int | None:
-    """Returns the number after a name in a file of /proc or /sys, or None."""
+    """Returns the number that follows `name` in a file of /proc or /sys; None if not found."""
     try:
         found = re.search(rf"^{name}\s*(\d+)\b", path.read_text(), re.MULTILINE)
     except (OSError, ValueError):
