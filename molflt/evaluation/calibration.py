@@ -190,7 +190,7 @@ def _interval_score(error: _Array, width: _Array) -> float:
 
 
 def is_set_aside(sid: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """Returns a mask of the systems used for calibration: half of them, by a hash of the sid."""
+    """Returns a mask that selects half of the systems for the calibration, by a hash of the sid."""
     digests = (hashlib.blake2b(f"{_SEED}:{one}".encode(), digest_size=1) for one in sid.tolist())
     return np.array([digest.digest()[0] % 2 == 0 for digest in digests], dtype=bool)
 
@@ -298,7 +298,7 @@ def _aside(part: Predictions) -> NDArray[np.bool_]:
 def _with_new(
     calibration: Calibration, found: Mapping[str, Predictions]
 ) -> tuple[Calibration, dict[str, _Array]]:
-    """Adds a calibration for new elements; also returns the uncertainties, in eV, by split.
+    """Returns a calibration that includes new elements, and uncertainties by split, in eV.
 
     The uncertainty of a system with new elements is computed with a calibration that is fitted to
     systems with different new elements.

@@ -128,8 +128,8 @@ def digest_of(model: nn.Module) -> str:
 def expect_same_totals(ensemble: EnsembleRegressor, dataset: Structures) -> None:
     """Raises ValueError if members were trained on different kinds of energies.
 
-    The training data may not determine the reference of each element. Therefore, the sum of
-    references, mean and baseline of each structure to predict is compared instead.
+    The training data may not determine the reference of each element. Therefore, the
+    members are compared by the sum of references, mean and baseline of each structure to predict.
     """
     indices = np.unique(np.linspace(0, len(dataset) - 1, _COMPARED).astype(np.int64))
     atoms = torch.from_numpy(dataset.compositions(indices, by_contact(ensemble)[0]))

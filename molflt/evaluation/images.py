@@ -196,9 +196,9 @@ def evaluate_pixels(
 def _histograms(
     own: PixelData | None, options: Mapping[str, object], model: PixelModel
 ) -> tuple[Tensor | None, str]:
-    """Returns -log2 p of each value at each position, and a line about these histograms.
+    """Returns -log2 of the frequency of each value at each position, and a line about it.
 
-    The result has the shape (bytes per image, 256); it is None without the training images.
+    The first result has the shape (bytes per image, 256); it is None without the training images.
     """
     if own is None:
         own = PixelData(**options)  # type: ignore[arg-type]  # as in `named_images`
@@ -223,7 +223,7 @@ def _histograms(
 def _judge(
     model: PixelModel, images: LabeledImages, tables: Tensor | None, batch_size: int, name: str
 ) -> tuple[Tensor, float | None]:
-    """Returns the mean loss at each position in nats, and the mean bits per byte in `tables`."""
+    """Returns the mean loss at each position in nats, and the mean bits per byte by `tables`."""
     nats, bits = torch.zeros(model.longest, dtype=torch.float64), 0.0
     place = torch.arange(model.longest)
     batch_of = f"{batch_size} images of {model.longest:,} bytes"

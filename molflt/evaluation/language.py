@@ -125,10 +125,11 @@ def token_losses(
     name: str,
     right: list[NDArray[np.bool_]] | None = None,
 ) -> NDArray[np.float64]:
-    """Returns the negative log-likelihood of each token in nats, (blocks, length).
+    """Returns the negative log-likelihood of each token in nats.
 
-    The result is NaN for padding. For each batch, a mask (batch, length) of the correctly predicted
-    tokens is appended to the list `right`. Without this list, logits are not kept in memory.
+    The result has the shape (blocks, length) and is NaN for padding. For each batch, a mask (batch,
+    length) of the correctly predicted tokens is appended to the list `right`. Without this list,
+    logits are not kept in memory.
     """
     loader, batch, found = DataLoader(blocks, batch_size), f"{batch_size} x {blocks.length:,}", []
     with common.batches(loader, model, name, f"{batch} tokens") as loaded:
@@ -224,7 +225,7 @@ def evaluate_masked(
 
 
 def _targets(task: MaskedTask, loader: Iterable[Sequence[Tensor]]) -> NDArray[np.int64]:
-    """Returns the ids of the tokens that are hidden in the gaps of a text, (gaps,)."""
+    """Returns the ids (gaps,) of the tokens that are hidden in the gaps of a text."""
     found = []
     for batch in loader:
         tokens, types, there = (part.to(common.device_of(task.model)) for part in batch)

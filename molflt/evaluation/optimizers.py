@@ -86,8 +86,8 @@ def evaluate(
 
     Returns:
         Per task: final_loss, the geometric mean over repeats of the mean loss of the last 10 % of
-        the steps, and final_loss_sd, the standard deviation of its decimal logarithm; with Adam,
-        also adam_final_loss, adam_final_loss_sd and adam_lr.
+        the steps, and final_loss_sd, the standard deviation over repeats of the decimal logarithm
+        of this mean loss; with Adam, also adam_final_loss, adam_final_loss_sd and adam_lr.
     """
     for name, value in (("steps", steps), ("repeats", repeats)):
         if value < 1:
@@ -163,7 +163,7 @@ def tuned_adam(
 
 
 def _loss_curve(problem: Problem, opened: _Opened, steps: int) -> _Curve:
-    """Returns the loss before each step, (steps,); it is infinite after a divergence."""
+    """Returns the loss (steps,) before each step; it is infinite after a divergence."""
     theta = nn.Parameter(problem.start.detach().clone())
     optimizer = opened([theta])
     curve = np.full(steps, np.inf)
@@ -192,9 +192,9 @@ _Ends = Mapping[str, tuple[float, float]]  # by optimizer: mean, and sd or NaN
 
 
 def _metrics(ends: _Ends, name: str) -> dict[str, float | None]:
-    """Returns the mean and the standard deviation of each optimizer, keyed by name.
+    """Returns the mean and standard deviation of the metric `name` for each optimizer.
 
-    The optimizer is a prefix of these names, except for the first optimizer.
+    The keys of all optimizers except the first begin with the name of the optimizer.
     """
     found: dict[str, float | None] = {}
     for place, (optimizer, (mean, sd)) in enumerate(ends.items()):
@@ -312,7 +312,10 @@ def _own_name(config: Config) -> str:
 def _by_model(
     model: PopulationModel, members: int, functions: Functions, seeds: list[int], evaluations: int
 ) -> _Curve:
-    """Runs the learned optimizer on all functions in one batch; returns (runs, evaluations)."""
+    """Returns the values (runs, evaluations) that the learned optimizer finds.
+
+    The populations of all runs are evaluated in one batch.
+    """
     populations = Populations(model, seeds, members)
     functions = functions.to(populations.device)
     values: list[Tensor] = []
@@ -357,13 +360,13 @@ BASELINES: dict[str, _Search] = {"cma-es": _cma_es, "random": _random}
 
 
 def _uniform(count: int, functions: Functions, generator: torch.Generator) -> Tensor:
-    """Draws uniformly distributed points in the search domain, of shape (count, d)."""
+    """Draws points (count, d) that are uniformly distributed in the search domain."""
     d = functions.minimizer.shape[1]
     return HALF_WIDTH * (2 * torch.rand(count, d, generator=generator, dtype=torch.float64) - 1)
 
 
 def _best(values: _Curve) -> _Curve:
-    """Returns log10 of the best value up to each evaluation, (runs, evaluations)."""
+    """Returns an array (runs, evaluations): log10 of the best value up to each evaluation."""
     # NaN from a diverged model does not count as an improvement.
     known = np.where(np.isnan(values), np.inf, values)
     found: _Curve = np.log10(np.maximum(np.minimum.accumulate(known, axis=1), _SMALLEST))

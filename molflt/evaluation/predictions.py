@@ -359,7 +359,7 @@ def _outputs(model: nn.Module, batch: Batch, path: Path) -> Mapping[str, Tensor]
 
 
 def _energies(out: Mapping[str, Tensor], batch: Batch, path: Path) -> NDArray[np.float64]:
-    """Returns energies (graphs, members) in eV; a model that is not an ensemble is one member."""
+    """Returns the energies of each member in eV, (graphs, members); one model is one member."""
     energy: NDArray[np.float64] = out["energy"].double().cpu().numpy()
     if len(bad := np.flatnonzero(~np.isfinite(energy))):
         raise ValueError(
@@ -379,7 +379,7 @@ def _hill(numbers: NDArray[np.int64]) -> str:
 
 
 def refuse_undescribed(present: set[int], beyond: frozenset[int], name: str) -> None:
-    """Raises ValueError if `present` contains an element in `beyond`, without descriptors."""
+    """Raises ValueError if `present` contains elements without descriptors, given by `beyond`."""
     if unknown := beyond & present:
         raise ValueError(
             f"{name}: element {min(unknown)} has no known descriptors; omit such structures with "

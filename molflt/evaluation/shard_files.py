@@ -34,7 +34,10 @@ _Row = dict[str, object]
 
 
 def noted(rows: int, total: int, made: Mapping[str, object]) -> dict[str, object]:
-    """Returns the column added to each row of a shard, by name; `made` comes from `made_of`."""
+    """Returns the column that is added to each row of a shard, as {name: text}.
+
+    `made` is a result of `made_of`.
+    """
     return {_KEY: "; ".join([f"{rows} of {total}", *(f"{k} {made[k]}" for k in made)])}
 
 

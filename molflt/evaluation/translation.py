@@ -59,7 +59,7 @@ def evaluate(
 
     Returns:
         Per split: bleu, chrf, perplexity, pairs (the number of pairs) and length_ratio (length of
-        the translations relative to the references).
+        the translations relative to that of the references).
     """
     tokenizer, options = common.tokenizer_of(run, model.vocabulary), config["data"]
     languages = str(options["source"]), str(options["target"])
