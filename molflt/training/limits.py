@@ -98,7 +98,7 @@ def check_ranges(options: Mapping[str, object]) -> None:
 
 
 def outside(key: str, value: object) -> str | None:
-    """Returns the allowed interval of an option if `value` contains a number outside, or None."""
+    """Returns the allowed interval of an option if its value is outside this interval, or None."""
     interval = LIMITS.get(key, _ANY)
     low, high = (float(end) for end in interval[1:-1].split(","))
     for number in _numbers(value):

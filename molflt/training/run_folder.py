@@ -68,7 +68,10 @@ since (validations since the best one), metric, best (its best value), best_step
 
 
 def read_provenance(run: Path) -> Provenance:
-    """Reads the provenance in last.ckpt; empty without this file and in earlier versions."""
+    """Reads the provenance in last.ckpt.
+
+    The result is empty if this file is missing or was written by an earlier version.
+    """
     last = Path(run) / "checkpoints" / "last.ckpt"
     return read_checkpoint(last).get("molflt", {}) if last.is_file() else {}
 
@@ -225,7 +228,7 @@ class RunFolder:
         return (self.checkpoint or {}).get("molflt", {})
 
     def remember(self, domain: object) -> object:
-        """Stores `domain`, domain.json of the initial weights, for checkpoints, and returns it.
+        """Stores `domain`, the domain.json of the initial weights, in checkpoints and returns it.
 
         A resumed run ignores `domain` and uses the content in its checkpoint.
         """
@@ -246,7 +249,7 @@ class RunFolder:
             self._save_last(self.checkpoint)
 
     def start_steps(self, machine: Mapping[str, object]) -> None:
-        """Starts the timer; stores settings that affect rounding and reports changes of these."""
+        """Starts the timer, stores the settings that affect rounding, and reports changes."""
         self._begun = time.perf_counter()
         was = self._was().get("machine", {})
         differs = [
@@ -326,7 +329,10 @@ class RunFolder:
             append(self.path / "metrics.csv", row)  # reaches the disk before later checkpoints
 
     def draw_curve(self, metrics: Mapping[str, Metric]) -> None:
-        """Draws curve.png if metrics.csv has rows; prints its errors unless another was raised."""
+        """Draws curve.png if metrics.csv has rows.
+
+        Errors are printed, unless the run itself ends with an error.
+        """
         table, png = self.path / "metrics.csv", self.path / "curve.png"
         ending = sys.exception()
         try:

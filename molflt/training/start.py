@@ -69,7 +69,7 @@ def _inits(words: list[str]) -> list[str]:
 
 
 def _values_in(key: str, files: Sequence[str]) -> list[str]:
-    """Returns the values of `key` in YAML files or run folders; paths of "init" become absolute."""
+    """Returns the values of `key` in YAML files or run folders; paths (of "init") are absolute."""
     found = []
     for name in files:
         # errors are reported by the parser
@@ -380,14 +380,14 @@ def _transfer(source: Saved, model: nn.Module, files: Mapping[str, bytes]) -> di
 
 
 def _is_same(kept: object, content: bytes) -> bool:
-    """Returns True if `content` equals a file of the source; `kept` is its digest or its JSON."""
+    """Returns True if `content` equals a file, of which `kept` is the digest or the parsed JSON."""
     if isinstance(kept, str):
         return kept == hashlib.sha256(content).hexdigest()
     return kept is not None and kept == json.loads(content)
 
 
 def _change(name: str, now: Tensor, was: Tensor | None) -> str:
-    """Describes a buffer that depends on the data; for a number, also gives both values."""
+    """Names a buffer that depends on the data; for a number, adds the new and the old value."""
     if was is None or now.numel() != 1 or was.numel() != 1:
         return name
     return f"{name} {float(now):.6g}, {float(was):.6g} in the source"
