@@ -135,7 +135,7 @@ class Task(ABC, Generic[_Batch, _Data]):
         return False
 
     def files(self) -> dict[str, bytes]:
-        """Returns files that describe the data, for the run folder, as {name: content}."""
+        """Returns files for the run folder that describe the data, as {name: content}."""
         return {}
 
     @abstractmethod
@@ -159,7 +159,7 @@ class Task(ABC, Generic[_Batch, _Data]):
         return ""
 
     def summarize(self, totals: Tensor) -> dict[str, float]:
-        """Computes the metrics from `totals`, (fields,), the fields of `sums` over all batches."""
+        """Computes the metrics from `totals` (fields,), the sums over all batches."""
         make: Callable[..., _Sums] = self.sums
         return make(*totals).metrics()
 

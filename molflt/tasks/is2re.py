@@ -152,7 +152,10 @@ class IS2RETask(OfStructures, Task["Batch", "IS2REData"]):
         self.repeat = repeat
 
     def prepare(self, data: "IS2REData") -> None:
-        """Stores element energies, and mean and sd of energies, in the model's buffers, in eV."""
+        """Stores element energies, and the mean and standard deviation of energies, in the model.
+
+        All values are in eV.
+        """
         self.check_data(data)
         if self.interpolate:
             data.expect_relaxed(f"task.interpolate={self.interpolate:g}")

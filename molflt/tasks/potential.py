@@ -62,7 +62,10 @@ class _PointSums(NamedTuple):
         )
 
     def metrics(self) -> dict[str, float]:
-        """Returns errors in meV/atom (energy), meV/Å (forces), meV/Å^3 (stress); NaN if unknown."""
+        """Returns errors of energies in meV/atom, of forces in meV/Å and of stress in meV/Å^3.
+
+        Without labels, the errors of energies and forces are NaN, and that of stress is omitted.
+        """
         energy, square, count, forces, forces_square, components, stress, stresses, labels = map(
             float, self
         )

@@ -24,7 +24,7 @@ __all__ = ["OfStructures", "expect_same_shape"]
 
 
 def expect_same_shape(name: str, predicted: Tensor, label: Tensor) -> None:
-    """Raises ValueError if shapes differ, because predictions and labels could be broadcast."""
+    """Raises ValueError if predictions and labels differ in shape, to prevent broadcasting."""
     if predicted.shape != label.shape:
         raise ValueError(
             f"{name} and labels must have the same shape; got {tuple(predicted.shape)} and "
@@ -64,7 +64,7 @@ class OfStructures:
         return fit
 
     def check_data(self, data: "IS2REData | PotentialData") -> None:
-        """Raises ValueError if data sets share structures, or for elements without descriptors."""
+        """Raises ValueError if data sets share structures or contain undescribed elements."""
         from molflt.data.structures.parts import element_faults
         from molflt.graph.heads import undescribed
 
