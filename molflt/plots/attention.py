@@ -103,7 +103,7 @@ def _checked(weights: ArrayLike | torch.Tensor) -> torch.Tensor:
 def _weight_colors(pixels: _Array) -> tuple[Normalize, Colormap, str, str]:
     """Returns the norm and color map of weights, and two texts about the color bar.
 
-    The texts are the name of its scale and `extend`, which states the ends with arrows.
+    The texts are the name of the scale and the option `extend` of Matplotlib's color bar.
     """
     from matplotlib import colormaps
     from matplotlib.colors import LogNorm, Normalize

@@ -183,13 +183,17 @@ def _array(values: torch.Tensor) -> _Array:
 
 
 def _bias(position: torch.nn.Module, delta: torch.Tensor) -> _Array:
-    """Returns f, (heads, n), at the offsets `delta`, (n, l), of a query at 0 from keys."""
+    """Returns f (heads, n) for the offsets `delta` (n, l) of a query at 0 relative to keys."""
     origin = delta.new_zeros(1, 1, delta.shape[-1])
     return _array(position("softmax", origin, -delta[None]).bias)[0, :, 0]
 
 
 def _sampled(position: Any, reach: tuple[float, ...], points: int) -> tuple[list[_Array], _Array]:
-    """Returns offsets along each of the first axes, up to `reach`, and f, (heads, offsets, ...)."""
+    """Returns the sampled offsets along each axis, and f at all combinations of them.
+
+    `reach` contains the largest offset along each of the first axes; f has the shape
+    (heads, offsets, ...), with one dimension for each of these axes.
+    """
     import torch
 
     like = _like(position)

@@ -37,7 +37,7 @@ def parity(
     """Plots predictions against labels, with one panel per split and equal axes.
 
     Args:
-        panels: labels and predictions in `unit`, of shape (systems,) each, by split.
+        panels: by split, labels and predictions in `unit`, each (systems,).
         file: file to write.
         names: names of the systems of each split; if given, the largest errors are labeled.
         quantity: name of the predicted quantity.
@@ -115,9 +115,9 @@ def calibration(
     """Plots the coverage against the nominal level, and the errors against the uncertainty.
 
     Args:
-        coverage: levels in (0, 1) and fractions of errors within the intervals, of shape (levels,)
-            each, by split.
-        errors: uncertainties and |errors| in eV, of shape (systems,) each, by split.
+        coverage: by split, levels in (0, 1) and fractions of errors within the intervals of these
+            levels, each (levels,).
+        errors: by split, uncertainties and |errors| in eV, each (systems,).
         level: fraction of errors that the uncertainty should cover, in (0, 1).
         file: file to write.
     """

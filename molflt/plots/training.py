@@ -99,7 +99,7 @@ def training_curve(
 
 
 def read_columns(path: Path) -> dict[str, _Array]:
-    """Reads the columns of metrics.csv, of shape (rows,) each, with NaN for empty cells.
+    """Reads the columns of metrics.csv, each (rows,); empty cells become NaN.
 
     Rows without a step, such as a row of units, are omitted.
     """
@@ -283,7 +283,7 @@ def errors(
     Args:
         groups: groups of each kind (adsorbate, slab, element, natoms). Groups of natoms are sorted
             by size. For the other kinds, the 20 groups with the largest errors are drawn.
-        absolute: |error| in eV, of shape (systems,), by split; may be empty.
+        absolute: by split, |error| in eV, (systems,); may be empty.
         file: file to write.
         unit: unit of the MAE.
     """
