@@ -60,8 +60,8 @@ class Prediction(NamedTuple):
     energy: float
     """energy, in eV, of the relaxed structure or, for a potential, of the given structure"""
     uncertainty: float | None = None
-    """half the width of the 68 % interval, in eV; None if the model is not a calibrated ensemble, and
-    for new elements if the calibration has no factor for them"""
+    """half the width of the 68 % interval, in eV; None if the model is not a calibrated ensemble,
+    and for new elements if the calibration has no factor for them"""
     spread: float | None = None
     """standard deviation over the members of an ensemble, in eV; None for one model"""
     relaxed: Atoms | None = None

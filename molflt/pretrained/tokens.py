@@ -124,7 +124,7 @@ class ImageWriter(Pretrained):
             progress: show a progress bar.
 
         Returns:
-            Images of shape (n, channels, side, side), uint8, on the CPU.
+            uint8 images (n, channels, side, side) on the CPU.
         """
         known = self._known(count, given, rows)
         prompt = torch.cat((known.new_full((len(known), 1), START), known), dim=1)
