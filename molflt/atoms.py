@@ -80,9 +80,10 @@ def _shortening(vectors: NDArray[np.float64], shortest: NDArray[np.float64]) -> 
 
 
 def lattice_heights(cell: NDArray[np.float64], pbc: NDArray[np.bool_]) -> NDArray[np.float64]:
-    """Returns the distances between neighboring lattice planes of reduced cells, (..., 3) in Å.
+    """Returns the distances, in Å, between neighboring lattice planes of reduced cells.
 
-    They are 0 for linearly dependent lattice vectors and infinite along non-periodic axes.
+    The distances have the shape (..., 3). They are 0 for linearly dependent lattice vectors and
+    infinite along non-periodic axes.
 
     Args:
         cell: (..., 3, 3), rows are lattice vectors in Å; finite along periodic axes.

@@ -266,7 +266,10 @@ def _torque(case: _Case) -> float:
 
 
 def _jump(case: _Case, path: Callable[[float], tuple[Atoms, Any]], end: float) -> float:
-    """Returns the first difference, along a path, of energy change and work of the forces."""
+    """Returns the first difference between the energy change and the work of the forces.
+
+    They are compared along a path. The result is 0 if they agree.
+    """
     calculator = case.make()
 
     def at(t: float) -> tuple[float, float, float]:

@@ -90,7 +90,7 @@ def locality(
 
 
 def _shares(distance: NDArray[np.float64], fraction: float) -> NDArray[np.float64]:
-    """Returns the fractions to which each key counts as near and as far, in rows: (2, keys)."""
+    """Returns an array (2, keys): the fractions to which each key counts as near and as far."""
     ordered, seen = np.sort(distance), np.isfinite(distance).sum()
     # Keys at equal distances occupy the ranks from begin to end - 1.
     begin, end = (np.searchsorted(ordered, distance, side) for side in ("left", "right"))
