@@ -90,9 +90,9 @@ def compare(published: Published, found: Mapping[str, Predictions], out: Path) -
 def _common(
     published: Published, found: Mapping[str, Predictions]
 ) -> tuple[list[dict[str, Any]], dict[str, _Array]]:
-    """Returns the labeled systems that all models predicted, and their energies by model.
+    """Returns the labeled systems that all models predicted, and the predictions by model.
 
-    Each system is a row of published.csv without energies. The energies, in eV, have the shape
+    Each system is a row of published.csv without energies. The predictions are energies in eV,
     (systems, training runs).
     """
     finite = np.all([np.isfinite(array).all(1) for array in published.models.values()], axis=0)

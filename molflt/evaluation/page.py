@@ -158,7 +158,7 @@ def _table(
 
 
 def page_of(path: Path) -> tuple[str, list[str]]:
-    """Renders a run as one HTML page; returns the page and lines about missing parts."""
+    """Renders a run as one HTML page; returns the page and a line for each missing part."""
     page = Page(path)
     sections = []
     for name, (title, make) in _SECTIONS.items():

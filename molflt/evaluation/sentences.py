@@ -120,7 +120,7 @@ def logits_of(
     batch_size: int,
     name: str,
 ) -> _Numbers:
-    """Returns the logits of sentences or pairs, of shape (items, classes).
+    """Returns the logits (items, classes) of sentences or of pairs.
 
     Inputs of more than `length` tokens are truncated, as in training, with a warning.
     """
