@@ -33,7 +33,7 @@ def expect_same_shape(name: str, predicted: Tensor, label: Tensor) -> None:
 
 
 class OfStructures:
-    """Mixin for `Task`: element energies, and names of the structures in a batch."""
+    """Mixin for `Task` that stores element energies and names the structures in a batch."""
 
     unit: ClassVar[str] = "atoms"
     model: nn.Module
