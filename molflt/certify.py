@@ -321,7 +321,7 @@ def _stale(case: _Case) -> float:
 
 
 def _ignored(case: _Case, word: str, put: Callable[[Atoms], object]) -> float:
-    """Returns 0 if a change of a quantity affects the energy or causes a message, and 1 if not."""
+    """Returns 0 if changing a quantity affects the energy or causes a message; otherwise 1."""
     atoms = case.of("molecule crystal")[0]
     atoms.calc, used = case.make(), False
     with _quiet() as text:
@@ -369,7 +369,10 @@ def _accepted(case: _Case, number: int) -> float:
 
 
 def _not_stopped(case: _Case) -> float:
-    """Returns the number of dynamics steps with a failing model; NaN without a torch model."""
+    """Returns the number of dynamics steps that succeed although the torch model fails.
+
+    The result is NaN without a torch model.
+    """
     atoms = case.of("molecule crystal")[0]
     atoms.calc, steps = case.make(), 0
     dynamics = VelocityVerlet(atoms, units.fs).irun(5)
