@@ -92,8 +92,8 @@ def _common(
 ) -> tuple[list[dict[str, Any]], dict[str, _Array]]:
     """Returns the labeled systems that all models predicted, and the predictions by model.
 
-    Each system is a row of published.csv without energies. The predictions are energies in eV,
-    (systems, training runs).
+    Each system is a row of published.csv without energies. The predictions are energies in eV
+    of shape (systems, training runs).
     """
     finite = np.all([np.isfinite(array).all(1) for array in published.models.values()], axis=0)
     systems, ours, rows = [], [], []

@@ -140,7 +140,7 @@ class Task(ABC, Generic[_Batch, _Data]):
 
     @abstractmethod
     def loss(self, batch: _Batch, progress: float) -> tuple[Tensor, _Sums]:
-        """Returns the loss and sums of a training batch; `progress` rises from 0 to 1 in training."""
+        """Returns the loss and sums of a training batch; `progress` is the finished fraction."""
 
     def judge(self, batch: _Batch) -> _Sums:
         """Returns the sums of a validation batch, computed as in training by default."""
