@@ -79,7 +79,7 @@ def read_trained(
     also: Sequence[str | Path] = (),
     hub: Mapping[str, object] | None = None,
 ) -> Trained:
-    """Reads a trained model; see `molflt.load`. `hub` is passed to `checkpoint.find`."""
+    """Reads a trained model; see `molflt.load`, and `find_weights` for `hub`."""
     path, run = find_weights(source, checkpoint, hub)
     if run is None:
         if also or not is_exported(path):
