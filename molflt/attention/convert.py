@@ -23,12 +23,17 @@ def convert_weights_(source: nn.Module, target: nn.Module) -> list[str]:
     """
     _refuse_other_logits(source, target)
     given = source.state_dict()
-    shared = given.keys() & target.state_dict().keys()
+    own = target.state_dict()
+    shared = given.keys() & own.keys()
     parameters = {name for name, _ in target.named_parameters()}
     if not parameters.intersection(shared):
         raise ValueError(
             f"{type(source).__name__} and {type(target).__name__} do not share a parameter"
         )
+    for name in shared:  # before anything is copied
+        if given[name].shape != own[name].shape:
+            shapes = f"{tuple(given[name].shape)} in the source, {tuple(own[name].shape)}"
+            raise ValueError(f"{name}: {shapes} in the target")
     target.load_state_dict({name: given[name] for name in shared}, strict=False)
     return sorted(parameters.difference(shared))
 

@@ -102,6 +102,7 @@ class Decoder(nn.Module):
         super().__init__()
         mixer: dict[str, Any] = {**dict.fromkeys(MIXER_OPTIONS), "mixer": ATTENTION}
         known_names(Decoder, stack, Stack, Attention)
+        no_effect("in a decoder", refinements=stack.pop("refinements", None))
         self.stack = Stack(
             dim, heads, layers, causal=True, attention_dropout=attention_dropout, **stack, **mixer
         )

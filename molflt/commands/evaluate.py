@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
@@ -90,5 +91,7 @@ def recipe_parser(recipe: Recipe) -> ArgumentParser:
 
 def _recipe_of_run(words: Sequence[str]) -> Recipe:
     """Returns the recipe of the first run folder in `words`, or the default recipe."""
-    runs = (Path(word) for word in words if Path(word, "config.yaml").is_file())
+    pairs = sorted(pairwise(["", *words]), key=lambda pair: pair[0].startswith("--"))
+    # values of options come last
+    runs = (Path(word) for _, word in pairs if Path(word, "config.yaml").is_file())
     return Recipe.of({} if (run := next(runs, None)) is None else read_config(run))

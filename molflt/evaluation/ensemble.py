@@ -128,19 +128,23 @@ def digest_of(model: nn.Module) -> str:
 def expect_same_totals(ensemble: EnsembleRegressor, dataset: Structures) -> None:
     """Raises ValueError if members were trained on different kinds of energies.
 
-    The training data may not determine the reference of each element. Therefore, the
-    members are compared by the sum of references, mean and baseline of each structure to predict.
+    The compositions in the training data may not determine each reference. Therefore, the sums of
+    the references and the mean are compared for the structures to predict. If only some members add
+    a baseline, the sums include it.
     """
     indices = np.unique(np.linspace(0, len(dataset) - 1, _COMPARED).astype(np.int64))
     atoms = torch.from_numpy(dataset.compositions(indices, by_contact(ensemble)[0]))
-    baseline = torch.from_numpy(dataset.y_baseline[indices])
     first, *others = ensemble.members
     negligible = _NEGLIGIBLE * float(atoms.sum(dim=1).median()) if has_references(first) else 0.0
     names = [str(run) for run in ensemble.data]
     names = names or [f"model {i + 1} of the ensemble" for i in range(len(others) + 1)]
-    totals, std = _totals(first, atoms, baseline)
-    for name, member in zip(names[1:], others, strict=True):
-        theirs, their_std = _totals(member, atoms, baseline)
+    adds = [bool(getattr(member, "adds_baseline", False)) for member in ensemble.members]
+    baseline = atoms.new_zeros(len(atoms))
+    if any(adds) and not all(adds):
+        baseline = torch.tensor([float(dataset[int(i)].y_baseline) for i in indices]).to(atoms)
+    totals, std = _totals(first, atoms, adds[0] * baseline)
+    for name, member, one in zip(names[1:], others, adds[1:], strict=True):
+        theirs, their_std = _totals(member, atoms, one * baseline)
         apart, most = float((theirs - totals).abs().median()), max(std, their_std, negligible)
         if apart > most:
             raise ValueError(
@@ -151,20 +155,17 @@ def expect_same_totals(ensemble: EnsembleRegressor, dataset: Structures) -> None
 
 
 def _totals(model: nn.Module, atoms: Tensor, baseline: Tensor) -> tuple[Tensor, float]:
-    """Returns the sum of references, mean and baseline of each structure, (structures,), in eV.
-
-    Also returns the standard deviation of the energies, in eV, which is infinite if unknown.
-    """
+    """Returns the sums, of shape (structures,), and the expected deviation from labels, in eV."""
     buffers = dict(model.named_buffers())
     if not {"energy_mean", "energy_std"} <= buffers.keys():
         return atoms.new_zeros(len(atoms)), float("inf")
     mean, std = float(buffers["energy_mean"]), float(buffers["energy_std"])
     references = buffers.get("element_energies", torch.zeros(atoms.shape[1]))
-    totals = atoms @ references.detach().to("cpu", atoms.dtype) + mean
-    if not buffers.get("adds_baseline", False):
-        return totals, std
-    totals = totals + baseline
-    return totals, max(std, float(totals.std(correction=0)))  # the model learned the rest only
+    totals = atoms @ references.detach().to("cpu", atoms.dtype) + mean + baseline
+    if baseline.any():  # the other members do not know the part that the composition cannot explain
+        fit = torch.linalg.lstsq(atoms, baseline[:, None], driver="gelsd").solution
+        std = max(std, float((baseline - (atoms @ fit)[:, 0]).std(correction=0)))
+    return totals, std
 
 
 def has_references(model: nn.Module) -> bool:

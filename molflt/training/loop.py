@@ -55,6 +55,9 @@ class _LightningTask(pl.LightningModule, Generic[_Batch, _Data]):
         self._metrics: dict[str, float] | None = None
         self.validation_is_finite = True
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "data": None}  # copies for averages do not need data
+
     def train_dataloader(self) -> DataLoader[object]:
         self.data.start_step = self.global_step * self.trainer.accumulate_grad_batches  # per rank
         return self.data.train_dataloader(self.global_rank, self.trainer.world_size)

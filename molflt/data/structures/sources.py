@@ -226,8 +226,8 @@ def _name(path: Path) -> str:
 
 def _in_folder(folder: Path, split: str) -> Path | None:
     whole = folder / split
-    near = sorted(path for path in whole.parent.glob(f"{escape(whole.name)}.*") if path.is_file())
-    paths = [path for path in near if without_packing(path).stem == whole.name]
+    paths = sorted(path for path in whole.parent.glob(f"{escape(whole.name)}.*") if path.is_file())
+    paths.sort(key=lambda path: without_packing(path).stem != whole.name)  # before train.old.xyz
     paths += [whole] * whole.is_dir()
     taken = (path for source in SOURCES.values() for path in paths if source.takes(path))
     return next(taken, None) or (whole if whole.is_dir() and _scan(whole)[0] else None)
