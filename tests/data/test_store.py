@@ -164,6 +164,8 @@ def test_a_new_source_is_a_class_and_a_line(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(SOURCES, Diatomics.kind, Diatomics)
     assert open_dataset(path).y_relaxed.tolist() == [-4.5, -11.1, -9.8]
     assert split_path(tmp_path, "train") == path
+    path = path.rename(tmp_path / "train.v2.diatomics")
+    assert split_path(tmp_path, "train") == path
     found = inspected(capsys, path)
     assert found["atoms_total"] == 6 and found["elements"] == {"H": 2, "C": 1, "N": 2, "O": 1}
     assert main(["data", "convert", str(path), str(tmp_path / "val_id.safetensors")]) == 0

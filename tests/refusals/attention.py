@@ -8,6 +8,7 @@ from molflt.attention import (
     TOKEN_MIXERS,
     Attention,
     Block,
+    Decoder,
     Features,
     Stack,
     convert_weights_,
@@ -21,6 +22,7 @@ from molflt.attention.nodes import GaussianNodes, ShellNodes
 from molflt.attention.nodes.lattice import Lattice
 from molflt.attention.nodes.mesh import Mesh
 from molflt.attention.nodes.reciprocal import reciprocal_nodes
+from molflt.attention.positions.gaussian_bias import GaussianBias
 from molflt.attention.positions.grid import BucketedPosition, LowRankPosition, ToeplitzPosition
 from molflt.attention.positions.rotary import RotaryPosition
 from molflt.attention.positions.spectral import SpectralPosition
@@ -230,6 +232,15 @@ ROWS = [
     ),
     # cells
     cells("extent", "free_extent", "None", extent=None),
+    cells("extent", "non-negative", "-4", extent=torch.tensor([[0, 0, 0], [0, 0, -4.0]])),
+    refused(
+        lambda: SpectralPosition(ShellWeights(2, torch.ones(3)), weighted_shells()),
+        "ShellWeights",
+        "radii of the shells",
+        "3 radii",
+    ),
+    refused(lambda: Decoder(16, 2, 2, refinements=2), "refinements", "remove", "2"),
+    refused(lambda: GaussianBias(2, 8, std_range=(-1.0, 3.0)), "std_range", "above 0", "-1.0"),
     cells("max_frequency", "reduce", "graph", max_frequency=1e4),
     cells("pbc", "linearly independent", "graph 1", cell=FLAT),
 ]
