@@ -30,8 +30,8 @@ from torch_geometric.data import Data
 from tqdm import tqdm
 
 from molflt.data.structures.store import StructureStore, write_store
-from molflt.evaluation.results import csv_rows, write_csv
-from molflt.files import atomically, write_atomically
+from molflt.evaluation.results import write_csv
+from molflt.files import atomically, csv_rows, write_atomically
 from molflt.lock import FolderLock
 
 # Increase this number when the systems change, because runs must not mix versions.
