@@ -132,6 +132,11 @@ def test_ensemble_may_mix_models_with_and_without_baseline(files, run, tmp_path,
     write(tmp_path / "totals.extxyz", frames)
     words = ("predict", str(run), str(tmp_path / "totals.extxyz"), "--also", str(other))
     assert "baseline differ" in printed(capsys, *words, status=2).err
+    for atoms in frames:
+        del atoms.info["mlip"]
+    write(tmp_path / "without.extxyz", frames)
+    words = ("predict", str(run), str(tmp_path / "without.extxyz"), "--also", str(other))
+    assert "y_baseline" in printed(capsys, *words, status=2).err
 
 
 def test_missing_baseline_is_refused(files, run, tmp_path, capsys):

@@ -130,7 +130,7 @@ class BatchedData(Generic[_Items]):
     Args:
         batch_size: number of items in a batch, per device.
         workers: number of processes that prefetch data; 0 reads in the main process.
-        sources: sources of "train", "val" and optionally "test"; None if there is no such source.
+        sources: sources of "train", "val" and optionally "test"; None for an unused source.
 
     Attributes:
         seed: seed of the order of training items.

@@ -142,6 +142,8 @@ def expect_same_totals(ensemble: EnsembleRegressor, dataset: Structures) -> None
     baseline = atoms.new_zeros(len(atoms))
     if any(adds) and not all(adds):
         baseline = torch.tensor([float(dataset[int(i)].y_baseline) for i in indices]).to(atoms)
+        if not baseline.isfinite().all():
+            return  # the member with a baseline rejects these structures
     totals, std = _totals(first, atoms, adds[0] * baseline)
     for name, member, one in zip(names[1:], others, adds[1:], strict=True):
         theirs, their_std = _totals(member, atoms, one * baseline)

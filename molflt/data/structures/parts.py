@@ -144,7 +144,7 @@ def element_faults(source: Structures, undescribed: Collection[int]) -> dict[int
     faults = {}
     for index, record in enumerate(with_bar(source, "reading elements")) if undescribed else ():
         if there := sorted(set(record.atomic_numbers.tolist()) & set(undescribed)):
-            faults[index] = f"there are no descriptors of {', '.join(map(symbol, there))}"
+            faults[index] = f"descriptors do not exist for {', '.join(map(symbol, there))}"
     return faults
 
 
