@@ -15,7 +15,8 @@
                            |
     Attention  layer.py  ->  Block, Stack  stack.py  ->  Decoder  decoder.py
 
-Requires torch, and numpy and scipy for quadrature rules. Code for graphs is in `molflt.graph`.
+This package requires torch and, for quadrature rules, numpy and scipy. Code for graphs is in
+`molflt.graph`.
 """
 
 from molflt.attention.convert import convert_weights_

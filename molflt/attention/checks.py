@@ -54,7 +54,7 @@ def one_of(option: str, choice: str, choices: Iterable[str]) -> None:
 def no_effect(why: str, **options: object) -> None:
     """Raises ValueError for the first option that is set although it has no effect.
 
-    `why` names the condition, such as "with mixing='softmax'".
+    `why` states the condition, such as "with mixing='softmax'".
     """
     for name, value in options.items():
         if value is not None:
@@ -93,7 +93,7 @@ def tensors(**arguments: object) -> None:
 def whole(name: str, values: torch.Tensor, low: int, high: int, of: str) -> None:
     """Raises ValueError unless all values, described by `of`, are integers from `low` to `high`.
 
-    The range is checked only if the values are on the CPU and can be read now.
+    The range is checked only if the values can be read on the CPU; see `at_hand`.
     """
     if values.dtype.is_floating_point or values.dtype.is_complex or values.dtype == torch.bool:
         raise ValueError(f"{name} must be integers, {of}; got {values.dtype}; use .long()")

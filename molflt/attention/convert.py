@@ -8,18 +8,20 @@ from molflt.attention.layer import Scaling
 def convert_weights_(source: nn.Module, target: nn.Module) -> list[str]:
     """Copies the parameters that two models share, such as a softmax and a kernelized model.
 
-    Queries, keys, values and outputs have the same meaning in every mechanism, as in Performer's
-    backward compatibility (FAVOR, arXiv:2006.03555, section 4.2) and NPRF's conversion
-    (arXiv:2106.12566, section 4.5). With the feature map "polynomial", outputs differ by at most
-    1 % from those of softmax layers that have normalized queries and keys and a temperature of
-    about 1. Models with other feature maps or sharper attention need further training.
+    The projections of queries, keys, values and outputs have the same meaning in every mechanism.
+    Performer's backward compatibility (FAVOR, arXiv:2006.03555, section 4.2) and NPRF's conversion
+    (arXiv:2106.12566, section 4.5) also rely on this. With the feature map "polynomial", outputs
+    differ by at most 1 % from those of softmax layers that have normalized queries and keys and a
+    temperature of about 1. Models with other feature maps or sharper attention need further
+    training.
 
-    Returns the names of the target's parameters that the source does not have. These do not change.
+    Returns the names of the target's parameters that the source does not have. These parameters are
+    not changed.
 
     Args:
         source: any module.
         target: module of the same architecture with a different attention mechanism, modified in
-            place. It keeps its random projections if the source does not have any.
+            place. The target keeps its random projections if the source does not have any.
     """
     _refuse_other_logits(source, target)
     given = source.state_dict()

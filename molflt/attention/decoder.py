@@ -24,8 +24,8 @@ class CrossAttention(Attention):
     """Attention to another sequence, whose keys and values are computed only once.
 
     Calling `remember` and then `recall` gives the same result as `Attention.forward` with
-    `context`. Relative encodings do not apply between two sequences, as in T5 (arXiv:1910.10683,
-    section 2.1). Takes the same arguments as `Attention`, except causal, gate and position.
+    `context`. As in T5 (arXiv:1910.10683, section 2.1), relative encodings are not used between two
+    sequences. Takes the same arguments as `Attention`, except causal, gate and position.
     """
 
     def __init__(self, dim: int, heads: int, **attention: Any) -> None:

@@ -1,4 +1,5 @@
-"""Positional encodings evaluated for one batch; each class enters attention in its own way.
+"""Evaluated positional encodings; one class for each way in which positions enter attention.
+
 Every class has `dense`, which returns the full matrix for reference, and `mix`, which never forms
 it. In shapes, b is the batch size or 1, and h is the number of heads or 1.
 """
@@ -27,14 +28,14 @@ _Turn = Callable[[Tensor], Tensor]
 
 
 class Terms(NamedTuple):
-    """Terms of sums over keys: query and key features, and values (batch, heads, keys, dv)."""
+    """Inputs of sums over keys: the features of queries and keys, and the values."""
 
     query: Features
     key: Features
     value: Tensor
     causal: bool = False  # each token attends only to itself and earlier tokens
     log_decay: Tensor | None = None  # see `causal_linear`
-    state: State | None = None  # of the preceding tokens, for causal attention
+    state: State | None = None  # state of the preceding tokens, for causal attention
 
 
 class Encoding:
@@ -46,7 +47,7 @@ class Encoding:
     #: factors U (b, h, queries, p) and V (b, h, keys, p) of a multiplicative kernel, or None
     kernel: tuple[Tensor, Tensor] | None = None
     bias: Tensor | None = None  #: term added to the logits of softmax, (b, h, queries, keys)
-    #: columns prepended to queries and to keys, (b, h, tokens, .) each
+    #: columns prepended to queries and to keys, each (b, h, tokens, .)
     columns: tuple[Columns | None, Columns | None] = (None, None)
 
     def transform(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
@@ -54,7 +55,7 @@ class Encoding:
         return query, key
 
     def dense(self, queries: int, keys: int) -> Tensor | None:
-        """Returns the matrix that is added or multiplied, (b, h, queries, keys), or None."""
+        """Returns the added or multiplied matrix, of shape (b, h, queries, keys), or None."""
         return None
 
     def attend(
@@ -68,7 +69,7 @@ class Encoding:
         gate: Tensor | None = None,
         state: State | None = None,
     ) -> tuple[Sums, State | None]:
-        """Computes the sums of kernelized attention and the last state of causal linear attention.
+        """Computes the sums of kernelized attention and, if causal and linear, the last state.
 
         Args:
             query, key: (batch, heads, tokens, d).
@@ -114,7 +115,7 @@ class Encoding:
 
 
 class Bias(Encoding):
-    """Bias f(r_i - r_j) (b, h, queries, keys), added to the logits of softmax (FLT, eq. 1)."""
+    """Bias f(r_i - r_j) that is added to the logits of softmax attention (FLT, eq. 1)."""
 
     faces = (SOFTMAX,)
     bias: Tensor
@@ -147,7 +148,7 @@ class Factors(Encoding):
 
 
 class _Multiplied(Encoding):
-    """Multiplicative positional kernel with corrections for individual pairs."""
+    """Base class of multiplicative positional kernels with corrections for individual pairs."""
 
     faces = (KERNELIZED,)
 
@@ -189,8 +190,8 @@ class _Multiplied(Encoding):
 class Kernel(_Multiplied):
     """Multiplicative positional kernel: A_ij = (U_i . V_j + w_ij) phi(q_i) . phi(k_j).
 
-    U is (b, h, queries, p) and V is (b, h, keys, p). `pairs` contains w, the near field, and
-    `pairs.exact` defines terms added to A_ij itself.
+    U is (b, h, queries, p) and V is (b, h, keys, p). `pairs` contains w (the near field), and
+    `pairs.exact` defines terms that are added to A_ij directly.
     """
 
     kernel: tuple[Tensor, Tensor]
@@ -244,7 +245,7 @@ class MeshNodes(_Multiplied):
 
 
 class RaggedKernel(_Multiplied):
-    """The same positional kernel as `Kernel`, summed by Triton kernels; see `ragged`."""
+    """Positional kernel like `Kernel`, but with sums computed by Triton kernels; see `ragged`."""
 
     faces = (TRITON,)
     decodes = False
@@ -294,7 +295,7 @@ class Toeplitz(Encoding):
 
 
 class Rotation(Encoding):
-    """Position-dependent transformations of scaled queries and keys (batch, heads, tokens, d)."""
+    """Encoding that transforms scaled queries and keys depending on their positions."""
 
     def __init__(self, turn_query: _Turn, turn_key: _Turn) -> None:
         self.turn_query, self.turn_key = turn_query, turn_key

@@ -1,4 +1,4 @@
-"""FNet's Fourier sublayer and its ablations, token mixers that replace attention.
+"""FNet's Fourier sublayer and its ablations: token mixers that replace attention.
 
 See FNet (arXiv:2105.03824), sections 3 and 4.1. Mixers are linear maps of the tokens and use
 neither queries nor positions. The result for a sequence does not depend on the batch or on padding,
@@ -57,9 +57,9 @@ class Mixer(nn.Module):
     ) -> Tensor:
         """Mixes tokens (batch, tokens, dim) in at least float32, even under autocast.
 
-        `key_mask` is (batch, tokens), True where a token exists, in any pattern. The unmasked
-        tokens form a sequence in their order; the result is 0 for masked tokens. Other arguments
-        must be None.
+        `key_mask` (batch, tokens) is True where a token exists; any pattern is allowed. The
+        unmasked tokens, in order, form the sequence that is mixed; the result is 0 for masked
+        tokens. Other arguments must be None.
         """
         why = f"with mixing={self.mixing!r}, which uses neither positions nor keys"
         given = {"positions": positions, "encoding": encoding}
@@ -96,8 +96,8 @@ class FourierMixer(Mixer):
 
     Args:
         dim: width of the tokens.
-        normalize: divide by sqrt(tokens dim), as in eq. 2. This keeps the scale of the tokens; use
-            it in blocks that apply LayerNorm first.
+        normalize: divide by sqrt(tokens dim), as in eq. 2. This preserves the scale of the tokens.
+            Use this option in blocks that apply LayerNorm first.
     """
 
     paper = "2105.03824, eq. 3"

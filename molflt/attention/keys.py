@@ -10,7 +10,7 @@ from molflt.attention.numerics import at_least_float32
 
 
 class Keys(TypedDict, total=False):
-    """Arguments for keys in the `forward` of layers, blocks and stacks.
+    """Keyword arguments that describe keys, for `forward` of layers, blocks and stacks.
 
     Tokens of masked keys may contain any values; infinities and NaN are treated as 0.
     """
@@ -20,12 +20,12 @@ class Keys(TypedDict, total=False):
     key_weight: Tensor | None
     """(batch, keys), positive and finite; the weight of key j multiplies A_ij for all queries i"""
     key_index: Tensor | None
-    """(batch, keys), the token that each key copies; by default key j is token j. Periodic images
-    of an atom are keys with the index of the atom and separate positions."""
+    """(batch, keys), index of the token that each key copies; by default, key j copies token j.
+    Periodic images of an atom are keys with the index of the atom but with separate positions."""
 
 
 def check_mask(key_mask: Tensor, shape: torch.Size) -> None:
-    """Raises ValueError unless a mask is bool and has this shape."""
+    """Raises ValueError unless a mask is bool and has the given shape."""
     if key_mask.dtype is not torch.bool or key_mask.shape != shape:
         raise ValueError(
             f"key_mask is wrong; expected bool of shape {tuple(shape)}; got {key_mask.dtype} of "

@@ -23,10 +23,10 @@ _States = tuple[State, ...]
 
 
 class Scaling(nn.Module):
-    """Scales queries and keys: by d^(-1/4), or to unit norm with an optional temperature.
+    """Scales queries and keys by d^(-1/4), or normalizes them and applies an optional temperature.
 
-    See `Attention` for the options. `unit_norm` is the default of `normalize` and
-    `learn_temperature`. Initial temperatures are 1.
+    See `Attention` for the options. `unit_norm` is the default value of both `normalize` and
+    `learn_temperature`. Temperatures are initially 1.
     """
 
     extra_repr = options_of
@@ -50,7 +50,7 @@ class Scaling(nn.Module):
         self.log_temperature = None if start is None else nn.Parameter(start)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Scales queries or keys (batch, heads, tokens, d)."""
+        """Scales queries or keys of shape (batch, heads, tokens, d)."""
         if not self.normalize:
             return x * self.head_dim**-0.25
         out = unit(at_least_float32(x))
@@ -60,18 +60,18 @@ class Scaling(nn.Module):
 
 
 class _Heads(NamedTuple):
-    """Tokens split among the heads, each of shape (batch, heads, tokens, d)."""
+    """Queries, keys and values split by head, each of shape (batch, heads, tokens, d)."""
 
     query: Tensor
     key: Tensor
     value: Tensor
     mask: Tensor | None = None  # broadcastable to (batch, heads, keys)
-    log_weight: Tensor | None = None  # of the same shape
-    gate: Tensor | None = None  # logits of the fraction of the past kept, (b, h, tokens)
+    log_weight: Tensor | None = None  # broadcastable to the same shape
+    gate: Tensor | None = None  # logits of the fraction of the past that is kept, (b, h, tokens)
 
 
 class _Where(Keys, total=False):
-    """Arguments of `Attention.forward`, which documents them."""
+    """Keyword arguments of `Attention.forward`, which are documented there."""
 
     encoding: Encoding | None
     key_positions: Tensor | None
@@ -81,18 +81,18 @@ class _Where(Keys, total=False):
 class Attention(Positioned):
     """Multi-head attention with a relative positional encoding.
 
-    Kernelized attention has A_ij = phi(q^_i) . phi(k^_j). The encoding enters as FLT's factors, q^
-    = [N1, q d^(-1/4)] and k^ = [N2, k d^(-1/4)] (arXiv:2302.01925, eq. 3), as a positional kernel
-    that multiplies the products, or as a rotation of q and k. Softmax attention has A_ij = exp(q_i
-    . k_j / sqrt(d) + f(r_i - r_j)) (eq. 1).
+    In kernelized attention, key j has the weight A_ij = phi(q^_i) . phi(k^_j) for query i. The
+    encoding enters as FLT's factors, q^ = [N1, q d^(-1/4)] and k^ = [N2, k d^(-1/4)]
+    (arXiv:2302.01925, eq. 3), as a positional kernel that multiplies the products, or as a rotation
+    of q and k. In softmax attention, A_ij = exp(q_i . k_j / sqrt(d) + f(r_i - r_j)) (eq. 1).
 
     Args:
         dim: width of tokens; a multiple of `heads`.
         heads: number of heads.
         mixing: "linear" (O(N)), "quadratic" (the same sums from the N x N matrix, cheaper for few
             tokens), "auto" (the cheaper of the two; see `molflt.attention.mixing.forms.cheaper`),
-            "softmax", or "triton" (the linear sums of a multiplicative position in GPU kernels; not
-            measured yet, without second derivatives).
+            "softmax", or "triton" (the linear sums of a multiplicative position, computed by GPU
+            kernels whose speed has not been measured yet; second derivatives are not supported).
         causal: each token attends only to itself and earlier tokens.
         feature_map: key of `FEATURE_MAPS`, "positive" by default; not supported by softmax.
         num_features: number m of random or learned features per head, 64 by default, for maps that
@@ -107,13 +107,15 @@ class Attention(Positioned):
         learn_temperature: multiply the logits of normalized queries and keys by a learned number
             per head; None has the same meaning as for `normalize_qk`.
         normalize: divisor of kernelized attention. "masked": sum_j A_ij; "unmasked": the same sum
-            without factors and positional kernel; "none": no division, and outputs grow with the
-            number of keys (FAVOR, arXiv:2006.03555, section 4.3, without renormalization).
+            without the factors or the positional kernel; "none": no division, in which case outputs
+            grow with the number of keys (FAVOR, arXiv:2006.03555, section 4.3, without
+            renormalization).
         floor: lower bound on |sum_j A_ij|, for signed features and kernels; see `Sums.ratio`.
-        gate: forget the past at a learned rate per token and head: key j has the factor (1 - g_j)
-            prod_(j<l<=i) g_l (RFA, arXiv:2103.02143, section 3.2). For causal attention only.
-        dropout: dropout rate of individual weights in softmax, and of whole keys per head in
-            kernelized attention.
+        gate: forget the past at a learned rate per token and head: for query i, the weight of key j
+            is multiplied by (1 - g_j) prod_(j<l<=i) g_l (RFA, arXiv:2103.02143, section 3.2). Only
+            for causal attention.
+        dropout: dropout rate; softmax attention drops individual weights, and kernelized attention
+            drops entire keys of a head.
     """
 
     extra_repr = options_of
@@ -201,9 +203,9 @@ class Attention(Positioned):
         Args:
             x: (batch, tokens, dim).
             positions: (batch, tokens, l), for the encoding of the layer.
-            encoding: encoding already evaluated for these tokens, instead of positions. Layers that
-                share a position evaluate it only once.
-            key_positions: (batch, keys, l), if the keys are not the tokens.
+            encoding: encoding that has already been evaluated for these tokens, as an alternative
+                to positions. Layers that share a position thus share one evaluation.
+            key_positions: (batch, keys, l), required if the keys differ from the tokens.
             key_mask, key_weight, key_index: (batch, keys); see `Keys`.
             context: (batch, keys, dim), tokens to attend to instead of x (cross-attention).
         """
@@ -226,10 +228,10 @@ class Attention(Positioned):
         Args:
             x: (batch, new tokens, dim); a single token or a whole prompt.
             positions: (batch, new tokens, l).
-            state: state returned by the previous call; None at the start. It has constant size for
-                linear attention and contains the keys and values of all tokens for softmax.
-            encoding: see `forward`; for softmax, its keys must be all tokens so far.
-            key_positions: for softmax, positions of all tokens so far.
+            state: state returned by the previous call; None at the start. For linear attention, its
+                size is constant; for softmax, it contains the keys and values of all tokens.
+            encoding: see `forward`; for softmax, its keys must be all tokens decoded so far.
+            key_positions: for softmax, the positions of all tokens, including earlier ones.
         """
         if not self.causal or self.mixing == "quadratic":
             raise ValueError(
@@ -263,7 +265,7 @@ class Attention(Positioned):
         return self._mix(heads._replace(value=value), encoding)[0]
 
     def sums(self, x: Tensor, positions: Tensor | None = None, **where: Unpack[_Where]) -> Sums:
-        """Returns numerators and normalizers of kernelized attention before the division.
+        """Returns the numerators and normalizers of kernelized attention, before division.
 
         Takes the same arguments as `forward`. `(sums.normalizer <= 0).sum()` counts the rows made
         invalid by signed features.
@@ -282,7 +284,7 @@ class Attention(Positioned):
         context: Tensor | None = None,
         **keys: Unpack[Keys],
     ) -> tuple[_Heads, Encoding]:
-        heads = self._split(x, context, **keys)  # first: it checks the mask
+        heads = self._split(x, context, **keys)  # first, because it checks the mask
         where = placed(positions, key_positions, keys.get("key_mask"))
         return heads, self._encode(*where, encoding)
 

@@ -33,7 +33,7 @@ def haar_rotation(dim: int, generator: torch.Generator | None) -> Tensor:
 
 
 def options_of(module: torch.nn.Module) -> str:
-    """Returns the constructor arguments that a module stores, for `extra_repr`."""
+    """Formats the constructor arguments that a module stores as attributes, for `extra_repr`."""
     held = {name: getattr(module, name, None) for name in signature(type(module)).parameters}
     plain = {
         name: value for name, value in held.items() if isinstance(value, int | float | str | tuple)
@@ -42,7 +42,7 @@ def options_of(module: torch.nn.Module) -> str:
 
 
 def at_least_float32(x: Tensor) -> Tensor:
-    """Casts half precision to float32, to avoid overflow in exp and wrong phases at a few Å."""
+    """Casts half precision to float32 to prevent overflow in exp and inaccurate phases."""
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
@@ -54,7 +54,7 @@ def unit(x: Tensor) -> Tensor:
 
 
 def distances(vector: Tensor) -> Tensor:
-    """Returns the lengths of vectors, with gradient 0 at 0: (..., l) -> (...).
+    """Returns the lengths of vectors, with a gradient of 0 at 0: (..., l) -> (...).
 
     This gradient is correct for functions of the length that are flat at 0.
     """
@@ -62,7 +62,7 @@ def distances(vector: Tensor) -> Tensor:
 
 
 def root(square: Tensor) -> Tensor:
-    """Returns the square root, with gradient 0 at 0."""
+    """Returns the square root, with a gradient of 0 at 0."""
     above = square > 0
     # The inner `where` keeps the infinite slope of the root at 0 out of the gradient.
     return torch.where(above, torch.where(above, square, 1.0).sqrt(), 0.0)
@@ -96,7 +96,7 @@ def by_head(x: Tensor, matrices: Tensor) -> Tensor:
 
 
 def products_of_all(left: Tensor, right: Tensor) -> Tensor:
-    """Returns left @ right^T: (..., n, p), (..., m, p) -> (..., n, m); autocast has no effect."""
+    """Returns left @ right^T, ignoring autocast: (..., n, p), (..., m, p) -> (..., n, m)."""
     with torch.autocast(left.device.type, enabled=False):
         return left @ right.mT
 
@@ -144,7 +144,7 @@ def gauss_rule(count: int) -> tuple[list[float], list[float]]:
     return ((points + 1) / 2).tolist(), steps.tolist()
 
 
-# The compiler treats the function as constant. Setting this attribute does not load the compiler.
+# Makes the compiler treat the function as constant, without loading the compiler.
 vars(gauss_rule)["_dynamo_marked_constant"] = True
 
 
@@ -191,7 +191,7 @@ def pieces(count: int, size: int) -> list[slice]:
 
 
 def counts_of(index: Tensor, size: int) -> Tensor:
-    """Counts how often each of 0 to size - 1 occurs, like `torch.bincount`: (n,) -> (size,)."""
+    """Counts the occurrences of 0 to size - 1, like `torch.bincount`: (n,) -> (size,)."""
     return index.new_zeros(size).index_add(0, index, torch.ones_like(index))
 
 

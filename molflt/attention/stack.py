@@ -115,7 +115,7 @@ class Block(nn.Module):
 
 
 class StackState(NamedTuple):
-    """Decoding states of all blocks in all passes, and the positions of the tokens so far."""
+    """Decoding states of all blocks in all passes and, for softmax, positions of decoded tokens."""
 
     positions: Tensor | None
     blocks: list[DecodeState]
@@ -138,12 +138,12 @@ class Stack(Positioned):
         norm_eps: constant that LayerNorm adds to the variance.
         mixer: token mixer: "attention", or a key of `TOKEN_MIXERS`, such as "fourier" for FNet
             (arXiv:2105.03824).
-        mixer_options: further arguments of that mixer.
-        attention_layers: number of final layers that keep attention, 0 by default; FNet's hybrid
-            has 2 (section 4.1).
+        mixer_options: further arguments of the mixer.
+        attention_layers: number of final layers that use attention instead of the mixer, 0 by
+            default; FNet's hybrid model has 2 (section 4.1).
         dropout: dropout rate of blocks.
         attention_dropout: see `Attention`.
-        position: encoding shared by all layers, different for each head: "none", a key of
+        position: encoding, shared by all layers and separate for each head: "none", a key of
             `POSITIONS`, or a `Position`.
         position_options: further arguments of the encoding if `position` is a name.
         attention: further arguments of `Attention`.
@@ -196,9 +196,10 @@ class Stack(Positioned):
     def of(
         cls, blocks: Sequence[Block], position: Position | None = None, refinements: int = 1
     ) -> Self:
-        """Builds a stack from existing blocks, with attention or mixers.
+        """Builds a stack from existing blocks with attention or mixers.
 
-        `position` is the encoding with which their attention layers were built, or None.
+        `position` is the encoding with which the attention layers of the blocks were built, or
+        None.
         """
         stack = cls.__new__(cls)
         stack._assemble(blocks, position, refinements)
@@ -344,7 +345,7 @@ def _mixed_layers(
         raise ValueError(f"mixer={mixer!r} mixes all tokens; expected causal=False; got True")
     if not last:
         defaults = signature(Attention).parameters
-        named = {"dropout": "attention_dropout"}  # of the stack
+        named = {"dropout": "attention_dropout"}  # name in the stack
         idle = {
             named.get(name, name): value
             for name, value in attention.items()
