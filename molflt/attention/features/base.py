@@ -85,7 +85,7 @@ class Features(NamedTuple):
 
         The bound is e^-61 times the largest feature in float32 and e^-495 times in float64. It
         keeps normalizers from underflowing and their gradients from overflowing. Causal attention
-        needs it because it cannot scale features by later keys.
+        needs this bound because it cannot scale features by later keys.
         """
         if self.log_scale is None or self.log_scale.shape[-1] == 1:
             return self
@@ -139,7 +139,7 @@ class FeatureMap(nn.Module):
     paper = ""  #: source of the map: arXiv number and location
     cost = "N m d"  #: operations for N tokens, m features and head width d
     random = False  #: True if the map owns a random projection that `redraw_` replaces
-    learned = False  #: True if the map learns a projection that is drawn at random initially
+    learned = False  #: True if the map learns a projection that is initially drawn at random
     signed = False  #: True if features can be negative
     positive_kernel = True  #: True if all phi(q) . phi(k), and thus all normalizers, are positive
     smooth = False  #: True if features have two continuous derivatives, which forces require
@@ -183,7 +183,7 @@ class FeatureMap(nn.Module):
         """Creates parameters and buffers other than the random projection."""
 
     def redraw_(self, generator: torch.Generator | None = None) -> None:
-        """Draws a new random projection in place, if there is one; see `Projection.redraw_`."""
+        """Draws a new random projection in place, if the map uses one; see `Projection.redraw_`."""
         if self.projection is not None:
             self.projection.redraw_(generator)
 
@@ -209,7 +209,7 @@ class Operand(NamedTuple):
     x: Tensor  # scaled, (batch, heads, tokens, d)
     columns: Columns | None = None  # N1 or N2, (b or 1, h or 1, tokens, .), prepended to x
     mask: Tensor | None = None  # broadcastable to (b, h, tokens), False where features are 0
-    log_weight: Tensor | None = None  # logarithm of a factor of the features, shaped as the mask
+    log_weight: Tensor | None = None  # logarithm of a factor of the features, same shape as mask
 
     def features(self) -> Features:
         """Returns phi([columns, x]) in at least float32."""

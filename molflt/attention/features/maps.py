@@ -87,7 +87,7 @@ class _Favor2020Features(_TrigonometricFeatures):
 
 
 class _GeneralizedFeatures(FeatureMap):
-    """Generalized attention: phi(x) = f(w_s . x) + eps, FAVOR (arXiv:2006.03555), section 2.2.
+    """Generalized attention: phi(x) = f(w_s . x) + eps (FAVOR, arXiv:2006.03555, section 2.2).
 
     A positive eps keeps the normalizers of a non-negative f positive.
     """
@@ -160,7 +160,7 @@ class _ExpFeatures(FeatureMap):
 
 
 class _LearnableExpFeatures(FeatureMap):
-    """Exponential features phi(x) = exp(W x); W is learned for each head and starts random."""
+    """Exponential features phi(x) = exp(W x) with a learned, randomly initialized W per head."""
 
     paper = "2302.01925, sec. 5.2"
     smooth = True
@@ -180,7 +180,7 @@ class _LearnableExpFeatures(FeatureMap):
 
 
 class _LearnableReluFeatures(_LearnableExpFeatures):
-    """ReLU features phi(x) = relu(W x) + eps; W is learned for each head and starts random."""
+    """ReLU features phi(x) = relu(W x) + eps with a learned, randomly initialized W per head."""
 
     smooth = False
     eps = _GeneralizedFeatures.eps
@@ -202,7 +202,7 @@ class _EluFeatures(FeatureMap):
 class _CosformerFeatures(_EluFeatures):
     """Feature map of cosFormer: phi(x) = relu(x), of the same width as x.
 
-    cosFormer combines it with `position="cosine"`.
+    cosFormer combines this map with `position="cosine"`.
     """
 
     paper = "2202.08791, eq. 7"
@@ -212,7 +212,7 @@ class _CosformerFeatures(_EluFeatures):
 
 
 class _RfaFeatures(FeatureMap):
-    """Base class of random feature attention, RFA (arXiv:2103.02143), section 3.1.
+    """Base class of maps for random feature attention (RFA, arXiv:2103.02143, section 3.1).
 
     Queries and keys are divided by their norms and multiplied by a learned scale per head and
     dimension. This is equivalent to learning the standard deviations of the random rows.

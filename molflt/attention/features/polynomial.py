@@ -81,7 +81,7 @@ class _PolynomialFeatures(FeatureMap):
             self.register_buffer(f"power_{power}", _monomials(dim, power), persistent=False)
 
     def _drawn(self, rows: int, projection: str) -> Projection:
-        # The factors of one product must be independent of each other, as heads are.
+        # The factors of one product must be independent of each other, as separate heads are.
         return PROJECTIONS[projection](self.heads * self.degree, rows, self.dim)
 
     def forward(self, *columns: Columns) -> Features:

@@ -11,8 +11,8 @@ from molflt.attention.mixing.sums import Sums, _causal_mask
 from molflt.attention.numerics import at_least_float32, recomputed
 
 _CHUNK = 128  # fastest of 32..512 for m = 64 and d = 64 on a CPU
-_CHUNKS_AT_ONCE = 8  # intermediate tensors are not kept but recomputed in backward
-_EMPTY = -1e30  # logarithm of an empty sum; finite, because differences are taken
+_CHUNKS_AT_ONCE = 8  # intermediate tensors are recomputed in the backward pass
+_EMPTY = -1e30  # logarithm of an empty sum; finite, because it is subtracted
 
 
 class State(NamedTuple):
@@ -23,7 +23,7 @@ class State(NamedTuple):
 
 
 class KeyValues(NamedTuple):
-    """State of causal softmax: all keys and values so far."""
+    """State of causal softmax attention: the keys and values of all tokens so far."""
 
     key: Tensor  # (batch, heads, tokens, d), scaled, before any rotation
     value: Tensor  # (batch, heads, tokens, d)
@@ -49,8 +49,8 @@ def causal_linear(
     the arguments and the sums, only O(N m dv / chunk) numbers are kept.
 
     Each query subtracts the largest exponent of the keys that it attends to. A large later key
-    therefore cannot make an earlier sum underflow. No eps is added; `Features.bounded` clips
-    features far below relevant values instead.
+    therefore cannot make an earlier sum underflow. No eps is added to features; instead,
+    `Features.bounded` raises them to a lower bound that is far below relevant values.
 
     Args:
         query, key, value: see `quadratic`; queries and keys are the same tokens.

@@ -68,10 +68,10 @@ class KeySums(NamedTuple):
     """
 
     context: Tensor  # (batch, heads, m, dv + 1); (dv + 1) p columns with a positional kernel
-    log_max: Tensor | None  # (b, h, 1, m or 1), -inf if no keys; None if no logarithm
+    log_max: Tensor | None  # (b, h, 1, m or 1), -inf without keys; None without logarithms
 
     def plus(self, added: "KeySums") -> "KeySums":
-        """Returns the sums over the keys of `self` and of `added`."""
+        """Returns the sums over the keys of both `self` and `added`."""
         if self.log_max is None or added.log_max is None:
             return KeySums(self.context + added.context, None)
         peak = torch.maximum(self.log_max, added.log_max)
@@ -82,7 +82,7 @@ class KeySums(NamedTuple):
 
 
 def absorb(key: Operand, value: Tensor, right: Tensor | None = None) -> KeySums:
-    """Computes sums over keys with values (batch, heads, keys, dv); `right` is the factor V."""
+    """Computes sums over keys; `value` is (batch, heads, keys, dv) and `right` is the factor V."""
     phi = key.features().at_least_float32()
     with torch.autocast(value.device.type, enabled=False):
         value = F.pad(at_least_float32(value), (0, 1), value=1.0)

@@ -83,7 +83,7 @@ def quadratic(
     log_kernel: Tensor | None = None,
     log_decay: Tensor | None = None,
 ) -> Sums:
-    """Computes kernelized attention in O(N^2), the reference for all linear-time forms.
+    """Computes kernelized attention in O(N^2), as a reference for all linear-time forms.
 
     A_ij = phi(q_i) . phi(k_j) kernel_ij exp(log_kernel_ij) prod_(j < l <= i) exp(log_decay_l)
 

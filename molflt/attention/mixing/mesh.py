@@ -21,7 +21,7 @@ _SPARSE = 4  # time of a multiplication in a sparse product relative to that in 
 class MeshKernel(NamedTuple):
     """Kernel h(r_i - r_j) for the tokens of a batch, with one mesh per graph."""
 
-    rows: Tensor  # (tokens,), index of each token in batch x tokens
+    rows: Tensor  # (tokens,), index of each token in the flattened batch
     pattern: Pattern  # mesh points of each token, for all graphs and meshes
     weight: Tensor  # (tokens s,), spline weights of the s points around each token
     meshes: tuple[Mesh, ...]
@@ -99,7 +99,7 @@ def linear_with_mesh(
 
 
 def _part(query: Tensor, key: Tensor, value: Tensor, kernel: MeshKernel, head: int) -> Tensor:
-    """Returns the sums of one head over the given features, (tokens of the kernel, dv)."""
+    """Returns the sums of one head over the given features: (tokens of the kernel, dv)."""
     with torch.autocast(value.device.type, enabled=False):
         q, k, v = (x.flatten(0, 1).index_select(0, kernel.rows) for x in (query, key, value))
         products = (k[:, :, None] * v[:, None, :]).flatten(1)

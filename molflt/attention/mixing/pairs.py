@@ -16,7 +16,7 @@ from molflt.attention.numerics import (
 )
 
 _TRANSIENT = 2**22  # largest number of elements per chunk of columns or pairs
-_MANY = 2**18  # products of features are recomputed in backward if there are more pairs
+_MANY = 2**18  # for more pairs, products of features are recomputed in the backward pass
 
 
 class Pairs(NamedTuple):
@@ -30,7 +30,7 @@ class Pairs(NamedTuple):
     exact: tuple[Tensor, Tensor] | None = None
 
     def by_query(self, batch: int, queries: int, keys: int) -> "Pairs | SortedPairs":
-        """Returns the pairs sorted by query, or unchanged if sparse products are unsupported."""
+        """Returns the pairs sorted by query, or unchanged where sparse products are not used."""
         compiling = torch.compiler.is_compiling()
         if compiling or self.weight.device.type != "cpu" or not has_sparse_products(self.weight):
             return self
@@ -145,7 +145,7 @@ def _weighted(value: Tensor, weight: Tensor, b: Tensor, j: Tensor) -> Tensor:
 
 
 def products(left: Tensor, right: Tensor, pairs: Pairs) -> Tensor:
-    """Returns U_i . V_j of pairs, (heads, pairs), for U and V (batch or 1, heads or 1, n, p)."""
+    """Computes U_i . V_j of pairs from U and V (batch or 1, heads or 1, n, p): (heads, pairs)."""
     batch = max(left.shape[0], right.shape[0])
     if undecided(batch * left.shape[-2] * right.shape[-2] <= 4 * pairs.query.shape[0], True):
         # For few tokens this is cheaper than gathering the factors.

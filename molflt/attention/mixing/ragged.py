@@ -1,4 +1,4 @@
-"""Kernelized attention with a positional kernel for graphs of different sizes, in Triton kernels.
+"""Kernelized attention with a positional kernel, in Triton, for graphs of different sizes.
 
 Each token needs memory for m features, and each graph for a state of 2 r m (dv + 1) numbers.
 Fourier factors and products with them are not stored.
@@ -20,7 +20,7 @@ from molflt.attention.numerics import at_least_float32, finite, recomputed, unco
 
 _BLOCK = 64  # tokens per program
 _FEATURES = 64  # largest number of features per program; half as many for wide values
-_PIECE, _PIECES = 512, 128  # fewest tokens in a piece; most pieces of a graph
+_PIECE, _PIECES = 512, 128  # minimum tokens per piece; maximum pieces per graph
 _STATE = 2**26  # nodes are summed in chunks if the states of all pieces have more elements
 
 
@@ -61,7 +61,7 @@ class Ragged(NamedTuple):
     pieces: Tensor
     """(pieces, 3), for sums over tokens"""
     ends: Tensor
-    """(graphs + 1,), first piece of each graph, and the number of pieces"""
+    """(graphs + 1,), index of the first piece of each graph, followed by the number of pieces"""
     blocks: Tensor
     """(blocks, 3), pieces of at most `_BLOCK` tokens"""
     block_ends: Tensor
@@ -109,7 +109,7 @@ def ragged(
     Args:
         query, key, value, pairs: see `linear_with_kernel`.
         waves: the kernel.
-        positions: positions of queries and keys, (batch * tokens, l) each.
+        positions: positions of queries and keys, each (batch * tokens, l).
         tokens: tokens of the queries and of the keys.
     """
     if not (value.is_cuda or _interpreted()):
@@ -272,7 +272,7 @@ def _tokens(
     ones: bool = False,
     turns: bool = False,
 ) -> tuple[Any, ...]:
-    """Returns gradients with respect to w, phi, positions and nodes; None for omitted ones."""
+    """Returns the gradients with respect to w, phi, positions and nodes; None if not requested."""
     from molflt.attention.mixing import triton_kernels as kernels
 
     (heads, count, m), axes, blocks = phi.shape, place.shape[1], tokens.blocks

@@ -14,7 +14,7 @@ _TRANSIENT = 2**22  # largest number of elements per piece of the plain form
 
 
 class Pattern(NamedTuple):
-    """Row and column of each entry of a sparse matrix, such as token and mesh point."""
+    """Row and column of each entry of a sparse matrix, such as a token and a mesh point."""
 
     begin: Tensor  # (rows + 1,) int32, start of each row in `places`
     places: Tensor  # (n,) int32, columns; a row may contain a column several times
@@ -60,14 +60,14 @@ def _sparse(pattern: Pattern, weight: Tensor, transposed: bool = False) -> Tenso
 
 
 def spread(weight: Tensor, x: Tensor, pattern: Pattern) -> Tensor:
-    """Returns sum_i w_ip x_i, (columns, c), for x (rows, c) and the weights (n,) of the entries."""
+    """Computes sum_i w_ip x_i with weights (n,) of the entries: x (rows, c) -> (columns, c)."""
     if has_sparse_products(weight):
         return cast(Tensor, _Product.apply(weight, x, pattern, True))
     return _plain(weight, x, pattern.rows(), pattern.places, pattern.size[1])
 
 
 def gather(weight: Tensor, y: Tensor, pattern: Pattern) -> Tensor:
-    """Returns sum_p w_ip y_p, (rows, c), for y (columns, c) and the weights (n,) of the entries."""
+    """Computes sum_p w_ip y_p with weights (n,) of the entries: y (columns, c) -> (rows, c)."""
     if has_sparse_products(weight):
         return cast(Tensor, _Product.apply(weight, y, pattern, False))
     return _plain(weight, y, pattern.places, pattern.rows(), pattern.size[0])
@@ -83,7 +83,7 @@ def _plain(weight: Tensor, x: Tensor, source: Tensor, target: Tensor, size: int)
 
 
 def correlate(x: Tensor, y: Tensor, pattern: Pattern) -> Tensor:
-    """Returns x_i . y_p for each entry, (n,), for x (rows, c) and y (columns, c)."""
+    """Computes x_i . y_p for each entry: x (rows, c), y (columns, c) -> (n,)."""
     if not has_sparse_products(x):
         return (x[pattern.rows()] * y[pattern.places]).sum(dim=-1)
     return cast(Tensor, _Correlate.apply(x, y, pattern))
@@ -92,7 +92,7 @@ def correlate(x: Tensor, y: Tensor, pattern: Pattern) -> Tensor:
 def has_sparse_products(weight: Tensor) -> bool:
     """Returns True if the device of `weight` supports products of sparse and dense matrices.
 
-    Returns False inside `torch.func` transforms, which do not support them.
+    Returns False inside `torch.func` transforms, which do not support these products.
     """
     if in_transform():
         return False
@@ -104,11 +104,11 @@ def _full_precision(x: Tensor) -> torch.autocast:
     return torch.autocast(x.device.type, enabled=False)
 
 
-# The derivatives of each of `spread`, `gather` and `correlate` are the other two.
+# The derivatives of each of `spread`, `gather` and `correlate` are given by the other two.
 
 
 class _Product(Function):
-    """Product of the sparse matrix, or its transpose, and a dense matrix."""
+    """Product of a sparse matrix, or its transpose, and a dense matrix."""
 
     @staticmethod
     def forward(

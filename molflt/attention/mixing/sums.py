@@ -53,7 +53,7 @@ class Sums(NamedTuple):
 
 
 def _stabilize(query: Features, key: Features) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns scaled phi_q and phi_k of a whole sequence, and the log of the factor divided out."""
+    """Returns scaled phi_q and phi_k of a whole sequence, and the logarithm of the divisor."""
     # For each feature, the maximum over the valid keys of the sequence is moved to the queries.
     # Each query then subtracts its maximum over features. Both shifts cancel in the ratio of sums
     # and need no gradients. For positive features, the largest term of a normalizer is exactly 1.
@@ -86,7 +86,7 @@ def _stable_query(query: Features, key_max: Tensor | None) -> tuple[Tensor, Tens
 def _per_token(features: Features) -> tuple[Tensor, Tensor | None]:
     """Divides the features of each token by their largest scale.
 
-    Also returns the logarithm of this scale, -inf for masked tokens; None if the scale is 1.
+    Also returns the logarithm of this scale (-inf for masked tokens), or None if the scale is 1.
     """
     if features.log_scale is None:
         return features.materialize(), None

@@ -1,7 +1,7 @@
-"""Kernelized attention with a positional kernel on a grid, by Toeplitz products.
+"""Kernelized attention with a positional kernel on a grid, computed by Toeplitz products.
 
-NPRF (arXiv:2106.12566), section 3.2: A_ij = phi(q_i) . phi(k_j) c_(j-i), in one dimension and on H
-x W grids, computed by fast Fourier transforms or by blocks of the matrix.
+As in NPRF (arXiv:2106.12566), section 3.2, A_ij = phi(q_i) . phi(k_j) c_(j-i), in one dimension or
+on an H x W grid. Sums are computed with fast Fourier transforms or from blocks of the matrix.
 """
 
 import math
@@ -142,7 +142,7 @@ class _Layout(NamedTuple):
         return torch.fft.rfftn(kernel.roll([1 - k for k in self.key], axes), dim=axes)
 
     def convolve(self, x: Tensor, spectrum: Tensor) -> Tensor:
-        """Multiplies by the Toeplitz matrix: (..., keys) -> (..., queries, padded to full rows)."""
+        """Multiplies by the Toeplitz matrix: (..., keys) -> (..., queries), padded to full rows."""
         axes = tuple(range(-len(self.key), 0))
         extra = math.prod(self.key) - x.shape[-1]
         x = (F.pad(x, (0, extra)) if extra else x).unflatten(-1, self.key)

@@ -97,7 +97,7 @@ def token_kernel(
     width = n + 1 if ONES else n
     tokens = start + tl.arange(0, BLOCK)
     there = tokens < stop
-    row = head * all_tokens + tokens[:, None]  # of outputs
+    row = head * all_tokens + tokens[:, None]  # row of the outputs
     place_inside = there[:, None] & (axis < axes)[None, :]
     place = tl.load(where + tokens[:, None] * axes + axis[None, :], place_inside, 0.0)
     if w is not None:

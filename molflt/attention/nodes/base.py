@@ -1,4 +1,4 @@
-"""Base class of rules that approximate the integral of FLT, eq. 4, by a sum over nodes."""
+"""Base class of rules that approximate the integral in FLT, eq. 4, by a sum over nodes."""
 
 from typing import ClassVar
 
@@ -16,7 +16,7 @@ class Nodes(nn.Module):
 
     paper: ClassVar[str] = ""  #: source of the rule
     random: ClassVar[bool] = False  #: True if nodes are drawn at random
-    normalized = False  #: True if the weights of each shell sum to 1, as `ShellWeights` needs
+    normalized = False  #: True if the weights of each shell sum to 1, as `ShellWeights` requires
     num_nodes: int  #: number of nodes r
     dim: int  #: dimension l of positions
 

@@ -85,7 +85,7 @@ def free_extent(
 
 
 def _largest(x: Tensor, graph: Tensor, graphs: int) -> Tensor:
-    """Returns maxima over the atoms of each graph: (n, 3) -> (graphs, 3); -inf without atoms."""
+    """Returns maxima over the atoms of each graph, -inf without atoms: (n, 3) -> (graphs, 3)."""
     start = x.new_full((graphs, x.shape[1]), -math.inf)
     return start.scatter_reduce(0, graph[:, None].expand_as(x), x, "amax")
 
@@ -95,7 +95,7 @@ def _sorted_rows(cell: Tensor, pbc: Tensor) -> tuple[Tensor, Tensor]:
 
     Also returns a mask (b, 3), True for lattice vectors.
     """
-    cell = _reduced(at_least_float32(cell), pbc)  # skewed cells lose digits in cross products
+    cell = _reduced(at_least_float32(cell), pbc)  # cross products of skewed cells lose digits
     order = (~pbc).to(torch.uint8).argsort(dim=1, stable=True)
     given = cell.gather(1, order[..., None].expand(-1, -1, 3))
     periodic = pbc.gather(1, order)

@@ -1,12 +1,13 @@
-"""Sums over a reciprocal lattice on a mesh, at constant cost per token.
+"""Sums over a reciprocal lattice, computed on a mesh at constant cost per token.
 
 The kernel of a crystal, (1 / V) sum_G g(G) exp(2 pi i G . (r_i - r_j)), needs as many waves per
 token as there are nodes G, whose number grows with the cell. Instead, B-splines spread tokens over
 the points of a mesh, which is convolved with the kernel, and the same splines interpolate the
 result at the tokens, as in smooth particle mesh Ewald sums (Essmann et al., J. Chem. Phys. 103,
 8577 (1995)). Only low frequencies are needed; products with three small matrices of waves replace
-fast Fourier transforms. Shifts, another choice of the cell, and supercells change the result by up
-to the interpolation error; they do not change the result of `reciprocal_nodes`.
+fast Fourier transforms. Shifting all tokens, choosing a different cell, or using a supercell
+changes the result by up to the interpolation error; the result of `reciprocal_nodes` does not
+change.
 """
 
 import math
@@ -20,7 +21,7 @@ from molflt.attention.nodes.reciprocal import _TAPERS
 from molflt.attention.numerics import distances, sinc
 
 OVERSAMPLING = {4: 1.25, 5: 1.25, 6: 2.0, 8: 2.0}
-"""Points per half of the shortest wavelength, for each spline order.
+"""Number of mesh points per half of the shortest wavelength, for each spline order.
 
 For these orders, relative errors of kernelized attention with the positive taper are at most 3e-3,
 6e-4, 6e-6 and 2e-7. Errors of gradients with respect to positions are up to ten times as large."""

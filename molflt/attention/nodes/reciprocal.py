@@ -42,13 +42,14 @@ def reciprocal_nodes(
     nodes are padded with zeros of weight 0. G and -G form one node with twice the weight; see
     `hermitian`. There are about (2 pi / 3) k^3 V nodes for k = max_frequency.
 
-    At k, where nodes enter and leave, the taper and its first two derivatives are 0. Choices:
+    At frequency k, where nodes appear and disappear when the cell changes, the taper and its first
+    two derivatives are 0. The choices are:
 
     - "step": 1 up to 0.8 k. It does not change a mask without higher frequencies: a Gaussian of
       width w is reproduced to within 1e-6, 1e-7 and 1e-10 of its height for w k = 1, 1.1 and 1.3. A
       sharper mask is smoothed and oscillates below zero, by 6 percent of its height for w k = 0.2.
-    - "positive": Wendland's (1 - x)^4 (1 + 4 x), x = |G| / k, whose transform is also positive. A
-      non-negative mask stays non-negative and is smoothed over about 0.6 / k.
+    - "positive": Wendland's function (1 - x)^4 (1 + 4 x) of x = |G| / k, whose Fourier transform is
+      also positive. A non-negative mask stays non-negative and is smoothed over about 0.6 / k.
 
     Args:
         cell: (b, 3, 3), lattice vectors as rows, in Å; rows of nonperiodic axes are ignored.
@@ -66,7 +67,7 @@ def reciprocal_nodes(
     one_of("taper", taper, _TAPERS)
     lattice, dual, volume = Lattice.of(cell, pbc, extent, reach)
     index, valid = _indices(lattice.detach(), dual.detach(), max_frequency)
-    # Unlike matrix products, these sums do not depend on other graphs in the batch, even bitwise.
+    # Unlike matrix products, these sums are bitwise independent of other graphs in the batch.
     nodes = (index.to(dual.dtype)[..., None] * dual[:, None]).sum(dim=2)
     weights = _TAPERS[taper](distances(nodes) / max_frequency) / volume[:, None]
     weights = torch.where(valid, weights, 0.0)
@@ -100,7 +101,7 @@ def tapered_mask(
 def _half_space_indices(bounds: Tensor) -> tuple[Tensor, Tensor]:
     """Lists integer triples n with |n_i| <= bound_i for each graph, but only one of n and -n.
 
-    Returns the graphs (t,) and the triples (t, 3). (0, 0, 0) is the first triple of each graph.
+    Returns the graphs (t,) and the triples (t, 3). The first triple of each graph is (0, 0, 0).
     """
     sides = 2 * bounds + 1
     # In this order, n and -n are equally far from 0, which is in the middle; take the second half.
@@ -126,7 +127,7 @@ def _unknown_indices(lattice: Tensor, dual: Tensor, max_frequency: float) -> tup
 def _indices(lattice: Tensor, dual: Tensor, max_frequency: float) -> tuple[Tensor, Tensor]:
     """Finds the integer triples n of each graph with |n . dual| < max_frequency.
 
-    Returns the triples, padded with zeros, (b, r, 3), and a mask (b, r), False at padding.
+    Returns the triples (b, r, 3), padded with zeros, and a mask (b, r) that is False at padding.
     """
     lattice, dual = lattice.double(), dual.double()
     bounds = (max_frequency * lattice.norm(dim=-1)).floor()  # n_i = G . a_i

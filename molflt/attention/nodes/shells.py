@@ -16,7 +16,8 @@ from molflt.attention.spectra import Spectrum
 # Degrees of Lebedev's rules. Degrees 13, 25 and 27 are omitted: some of their weights are negative,
 # which could give a positive mask negative parts.
 _DEGREES = (3, 5, 7, 9, 11, 15, 17, 19, 21, 23, 29, 31, *range(35, 132, 6))
-# On the CPU for every default device, because modules on "meta" share the cached rules.
+# Always on the CPU, regardless of the default device, because modules on "meta" share the cached
+# rules.
 _DOUBLE: dict[str, Any] = {"dtype": torch.float64, "device": "cpu"}
 
 
@@ -62,9 +63,9 @@ class ShellNodes(Nodes):
 
     Args:
         diameter: largest distance |z| at which the mask must be accurate, in units of length.
-        max_frequency: end of the spectrum, in cycles per unit of length.
-        num_shells: number of shells without the origin. The default, 2 diameter max_frequency,
-            keeps periodic copies away from masks of any width.
+        max_frequency: upper end of the spectrum, in cycles per unit of length.
+        num_shells: number of shells, not counting the origin. The default, 2 diameter
+            max_frequency, keeps periodic copies away from masks of any width.
         dim: dimension l, 1 to 3.
         radial: "trapezoid", radii j k / n with k = max_frequency; "midpoint", radii (j - 1/2) k /
             n; "gauss", Gauss-Legendre on [0, k]. "trapezoid" and "midpoint" are not supported in
@@ -98,7 +99,7 @@ class ShellNodes(Nodes):
     ) -> None:
         super().__init__()
         positive(diameter=diameter, max_frequency=max_frequency)
-        if num_shells is None:  # the trapezoid rule repeats a mask at distance number / frequency
+        if num_shells is None:  # the trapezoid rule repeats masks at the distance n / k
             num_shells = math.ceil(2 * diameter * max_frequency)
         at_least_one(num_shells=num_shells)
         if degrees is not None and len(degrees) != num_shells:
@@ -140,7 +141,7 @@ class ShellNodes(Nodes):
 def shells(
     max_frequency: float, count: int, dim: int = 3, radial: str | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Returns the radii k and measures S_l k^(l-1) dk of `ShellNodes`, each float64 (count,)."""
+    """Returns the radii k and measures S_l k^(l-1) dk of `ShellNodes`, as float64 (count,)."""
     if dim not in (1, 2, 3):
         raise ValueError(f"dim must be 1, 2 or 3; got {dim}; use 'sobol' nodes in more dimensions")
     radial = radial or ("gauss" if dim == 2 else "trapezoid")

@@ -25,10 +25,10 @@ def suggest_nodes(
     """Finds a small shell rule for the masks of a molecule or cluster by measuring errors.
 
     Returns `nodes` and their `error`, the root-mean-square error of f(z) = exp(-|z|^2 / 2 width^2)
-    for pairs of points distributed uniformly in a ball. The search varies the radii and their upper
-    end, and then raises the degree of one shell at a time. Wider Gaussians need more closely spaced
-    shells; for a Gaussian basis, pass both the smallest and the largest width. The table lists the
-    number of nodes and, in parentheses, the error for a single width:
+    for pairs of points distributed uniformly in a ball. The search varies the number of radii and
+    the maximum frequency, and then raises the degree of one shell at a time. Wider Gaussians need
+    more closely spaced shells; for a Gaussian basis, pass both the smallest and the largest width.
+    The table lists the number of nodes and, in parentheses, the error for a single width:
 
     | diameter / width | tol = 0.03 | 0.01 | 0.003 | 0.001 |
     |---|---|---|---|---|
@@ -42,8 +42,8 @@ def suggest_nodes(
         width: standard deviation of the narrowest Gaussian of the mask, in units of length.
         widest: standard deviation of the widest Gaussian; by default `width`.
         tol: largest root-mean-square error of a mask with f(0) = 1; at least 1e-6, and at most half
-            the root mean square of the mask itself. This limit excludes narrow masks in a large
-            ball.
+            the root mean square of the mask itself. The latter limit excludes narrow masks in a
+            large ball.
     """
     widest = width if widest is None else widest
     positive(radius=radius, width=width, widest=widest)
@@ -85,9 +85,9 @@ class _Pruned(NamedTuple):
 def _ball_pairs(ratio: float) -> tuple[Tensor, Tensor]:
     """Returns a quadrature rule for the distances between random points in a ball.
 
-    Distances, in units of the width, and weights are (n,). `ratio` is diameter / width.
+    Returns distances (n,), in units of the width, and weights (n,). `ratio` is diameter / width.
     """
-    share, weights = torch.tensor(gauss_rule(24), dtype=torch.float64)  # as shares of the diameter
+    share, weights = torch.tensor(gauss_rule(24), dtype=torch.float64)  # fractions of the diameter
     density = 24 * share**2 * (1 - 1.5 * share + 0.5 * share**3)
     return ratio * share, density * weights / 2
 
@@ -111,7 +111,7 @@ def _radial_candidates(
             radius, measure = shells(max_frequency, count, 3, radial)
             waves = torch.sinc(2 * distance[:, None] * radius)
             error = measure * _density(radius, widths) @ waves.T - exact
-            if (error.square() @ share).max().sqrt() < 0.8 * tol:  # leaves error for directions
+            if (error.square() @ share).max().sqrt() < 0.8 * tol:  # the rest is for directions
                 guess = (2 * math.pi * 0.7 * radius * ratio + 3).square().sum().item()
                 found.append((guess, max_frequency, count, radial))
     return [rule[1:] for rule in sorted(found)[:12]]

@@ -42,13 +42,13 @@ def known_options(name: str, **options: object) -> dict[str, object]:
 def make_position(
     name: str, heads: int, head_dim: int, *, mixing: str = "linear", **options: object
 ) -> Position | None:
-    """Builds an encoding for attention with these sizes; returns None for "none".
+    """Builds an encoding for attention with the given sizes; returns None for "none".
 
     Args:
         name: key of `POSITIONS`, or "none".
         heads: number of heads.
         head_dim: width d of queries and keys per head.
-        mixing: mixing of the attention that uses the encoding.
+        mixing: value of `mixing` in the attention that uses the encoding.
         options: further arguments of the constructor of the encoding.
     """
     if name == "none":

@@ -1,4 +1,4 @@
-"""Exact bias of 3D-Graphormer: a network of Gaussian functions of the distance."""
+"""Exact bias of 3D-Graphormer: a network applied to Gaussian functions of the distance."""
 
 import math
 
@@ -70,5 +70,5 @@ class GaussianBias(Position):
         return out.movedim(-1, 1)
 
     def radial_profile(self, distances: Tensor) -> Tensor:
-        """Returns f at distances (n,), in units of length, for plots; the shape is (heads, n)."""
+        """Computes f at distances, in units of length, for plots: (n,) -> (heads, n)."""
         return self.bias(distances[None, :, None])[0]

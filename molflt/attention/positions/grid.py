@@ -97,8 +97,8 @@ class BucketedPosition(Position):
 
     See T5 (arXiv:1910.10683), section 2.1. In each direction, half of the buckets contain one
     distance each, and the other half contain distances up to `max_distance` on a logarithmic scale.
-    The last bucket also contains all larger distances. Positions are the same as for
-    `ToeplitzPosition`, without a maximum length.
+    The last bucket also contains all larger distances. Positions have the same format as for
+    `ToeplitzPosition`, but their range is not limited.
 
     Args:
         num_buckets: total number of buckets for both directions.
@@ -164,14 +164,14 @@ class BucketedPosition(Position):
 
 
 class LowRankPosition(ToeplitzPosition):
-    """Factors of a learnable Toeplitz mask N_ij = b_(j-i), appended to queries and keys.
+    """Factors of a learnable Toeplitz mask N_ij = b_(j-i), prepended to queries and keys.
 
     This is the Factor-Performer of FLT (arXiv:2302.01925), section 4.2.1. N is multiplied by random
     vectors, and an orthonormal basis Q of the products gives N ~= Q (Q^T N) (Halko et al.,
-    arXiv:0909.4061, algorithms 4.1 and 4.4). Products with N are Toeplitz products by FFT, O(L r
-    log L), computed once for all sequences. The paper's variant could not be trained because of
-    Gram-Schmidt orthogonalization. The Householder reflections used here yield a basis even for
-    masks of rank below r.
+    arXiv:0909.4061, algorithms 4.1 and 4.4). Products with N are computed by FFT in O(L r log L),
+    once for all sequences. The paper's variant could not be trained because of Gram-Schmidt
+    orthogonalization. The Householder reflections used here yield a basis even for masks of rank
+    below r.
 
     Q is treated as a constant in each evaluation. The gradient is computed for Q Q^T N with the
     current Q, which is linear in N and finite for every mask; for r = L, it is the gradient of N
@@ -183,7 +183,7 @@ class LowRankPosition(ToeplitzPosition):
 
     Args:
         max_tokens: L; positions, including those of padding, are integers in [0, L).
-        rank: number of appended columns r, at most L.
+        rank: number of prepended columns r, at most L.
         std: standard deviation of the initial b.
     """
 
@@ -242,7 +242,7 @@ class LowRankPosition(ToeplitzPosition):
         self.probe.copy_(drawn)
 
     def _rows(self, factor: Tensor, positions: Tensor) -> Tensor:
-        """Looks up the rows at positions (batch, n, 1) in (heads, L, r): (batch, heads, n, r)."""
+        """Looks up rows of (heads, L, r) by position: (batch, n, 1) -> (batch, heads, n, r)."""
         self.check_range(positions, self.shape[0], integers=True)
         index = positions[..., 0].long().clamp(0, self.shape[0] - 1)
         rows = F.embedding(index, factor.transpose(0, 1).flatten(1))

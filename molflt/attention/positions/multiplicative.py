@@ -25,15 +25,15 @@ class MultiplicativePosition(SpectralPosition):
 
     The kernel is h(z) = background + f(z), with f and its Fourier factors from `SpectralPosition`.
     Attention depends only on differences of positions, for any feature map. The kernel of cosFormer
-    is a special case with r = 1. h can become negative through learning or through ripples from few
-    nodes; see `Attention.sums` and `floor`.
+    is a special case with r = 1. The kernel can become negative through learning, or through
+    ripples if there are few nodes; see `Attention.sums` and `floor`.
 
     Args:
         spectrum: family of f.
         nodes: rule that samples the Fourier transform of f.
-        background: kernel between distant tokens. With 1, the kernel is initially almost the same
-            for all pairs. Use 0 for periodic crystals, where the sum of a constant over pairs would
-            grow with the cell.
+        background: value of the kernel between distant tokens. With 1, the kernel is initially
+            almost the same for all pairs. Use 0 for periodic crystals, where the sum of a constant
+            over pairs would grow with the cell.
     """
 
     positive = 1e-9  # lower bound of h before softmax attention takes its logarithm
@@ -111,7 +111,7 @@ class MultiplicativePosition(SpectralPosition):
     def on_mesh(
         self, positions: Tensor, mask: Tensor, lattice: Lattice, max_frequency: float, order: int
     ) -> MeshKernel:
-        """Builds h on one mesh per graph.
+        """Builds the kernel h on one mesh per graph.
 
         Up to the interpolation error, the result equals h at `reciprocal_nodes`. Positions (batch,
         tokens, 3) are in Å, `max_frequency` is in cycles/Å, and the mask is True where a token
@@ -151,7 +151,7 @@ class NearField(nn.Module):
 
     Args:
         spectrum: family of f; only its exact mask is used.
-        cutoff: largest distance, in units of length (Å).
+        cutoff: largest distance of near pairs, in units of length (Å).
         exact: use the weights of softmax for near pairs; see above. Intended for feature maps that
             estimate exp(q . k).
     """
@@ -171,7 +171,7 @@ class NearField(nn.Module):
     def forward(self, pairs: Pairs, vector: Tensor, far: Tensor) -> Pairs:
         """Returns `pairs` with the corrections as weights.
 
-        `vector` is r_j - r_i, (pairs, l), and `far` is h_far, (heads, pairs).
+        `vector` (pairs, l) is r_j - r_i, and `far` (heads, pairs) is h_far.
         """
         with torch.autocast(vector.device.type, enabled=False):
             vector = at_least_float32(vector)

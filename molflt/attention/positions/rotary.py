@@ -1,4 +1,4 @@
-"""Positional encodings from angles proportional to positions: rotary and cosFormer's."""
+"""Encodings based on angles proportional to position: rotary encoding and cosFormer's."""
 
 import functools
 import math

@@ -28,7 +28,7 @@ class GraphNodes(NamedTuple):
 
 
 class SpectralPosition(Position):
-    """FLT: mask learned through its Fourier transform g, which is sampled at r nodes.
+    """FLT's mask, learned through its Fourier transform g, which is sampled at r nodes.
 
     f(r_i - r_j) ~= sum_s c_s Re[g(xi_s) exp(2 pi i xi_s . (r_i - r_j))] = N1_i . N2_j, where the
     factors have 2r columns (FLT, arXiv:2302.01925, eqs. 4-5). A real g gives an even mask, and a
@@ -81,8 +81,8 @@ class SpectralPosition(Position):
             num_nodes: number of nodes r of random rules, 16 by default; not supported by shells.
             nodes: key of `NODES`. The default depends on the spectrum: "density" for a kernel,
                 "shells" for "shell_weights", and otherwise "gaussian".
-            sampled: False for a position without nodes: for softmax, which uses the exact mask, and
-                if the nodes of a reciprocal lattice come with each batch.
+            sampled: False builds a position without nodes: for softmax, which uses the exact mask,
+                or for reciprocal lattices, whose nodes come with each batch.
             options: further arguments of the class and of the spectrum, and arguments of the nodes
                 with the prefix `node_`, such as `node_sigma`.
         """
@@ -228,9 +228,10 @@ def _made(part: type[_T], options: dict[str, object], prefix: str = "", **fixed:
 class FrequencyProjection(nn.Module):
     """Random projection of Fourier factors; its rows are functions of the frequency.
 
-    The number of nodes of a reciprocal lattice differs between graphs, their order depends on the
-    choice of the cell, and each node represents xi and -xi. The normal variables that multiply the
-    cos and sin columns of a node are therefore computed from its frequency:
+    The number of nodes of a reciprocal lattice differs between graphs, the order of the nodes
+    depends on the choice of the cell, and each node represents both xi and -xi. The normal
+    variables that multiply the cos and sin columns of a node are therefore computed from its
+    frequency:
 
         eta(xi) = Phi^-1(frac(u . xi + (v . xi)(w . xi) + b)),
         (eta(xi) + eta(-xi)) / sqrt(2) for cos,  (eta(xi) - eta(-xi)) / sqrt(2) for sin.

@@ -109,8 +109,8 @@ class _StochasticPosition(Position):
             if self.gate is None:
                 out = code(full)
             else:
-                # With the logarithm of the sigmoid, the gradient of its root stays finite if it
-                # saturates.
+                # Using the logarithm of the sigmoid keeps the gradient of its square root finite if
+                # the sigmoid saturates.
                 gate = self.gate.to(full.dtype)[:, None]  # [h, 1, d]
                 shared = (0.5 * F.logsigmoid(gate)).exp()
                 dependent = (0.5 * F.logsigmoid(-gate)).exp()
@@ -123,9 +123,9 @@ class SineSPE(_StochasticPosition):
 
     This is "sineSPE" of arXiv:2105.08399. Qbar has the phases theta_dk, and Kbar has zero phases.
     Each frequency is max_frequency times the sigmoid of a parameter and is initially low. Each
-    lambda is the softplus of a parameter. Initially, it is the same for all sines, with sum_k
-    lambda^2 = 1; the authors' code uses random values. Positions may be any real numbers. The cost
-    is O(N d K R) operations.
+    lambda is the softplus of a parameter. Initially, all lambda are equal, with sum_k lambda^2 = 1;
+    the authors' code uses random values. Positions may be any real numbers. The cost is O(N d K R)
+    operations.
 
     Args:
         head_dim: width d of queries and keys.
@@ -281,5 +281,5 @@ def _wave(
 
 
 def _product(code: Tensor, x: Tensor) -> Tensor:
-    """Returns sum_d x_id Qbar_d(i, r), (b, h, n, R), for x (b, h, n, d) and Qbar (h, d, n, R)."""
+    """Computes sum_d x_id Qbar_d(i, r): x (b, h, n, d), Qbar (h, d, n, R) -> (b, h, n, R)."""
     return torch.einsum("bhnd,hdnr->bhnr", x, code.to(x.dtype))

@@ -54,7 +54,7 @@ class Spectrum(nn.Module):
 
 
 def _log_spaced(name: str, bounds: tuple[float, float], count: int) -> Tensor:
-    """Returns the logarithms of `count` numbers, evenly spaced between those of the bounds."""
+    """Returns `count` evenly spaced numbers between the logarithms of the bounds."""
     low, high = bounds
     if not 0 < low <= high:
         raise ValueError(f"{name} must be two positive numbers, smallest first; got {bounds}")

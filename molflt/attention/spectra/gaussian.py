@@ -25,10 +25,10 @@ class GaussianBasis(Spectrum):
         dim: dimension l of positions.
         width_range: smallest and largest initial width sigma_t; the widths are evenly spaced on a
             logarithmic scale.
-        amplitude: standard deviation of the initial a_ht, or their typical size if `positive`.
-        positive: learn the logarithms of a_ht. f is then positive everywhere. It can serve as a
-            multiplicative kernel (`MultiplicativePosition`) and can be summed over the images of a
-            crystal.
+        amplitude: standard deviation of the initial a_ht, or their typical value if `positive`.
+        positive: learn the logarithms of a_ht. The mask is then positive everywhere; it can serve
+            as a multiplicative kernel (`MultiplicativePosition`) and can be summed over the images
+            of a crystal.
     """
 
     paper: ClassVar[str] = "2302.01925, app. B.3"
@@ -79,15 +79,15 @@ class GaussianMixture(Spectrum):
 
     In FLT (arXiv:2302.01925, eq. 6), each head has T (2 + l) parameters, and b_t = 0. This g is
     real but not even. Its mask is even: waves of frequency mu_t in Gaussian envelopes of width 1 /
-    (2 pi sigma_t). `asymmetric`, an extension of the paper, adds the odd part of the mask.
+    (2 pi sigma_t). With `asymmetric`, an extension of the paper, the mask also has an odd part.
 
     Args:
         num_gaussians: number of Gaussians T; 25 in the paper's image experiments.
         dim: dimension l of positions.
         width_range: smallest and largest initial width of an envelope, 1 / (2 pi sigma_t), in units
             of length; the widths are evenly spaced on a logarithmic scale.
-        mean_scale: standard deviation of the initial mu_t in units of sigma_t. At 0 the gradient of
-            the odd part vanishes.
+        mean_scale: standard deviation of the initial mu_t in units of sigma_t. At 0, the gradient
+            of the odd part vanishes.
         amplitude: standard deviation of the initial a_t (and b_t).
         asymmetric: learn b_t; w_t is then complex.
     """

@@ -20,9 +20,9 @@ class InversePower(Spectrum):
 
         f(r) = gamma(p/2, x) / (Gamma(p/2) r^p),   1 / r^p = f + Gamma(p/2, x) / (Gamma(p/2) r^p),
 
-    where the last term becomes negligible within a few lengths 1 / a (Ewald, Ann. Phys. 369, 253,
-    1921; Nijboer and De Wette, Physica 23, 309, 1957). The spectrum is fixed and shared by all
-    heads.
+    where the last term is negligible beyond a few multiples of the length 1 / a (Ewald, Ann. Phys.
+    369, 253, 1921; Nijboer and De Wette, Physica 23, 309, 1957). The spectrum is fixed and shared
+    by all heads.
 
     Args:
         power: p, one of 1, 2, 4, 6, which have closed forms.

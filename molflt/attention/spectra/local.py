@@ -21,15 +21,16 @@ _MAX_ORDER = 8
 class SmoothLocal(Spectrum):
     """Piecewise polynomial masks with compact support, whose spectra are powers of sinc functions.
 
-    combine="sum":      f(z) = sum_t a_t prod_j B(z_j / 2 v_t),  g with S_t
-    combine="product":  f(z) = prod_j sum_t w_t B(z_j / 2 v_t),  g with S_t
+    combine="sum":      f(z) = sum_t a_t prod_j B(z_j / 2 v_t)
+    combine="product":  f(z) = prod_j sum_t w_t B(z_j / 2 v_t)
     S_t(xi) = (sin(2 pi v_t xi) / (pi xi))^k / norm_t,  norm_t = M_k(0) (2 v_t)^(k - 1)
 
-    Here B = M_k / M_k(0), where M_k is the centered B-spline of order k with unit knots. B has
-    support |z_j| <= k v_t and degree k - 1, and its first k - 2 derivatives are continuous. This is
-    FLT's eq. 12 with the power on the whole fraction and C = a_t / norm_t; with the power on the
-    sine alone, as printed, g would not be even for even k. "sum" is eq. 10 with footnote 2. With
-    "product", the mask at zero distance is (sum_t w_t)^l, which cannot be negative for even l.
+    g has the same form as f, with S_t(xi_j) in place of B(z_j / 2 v_t). B = M_k / M_k(0), where M_k
+    is the centered B-spline of order k with unit knots. B has support |z_j| <= k v_t and degree k -
+    1, and its first k - 2 derivatives are continuous. This is FLT's eq. 12 with the power on the
+    whole fraction and C = a_t / norm_t; with the power on the sine alone, as printed, g would not
+    be even for even k. "sum" is eq. 10 with footnote 2. With "product", the mask at zero distance
+    is (sum_t w_t)^l, which cannot be negative for even l.
 
     g decays as |xi_j|^-k along each axis, more slowly than any Gaussian. Gaussian nodes therefore
     have infinite variance.
@@ -83,7 +84,7 @@ class SmoothLocal(Spectrum):
         return self._combine(self._profile(distance, self.log_radius.exp())).movedim(-1, 1)
 
     def _profile(self, distance: Tensor, radius: Tensor) -> Tensor:
-        """Computes B(z / 2 v), (..., heads, t, l), from truncated powers with knots at z > 0."""
+        """Computes B(z / 2 v) from truncated powers with knots at z > 0: (..., heads, t, l)."""
         end = 0.5 * self.order - distance / (2 * radius)
         terms = (
             (-1) ** j * math.comb(self.order, j) * (end - j).clamp(min=0) ** (self.order - 1)

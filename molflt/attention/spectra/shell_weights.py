@@ -17,7 +17,7 @@ class ShellWeights(Spectrum):
     dimension. g is a density relative to the measure of the shells, which must be `normalized`.
 
     Args:
-        radii: (shells,), radii k of the `ShellNodes` that sample the spectrum, which have
+        radii: (shells,), radii k of the `ShellNodes` that sample the spectrum; the nodes must have
             `normalized=True`.
         dim: dimension l of positions, 1 or 3.
         amplitude: standard deviation of the initial a_hk, in the unit of the mask.

@@ -99,9 +99,9 @@ class Matern(ShiftInvariant):
     """Matérn kernel of smoothness nu, an isotropic kernel between exp(-|z|) and the Gaussian.
 
     With s = sqrt(2 nu) |z|, K(z) is exp(-s) for nu = 0.5, (1 + s) exp(-s) for 1.5 and (1 + s + s^2
-    / 3) exp(-s) for 2.5. 2 pi u follows a multivariate Student t distribution with 2 nu degrees of
-    freedom. Source: Rasmussen and Williams, Gaussian Processes for Machine Learning (2006), eqs.
-    4.14 to 4.17. See `ShiftInvariant` for the other arguments.
+    / 3) exp(-s) for 2.5. The variable 2 pi u follows a multivariate Student t distribution with 2
+    nu degrees of freedom. Source: Rasmussen and Williams, Gaussian Processes for Machine Learning
+    (2006), eqs. 4.14 to 4.17. See `ShiftInvariant` for the other arguments.
     """
 
     isotropic: ClassVar[bool] = True
