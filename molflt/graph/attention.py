@@ -20,11 +20,11 @@ from molflt.graph.periodic import Open
 class GraphAttention(nn.Module):
     """Attention of each atom to all atoms of its graph, in O(atoms) time, for any PyG model.
 
-    The additive form is FLT (`arXiv:2302.01925 <https://arxiv.org/abs/2302.01925>`_) with random
-    features of the Performer (`arXiv:2009.14794 <https://arxiv.org/abs/2009.14794>`_). The
-    multiplicative position, reciprocal nodes and near field are specific to molflt. The output of a
-    graph does not depend on the rest of the batch, on the order of its atoms or on its position in
-    space. With "reciprocal", it also does not depend on the choice of the cell or of periodic
+    The additive form is FLT (`arXiv:2302.01925 <https://arxiv.org/abs/2302.01925>`_) with the
+    random features of the Performer (`arXiv:2009.14794 <https://arxiv.org/abs/2009.14794>`_). The
+    multiplicative position, reciprocal nodes and near field are specific to molflt. The output for
+    a graph does not depend on the rest of the batch, on the order of its atoms or on its position
+    in space. With "reciprocal", it also does not depend on the choice of the cell or of periodic
     images.
 
     Args:
@@ -32,9 +32,9 @@ class GraphAttention(nn.Module):
         heads: number of heads.
         position: "spectral" (FLT's mask), "multiplicative" (a kernel) or "none" (a Performer
             without positions).
-        periodic: "none" ignores boundaries; "images", "reciprocal", "mesh" and "auto" are periodic.
-            With None, periodic structures are rejected. Without tags, "images" uses images of all
-            atoms, along all periodic axes.
+        periodic: "none" ignores periodicity; "images", "reciprocal", "mesh" and "auto" account for
+            it. With None, periodic structures are rejected. The layer does not receive tags;
+            "images" therefore uses images of all atoms along all periodic axes.
         position_options, image_cutoff, max_frequency: see `EnergyRegressor`.
         mesh_order, near_field, near_exact: see `EnergyRegressor`.
         mixing, feature_map, num_features: see `EnergyRegressor`.
@@ -111,11 +111,12 @@ class GraphAttention(nn.Module):
 
         Args:
             x: (atoms, dim).
-            pos: (atoms, 3), Å; not needed with `position="none"`.
+            pos: (atoms, 3), in Å; not needed with `position="none"`.
             batch: (atoms,), graph of each atom, ascending; None for a single graph.
-            cell: (graphs, 3, 3) or (3, 3), lattice vectors in rows, Å.
-            pbc: (graphs, 3) or (3,) bool, periodic axes; by default all if a cell is given.
-            batch_size: number of graphs, needed if the last graphs may be empty.
+            cell: (graphs, 3, 3) or (3, 3), lattice vectors as rows, in Å.
+            pbc: (graphs, 3) or (3,) bool, True for periodic axes; by default, all axes are periodic
+                if a cell is given.
+            batch_size: number of graphs; required if the last graphs may be empty.
         """
         if torch.jit.is_tracing():
             raise ValueError(

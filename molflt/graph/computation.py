@@ -40,7 +40,7 @@ _SIZES = {
 
 
 class EnergyInputs(NamedTuple):
-    """Arguments of `EnergyComputation`, in order; lengths are in Å, frequencies in cycles/Å.
+    """Arguments of `EnergyComputation`, in order; lengths are in Å and frequencies in cycles/Å.
 
     Graphs are padded to the size of the largest graph; use batches with graphs of similar size.
     """
@@ -48,11 +48,11 @@ class EnergyInputs(NamedTuple):
     numbers: Tensor
     """(atoms,) int64, atomic numbers of the atoms that are inputs of the model"""
     tags: Tensor
-    """(atoms,) int64, 0 subsurface, 1 surface, 2 adsorbate"""
+    """(atoms,) int64, 0 for subsurface, 1 for surface and 2 for adsorbate atoms"""
     places: Tensor
     """(atoms,) int64, index of each atom into the flattened `mask`"""
     references: Tensor
-    """(graphs,) float64, eV, element energies that are added to the output"""
+    """(graphs,) float64, sums of element energies, in eV, which are added to the output"""
     mask: Tensor
     """(graphs, width) bool, True where an atom exists"""
     positions: Tensor
@@ -60,7 +60,7 @@ class EnergyInputs(NamedTuple):
     nodes: Tensor
     """(graphs, nodes, 3), nodes of the reciprocal lattice; zeros for models without nodes"""
     node_weights: Tensor
-    """(graphs, nodes), Å^-3; 0 for padding"""
+    """(graphs, nodes), in Å^-3; 0 for padding"""
     pair_graphs: Tensor
     """(pairs,) int64, graphs of near-field pairs; pairs of an atom with itself come first"""
     pair_queries: Tensor
@@ -69,7 +69,7 @@ class EnergyInputs(NamedTuple):
     pair_vectors: Tensor
     """(pairs, 3), from query to key"""
     edge_centers: Tensor
-    """(edges,) int64, atoms, as in `edge_neighbors`; pairs for the embedding and the readout"""
+    """(edges,) int64, atom indices, as in `edge_neighbors`, for the embedding and the readout"""
     edge_neighbors: Tensor
     edge_vectors: Tensor
     """(edges, 3), from center to neighbor"""
@@ -113,11 +113,11 @@ class EnergyInputs(NamedTuple):
 
 
 class EnergyComputation(nn.Module):
-    """Computes energies (graphs,), float64, in eV, from `EnergyInputs` without inspecting values.
+    """Computes the energies of graphs from `EnergyInputs` without inspecting values.
 
     Attention has one form for all sizes. With a near field or reciprocal nodes, this is the N x N
-    matrix of each graph, O(width^2), which is faster for up to a few thousand atoms. Otherwise it
-    is the linear form. Both give the same sums as the model itself, which is copied.
+    matrix of each graph, in O(width^2), which is faster for up to a few thousand atoms; otherwise,
+    it is the linear form. Both forms give the same sums as the model itself, which is copied.
     """
 
     def __init__(self, model: EnergyRegressor) -> None:
@@ -130,7 +130,7 @@ class EnergyComputation(nn.Module):
                 layer.mixing = mixing
 
     def forward(self, *inputs: Tensor) -> Tensor:
-        """Computes energies (graphs,) from the fields of `EnergyInputs`, in order."""
+        """Computes float64 energies (graphs,), in eV, from the ordered fields of `EnergyInputs`."""
         given, model = EnergyInputs(*inputs), self.model
         mask = given.mask
         dense = DenseAtoms(mask, given.positions, mask, given.positions)
@@ -168,8 +168,8 @@ class EnergyComputation(nn.Module):
 def export_energies(model: EnergyRegressor, batch: "Data") -> "ExportedProgram":
     """Exports an `EnergyComputation` with `torch.export`, for any number of atoms and graphs.
 
-    `batch` is an example with at least two graphs of at least two atoms. `.module()` of the program
-    maps `EnergyInputs` of any batch to energies in eV.
+    `batch` is an example with at least two graphs of at least two atoms. The `.module()` of the
+    exported program maps the `EnergyInputs` of any batch to energies in eV.
     """
     from torch.export import Dim, export
 
@@ -208,9 +208,9 @@ def _check(model: nn.Module) -> None:
 
 
 def compile_energies(model: EnergyRegressor, path: Path) -> Path:
-    """Compiles the `EnergyComputation` of a model for this processor and returns the .pt2 file.
+    """Compiles the `EnergyComputation` of a model for this processor; returns the .pt2 file's path.
 
-    Compiling takes minutes.
+    Compilation takes minutes.
     """
     from torch._inductor import aoti_compile_and_package
 
@@ -219,7 +219,7 @@ def compile_energies(model: EnergyRegressor, path: Path) -> Path:
 
 
 class CompiledEnergies(nn.Module):
-    """Computes energies of a regressor with compiled machine code.
+    """Computes the energies of a regressor with compiled machine code.
 
     Args:
         model: regressor that was compiled; it prepares batches.
@@ -238,7 +238,7 @@ class CompiledEnergies(nn.Module):
         self.element_energies = model.element_energies
 
     def forward(self, batch: "Data") -> Mapping[str, Tensor]:
-        """Computes energies (graphs,), float64, in eV, as `EnergyRegressor.forward` does.
+        """Computes float64 energies (graphs,), in eV, like `EnergyRegressor.forward`.
 
         Use batches with graphs of similar size, because graphs are padded to the size of the
         largest graph. If a graph is too large for an N x N matrix, the model itself computes the

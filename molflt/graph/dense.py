@@ -30,7 +30,7 @@ class DenseAtoms(NamedTuple):
 
     @property
     def keys(self) -> Keys:
-        """Arguments of attention that describe the keys."""
+        """Keyword arguments of attention layers that describe the keys."""
         # a literal, because Dynamo cannot trace the call `Keys(...)`
         return {
             "key_mask": self.key_mask,
@@ -43,9 +43,9 @@ class DenseAtoms(NamedTuple):
         """Centers and pads the atoms, which are also the keys.
 
         With `lattice`, atoms are centered only perpendicular to all periodic lattice vectors. Along
-        these vectors, the mean depends on the choice of the cell and of images, and features of the
-        additive encoding depend on the position of a crystal. Features of the multiplicative
-        encoding do not.
+        these vectors, the mean would depend on the choice of the cell and of images. As a
+        consequence, features of the additive encoding depend on the position of a crystal; features
+        of the multiplicative encoding do not.
         """
         mask = atom_mask(geometry)
         centred = geometry.pos - _centres(geometry, lattice)[geometry.batch]

@@ -55,11 +55,11 @@ def _valence(number: int) -> tuple[int, int, int, int]:
 
 
 def descriptors() -> Tensor:
-    """Returns a table (119, 8), float32, of element descriptors; rows are atomic numbers.
+    """Returns a float32 table (119, 8) of element descriptors; row indices are atomic numbers.
 
-    Every column has mean 0 and standard deviation 1 over the elements with all descriptors. The
-    rows of number 0 and of elements without known bonds (helium, neon, argon, and elements from 104
-    on) are NaN.
+    Every column has mean 0 and standard deviation 1 over the elements for which all descriptors are
+    known. The rows of number 0 and of elements without known bonds (helium, neon, argon, and
+    elements from 104 on) are NaN.
 
     Sources: covalent radii from Cordero et al., doi:10.1039/b801115j, as in ASE;
     electronegativities on Pauling's scale from the CRC Handbook of Chemistry and Physics.

@@ -1,4 +1,4 @@
-"""Relative encoding of the atoms of a batch: mask or kernel, periodicity, near field."""
+"""Relative encoding of the atoms of a batch: mask or kernel, periodicity, and near field."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -190,7 +190,7 @@ class GraphEncoding(nn.Module):
         return SizeClass.of(geometry, dense, encoding)
 
     def _found(self, geometry: Geometry, neighbors: Neighbors | None = None) -> _Found:
-        """Finds neighbors and nodes of the whole batch, so error messages refer to its graphs."""
+        """Finds neighbors and nodes of the whole batch at once; errors then refer to its graphs."""
         alone, near = self.periodic.without_nodes(geometry), self.near_field
         large = self.periodic.on_mesh(geometry)
         nodes = self.periodic.nodes(geometry, self.position, large if alone is None else alone)
@@ -271,10 +271,10 @@ class GraphEncoding(nn.Module):
 
     @torch.no_grad()
     def radial_profile(self, distance: Tensor) -> Tensor:
-        """Returns the contribution of distance to the logit of a pair, f or log h, for plots.
+        """Computes the contribution of the distance to the logit of a pair, f or log h, for plots.
 
-        Maps distances (n,), in Å, to (heads, n). Only one periodic image is included. If nodes
-        sample the mask, the exact mask is used instead.
+        Maps distances (n,), in Å, to contributions (heads, n). Only one periodic image is included.
+        If nodes sample the mask, the exact mask is used instead.
         """
         if not isinstance(self.position, MultiplicativePosition):
             return self.position.radial_profile(distance)

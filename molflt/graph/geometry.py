@@ -19,19 +19,19 @@ class Geometry(NamedTuple):
     """Atoms of a batch of graphs; `Geometry.of` accepts tensors in several forms."""
 
     pos: Tensor
-    """(atoms, 3), Å"""
+    """(atoms, 3), in Å"""
     batch: Tensor
     """(atoms,), graph of each atom, ascending"""
     ptr: Tensor
     """(graphs + 1,), index of the first atom of each graph, followed by the number of atoms"""
     cell: Tensor
-    """(graphs, 3, 3), Å, lattice vectors in rows; 0 along axes that are not periodic"""
+    """(graphs, 3, 3), lattice vectors as rows, in Å; 0 along axes that are not periodic"""
     pbc: Tensor
     """(graphs, 3) bool, True for periodic axes"""
     tags: Tensor | None = None
     """(atoms,), `molflt.atoms.Tag`"""
     charge: Tensor | None = None
-    """(graphs,), e, total charge of each graph; None if all are neutral"""
+    """(graphs,), total charge of each graph, in units of e; None if all are neutral"""
 
     @classmethod
     def of(
@@ -47,7 +47,7 @@ class Geometry(NamedTuple):
     ) -> "Geometry":
         """Builds and checks a geometry from the tensors that `GraphAttention.forward` takes.
 
-        `graphs` is the number of graphs, which is needed if the last graphs may be empty. `atoms`
+        `graphs` is the number of graphs, which is required if the last graphs may be empty. `atoms`
         is the number of atoms, if known. Rows of the cell along nonperiodic axes are ignored.
         """
         tensors(pos=pos, batch=batch, cell=cell, pbc=pbc, tags=tags)
@@ -109,7 +109,7 @@ class Geometry(NamedTuple):
         return self.ptr.shape[0] - 1
 
     def select(self, graphs: Tensor) -> tuple["Geometry", Tensor]:
-        """Returns the graphs with indices (n,), and the indices of their atoms in this batch."""
+        """Returns the graphs with the given indices (n,), and the batch indices of their atoms."""
         counts = self.ptr.diff()[graphs]
         ends = counts.cumsum(0)
         batch = torch.arange(len(graphs), device=graphs.device).repeat_interleave(counts)
@@ -127,7 +127,7 @@ class Geometry(NamedTuple):
         return found, atoms
 
     def above_subsurface(self) -> Tensor:
-        """Returns a mask (atoms,), True for atoms with tag > 0 and in graphs without such atoms."""
+        """Selects atoms with tag > 0, and all atoms of graphs without such atoms: mask (atoms,)."""
         if self.tags is None:
             raise ValueError("tags, (atoms,), are needed; got None; set 0 where unknown")
         above = self.tags > Tag.SUBSURFACE.value  # in a form that compilers support
@@ -140,7 +140,7 @@ class Geometry(NamedTuple):
 
 
 def _sum_by(x: Tensor, index: Tensor, size: int) -> Tensor:
-    """Sums the rows of `x`, (n, ...), that have equal `index`, (n,); returns (size, ...)."""
+    """Sums the rows of `x` with the same `index` (n,): (n, ...) -> (size, ...)."""
     return x.new_zeros(size, *x.shape[1:]).index_add(0, index, x)
 
 
@@ -164,7 +164,7 @@ def _points(pos: Tensor | None, atoms: int | None) -> Tensor:
 
 
 def _in_order(batch: Tensor, atoms: Tensor, graphs: int | None) -> Tensor:
-    """Checks `batch`, (atoms,), and returns it as int64; `atoms` has one row for each atom."""
+    """Checks the indices `batch` (atoms,) and casts them to int64; `atoms` has a row per atom."""
     if batch.device != atoms.device or batch.shape != atoms.shape[:1]:
         raise ValueError(
             f"batch must have shape ({len(atoms)},), the graph of each atom, on {atoms.device}; "

@@ -59,7 +59,7 @@ class ElementEmbedding(nn.Embedding):
             nn.init.zeros_(self.weight)
 
     def forward(self, numbers: Tensor) -> Tensor:
-        """Returns vectors of elements; raises ValueError for elements without descriptors."""
+        """Returns the vectors of elements; raises ValueError for elements without descriptors."""
         if not self.described:
             return super().forward(numbers)
         if at_hand(numbers):
@@ -81,14 +81,14 @@ class ElementEmbedding(nn.Embedding):
 
 
 def by_contact(model: nn.Module) -> tuple[bool, bool]:
-    """Returns flags (slab, adsorbate), True if such atoms count by contact in every readout."""
+    """Returns flags for slab and adsorbate atoms, True if they count by contact in all readouts."""
     found = [part.by_contact for part in model.modules() if isinstance(part, EnergyReadout)]
     slab, adsorbate = torch.stack(found).all(dim=0).tolist() if found else (False, False)
     return slab, adsorbate
 
 
 def undescribed(model: nn.Module) -> frozenset[int]:
-    """Returns the atomic numbers for which a model, or one of its members, lacks descriptors."""
+    """Returns the atomic numbers without descriptors in a model or in one of its members."""
     missing: set[int] = set()
     for part in model.modules():
         if isinstance(part, ElementEmbedding) and part.described:
@@ -99,12 +99,12 @@ def undescribed(model: nn.Module) -> frozenset[int]:
 class AtomEmbedding(nn.Module):
     """Embedding of atoms before attention: element, tag and, optionally, neighborhood.
 
-    The radial summary, sum_j W b(|r_ij|) * u(Z_j), contains the elements and distances of
-    neighbors. Layers of messages add directions; see `molflt.graph.messages.EquivariantMessages`.
+    The radial summary, sum_j W b(|r_ij|) * u(Z_j), encodes the elements and distances of neighbors.
+    Layers of messages add directions; see `molflt.graph.messages.EquivariantMessages`.
 
     Args:
-        num_basis: size of the radial basis b; 0 omits the summary.
-        cutoff: radius of the neighborhood, Å.
+        num_basis: size of the radial basis b; with 0, the summary is omitted.
+        cutoff: radius of the neighborhood, in Å.
         descriptors, messages, message_pairs: see `EnergyRegressor`.
     """
 
@@ -164,8 +164,8 @@ class EnergyReadout(nn.Module):
 
         c_i = 1 - prod_j (1 - s(d_ij)),
 
-    where s falls from 1 at 0.8 times the cutoff to 0 at the cutoff and is twice differentiable; j
-    includes periodic images.
+    where s falls from 1 at 0.8 times the cutoff to 0 at the cutoff and is twice differentiable. The
+    product includes periodic images.
 
     Args:
         atoms: atoms that count. "contact": all atoms by contact, for labels relative to the free
@@ -173,11 +173,12 @@ class EnergyReadout(nn.Module):
             "adsorbate": adsorbate atoms fully and slab atoms by contact, for labels relative to
             other molecules, as in OC20. "all": atoms with tag > 0 fully, for total energies; all
             atoms of graphs without tags then count as surface atoms, with a warning.
-        cutoff: cutoff of contacts, Å.
+        cutoff: cutoff of contacts, in Å.
 
     Attributes:
         by_contact: (2,) bool, buffer; flags for slab atoms and adsorbate atoms, True if they count
-            by contact. Weights of earlier versions do not contain it and count all atoms fully.
+            by contact. Weights of earlier versions do not contain this buffer; all atoms then count
+            fully.
     """
 
     by_contact: Tensor
@@ -203,8 +204,8 @@ class EnergyReadout(nn.Module):
         """Computes the contribution of each atom to the energy.
 
         Takes tokens (atoms, dim), a geometry with tags and, if some atoms count by contact, the
-        pairs within the cutoff. Returns energies (atoms,), and the bond -log(1 - s(d)) of each pair
-        across the interface, (pairs,), or None if all atoms count fully.
+        pairs within the cutoff. Returns energies (atoms,) and bonds (pairs,): -log(1 - s(d)) for
+        pairs across the interface and 0 for other pairs. Bonds are None if all atoms count fully.
         """
         counted = geometry.above_subsurface()
         assert geometry.tags is not None
@@ -255,7 +256,7 @@ class PositionHead(nn.Module):
     Args:
         hidden: width of the pair network.
         num_basis: size of the radial basis b.
-        cutoff: radius of the neighborhood, Å.
+        cutoff: radius of the neighborhood, in Å.
     """
 
     def __init__(

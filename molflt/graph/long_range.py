@@ -2,10 +2,10 @@
 
     E = 1/2 sum_p sum_c s_pc k sum_ij' q_ipc q_jpc / |r_ij|^p, k = 14.4 eV Å^p.
 
-The sum is over all pairs and images, except an atom with itself. Ewald sums split it into near
-pairs within a cutoff and a smooth part on the reciprocal lattice of each graph (`InversePower`).
-The split depends on the volume only in very large cells, to bound the number of nodes. Energies do
-not depend on the split or on the choice of the cell.
+The sum includes all pairs and images, except each atom paired with itself. Ewald sums split it into
+near pairs within a cutoff and a smooth part on the reciprocal lattice of each graph
+(`InversePower`). The split depends on the volume only in very large cells, to bound the number of
+nodes. Energies do not depend on the split or on the choice of the cell.
 """
 
 import math
@@ -37,25 +37,25 @@ COULOMB = 14.399645  # eV Å, for two elementary charges
 _DEPTH = 4.0  # sharpness times cutoff; near terms fall below 1e-6 / r at the cutoff
 _ONSET = 0.9  # fraction of the cutoff at which near pairs start to fade
 _HIGHEST = 1.55  # largest frequency over sharpness; 1.44 leaves 3e-6 meV between distant slabs
-_APART = 5.0  # gap between images of a slab, over sharpness; their interaction is 1e-12
-_LARGEST = 800.0  # volume over cutoff cubed above which the cutoff grows with the cell
+_APART = 5.0  # gap between images of a slab, in units of 1 / sharpness; their interaction is 1e-12
+_LARGEST = 800.0  # ratio volume / cutoff^3 above which the cutoff grows with the cell
 _TRANSIENT = 2**21  # largest number of waves in one chunk of nodes
 _START = 0.02  # factor of the initial charges; energies are then a few meV per atom
 _REACH = 5.0  # Å, largest distance between atoms that exchange charge
-_LEAST = 1e-12  # added to each weight of the total charge; shares are equal if all weights are 0
+_LEAST = 1e-12  # added to each weight of the total charge; if all weights are 0, shares are equal
 
 
 class LongRangeEnergy(NamedTuple):
-    """Sharp and smooth parts of energies, each (graphs,), float64, in eV, and latent charges."""
+    """Sharp and smooth parts of energies, each float64 (graphs,), in eV, and latent charges."""
 
     near: Tensor
     far: Tensor
     charges: Tensor
-    """(atoms, powers, channels); those of p = 1 are in e"""
+    """(atoms, powers, channels); charges of p = 1 are in units of e"""
 
 
 class ChargeShare(nn.Module):
-    """Distributes the total charge Q of each graph over its atoms: Q_i = Q w_i / sum_j w_j.
+    """Distributes the total charge Q of each graph among its atoms: Q_i = Q w_i / sum_j w_j.
 
     The weights are w_i = max(0, 1 + s . h_i)^4, with separate s for cations and anions. Weights are
     local: atoms of weight 0, such as atoms of a neutral molecule far from the ion, receive no
@@ -68,7 +68,7 @@ class ChargeShare(nn.Module):
         self.score = nn.Linear(dim, 2, bias=False)
 
     def forward(self, h: Tensor, geometry: Geometry) -> Tensor:
-        """Maps features (atoms, dim) to charges (atoms,), in units of e; 0 without totals."""
+        """Maps features (atoms, dim) to charges (atoms,), in units of e; 0 for neutral graphs."""
         cation, anion = self.score(at_least_float32(h)).unbind(dim=1)
         if geometry.charge is None:
             return torch.zeros_like(cation)
@@ -99,7 +99,7 @@ class LongRange(nn.Module):
         powers: distinct values of p from 1, 2, 4, 6. p = 1 is the Coulomb interaction. For other p,
             odd channels (including the first) attract and even channels repel.
         channels: number of charges per atom and power.
-        cutoff: cutoff of near pairs, Å; a longer cutoff needs more pairs and fewer nodes.
+        cutoff: cutoff of near pairs, in Å; a longer cutoff needs more pairs and fewer nodes.
         neutral: False sets q_i = a_i for all powers. Separate groups of atoms then have net
             charges. Use False for data with ions that the model can recognize by their neighbors.
         total_charge: True if graphs have total charges.
@@ -156,7 +156,7 @@ class LongRange(nn.Module):
         self.share = ChargeShare(dim) if total_charge else None
 
     def charges(self, h: Tensor, geometry: Geometry, neighbors: Neighbors) -> Tensor:
-        """Computes charges (atoms, powers, channels), in units of e if p = 1, from features `h`."""
+        """Computes charges (atoms, powers, channels) from features `h`; in units of e for p = 1."""
         own = self.charge(at_least_float32(h)).unflatten(1, (len(self.powers), self.channels))
         flowing = [i for i, power in enumerate(self.powers) if power < 3]
         center, neighbor = neighbors.center, neighbors.neighbor

@@ -6,7 +6,7 @@ from molflt.attention.checks import at_hand
 from molflt.graph.geometry import Geometry
 from molflt.memory import available_memory
 
-_WHILE_MADE = 1.5  # peak memory for computing waves of nodes, relative to that of the waves
+_WHILE_MADE = 1.5  # peak memory for computing waves of nodes, relative to their own memory
 _SMALL = 2**26  # bytes; for smaller sizes, free memory is not measured, because that is slow
 
 
@@ -27,7 +27,7 @@ def _expect_memory(weights: Tensor, geometry: Geometry, heads: int) -> None:
 
 
 def expect_memory(size: float, what: str, advice: str) -> None:
-    """Raises MemoryError, beginning with the plural noun `what`, if `size` bytes are not free."""
+    """Raises MemoryError if `size` bytes are not free; its message begins with the noun `what`."""
     free = available_memory() if size > _SMALL else None
     if free is not None and size > free:
         need, left = size / 1e9, free / 1e9

@@ -1,4 +1,4 @@
-"""Equivariant messages between neighbors, which describe atomic environments with angles."""
+"""Equivariant messages between neighbors, which describe atomic environments including angles."""
 
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -36,7 +36,7 @@ class _Matrices(NamedTuple):
     directed: Tensor
     """(graphs, most * 3, functions * most), the same functions times the direction"""
     mask: Tensor
-    """(graphs, most) bool, True where an atom exists"""
+    """(graphs, most) bool, True where an atom exists; `most` is the size of the largest graph"""
     places: Tensor
     """(atoms,), indices of the atoms into the flattened mask"""
 
@@ -80,8 +80,8 @@ class EquivariantMessages(nn.Module):
     Args:
         dim: width of tokens and number of vectors.
         layers: number of interactions, each followed by an update. The receptive field of an atom
-            is this number times the cutoff.
-        cutoff: radius of the neighborhood, Å.
+            has a radius of this number times the cutoff.
+        cutoff: radius of the neighborhood, in Å.
     """
 
     def __init__(self, dim: int, layers: int, cutoff: float) -> None:

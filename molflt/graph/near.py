@@ -14,7 +14,7 @@ from molflt.graph.geometry import Geometry
 from molflt.graph.neighbors import Neighbors, nearest_images
 
 _PIECE = 2**16  # pairs computed at once; each pair needs hundreds of intermediate numbers
-_MANY = 2**18  # intermediate numbers are recomputed in backward if there are more pairs
+_MANY = 2**18  # for more pairs, intermediate numbers are recomputed in the backward pass
 _STEP = 16.0  # Å; bounds of distances are multiples of this
 _FARTHEST = 2_000  # Å; Gauss's rule then has about 4,000 points and takes seconds
 
@@ -27,17 +27,17 @@ class NearPairs(NamedTuple):
     graph: Tensor
     """(pairs,), index of the graph"""
     query: Tensor
-    """(pairs,), counted from the first atom of the graph"""
+    """(pairs,), index of the query, counted from the first atom of the graph"""
     key: Tensor
-    """(pairs,), counted like `query`; a pair may appear several times, once for each image"""
+    """(pairs,), index of the key in the graph; a pair may appear several times, once per image"""
     vector: Tensor
-    """(pairs, 3) from query to key, Å"""
+    """(pairs, 3) from query to key, in Å"""
 
     @classmethod
     def of(
         cls, geometry: Geometry, neighbors: Neighbors | None, alone: Tensor | None
     ) -> "NearPairs":
-        """Pairs atoms with themselves and neighbors, but with all atoms in graphs of `alone`."""
+        """Pairs atoms with themselves and neighbors or, in graphs of `alone`, with all atoms."""
         own = torch.arange(geometry.pos.shape[0], device=geometry.pos.device)
         found: list[tuple[Tensor, ...]] = [(own, own, torch.zeros_like(geometry.pos))]
         if neighbors is not None and alone is None:
@@ -89,7 +89,7 @@ class _Found(NamedTuple):
 
 
 def _all_pairs(geometry: Geometry, graphs: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns all pairs of atoms in the graphs of a mask, as two tensors of indices (pairs,)."""
+    """Returns all pairs of different atoms in the graphs of a mask: two index tensors (pairs,)."""
     counts = geometry.ptr.diff()
     member = torch.arange(len(geometry.pos), device=counts.device)[graphs[geometry.batch]]
     count = counts[geometry.batch[member]]

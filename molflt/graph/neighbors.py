@@ -32,9 +32,9 @@ class Neighbors(NamedTuple):
     neighbor: Tensor
     """(pairs,) atom index"""
     vector: Tensor
-    """(pairs, 3) from center to neighbor, Å; differentiable in pos and cell"""
+    """(pairs, 3) from center to neighbor, in Å; differentiable with respect to pos and cell"""
     distance: Tensor
-    """(pairs,) Å"""
+    """(pairs,), in Å"""
 
 
 def expect_lattice(geometry: Geometry) -> None:
@@ -44,7 +44,7 @@ def expect_lattice(geometry: Geometry) -> None:
 
 
 def neighbor_list(geometry: Geometry, cutoff: float) -> Neighbors:
-    """Finds all pairs within `cutoff`, in Å, with vesin, in the reduced cell of each graph.
+    """Finds all pairs within `cutoff`, in Å, using vesin with the reduced cell of each graph.
 
     Indices refer to the atoms of the batch, and each pair appears in both directions. Raises
     MemoryError if the pairs do not fit into memory.

@@ -1,4 +1,4 @@
-"""Schemes of periodic boundaries in attention, one class per scheme."""
+"""Schemes for periodic boundaries in attention, with one class per scheme."""
 
 import inspect
 import itertools
@@ -25,7 +25,7 @@ from molflt.graph.geometry import Geometry
 from molflt.graph.near import NearPairs
 from molflt.graph.neighbors import expect_lattice, images_are_far
 
-_FADE = 1.0  # Å before the cutoff, over which an image fades out
+_FADE = 1.0  # distance before the cutoff, in Å, over which an image fades out
 _MOST_PAIRED = 1000  # all pairs are computed in molecules with up to this number of atoms
 _MOST_BY_NODES = 1000  # `Auto` uses a mesh if atoms and nodes both exceed this number
 _ALONE = 200.0  # Å of vacuum beyond which the kernel of an image is below 1e-8
@@ -33,7 +33,7 @@ _IN_PLANE = [(a, b, 0) for a, b in itertools.product((-1, 0, 1), repeat=2) if (a
 
 
 class Open:
-    """Open boundaries, without images of atoms, and base class of the schemes.
+    """Open boundaries without images of atoms; also the base class of all schemes.
 
     A new scheme overrides the methods that differ and is registered in `PERIODIC`. The arguments of
     its constructor are its options.
@@ -86,7 +86,7 @@ class Open:
     def mesh(
         self, geometry: Geometry, dense: DenseAtoms, position: SpectralPosition, chosen: Tensor
     ) -> MeshKernel | None:
-        """Returns the far field on a mesh, or None; `chosen`, from `on_mesh`, has equal values."""
+        """Returns the far field on a mesh, or None; the mask `chosen`, from `on_mesh`, is constant."""
         return None
 
     def far(
@@ -102,7 +102,7 @@ class Open:
             position: kernel.
             factors: factors of the kernel; None on a mesh.
             near: the pairs.
-            farthest: upper bound of the distances of these pairs, Å.
+            farthest: upper bound on the distances of these pairs, in Å.
         """
         assert factors is not None
         return products(*factors, near.pairs())
@@ -124,9 +124,9 @@ class Images(Open):
     In a graph without an adsorbate, copies of any atom near any atom are added.
 
     The weight of an image is 1 - prod_c (1 - s(d_c)), with a product over the atoms c near which
-    images are kept. s is twice differentiable and falls from 1 to 0 over the last Å before the
-    cutoff, `image_cutoff` Å. Rounding at the cutoff therefore has no effect, and energies are
-    differentiable.
+    images are kept. The switch s is twice differentiable and falls from 1 to 0 over the last 1 Å
+    before the cutoff, `image_cutoff`. Rounding at the cutoff therefore has no effect, and energies
+    are differentiable.
     """
 
     needs_cell = True
@@ -205,7 +205,7 @@ def _images(
     cutoff: float,
     plane: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Finds images near centers: atom (graphs, images), cell (graphs, images, 3) and mask."""
+    """Finds images near centers: atoms (graphs, images), cells (graphs, images, 3) and a mask."""
     graphs, most = mask.shape
     if plane:
         steps = torch.as_tensor(_IN_PLANE, device=mask.device)
@@ -226,7 +226,7 @@ def _images(
 
 
 def _steps(positions: Tensor, mask: Tensor, cell: Tensor, pbc: Tensor, cutoff: float) -> Tensor:
-    """Returns steps (n, 3), int64, to the other cells that may have atoms within the cutoff."""
+    """Returns int64 steps (n, 3) to the other cells that may contain atoms within the cutoff."""
     inverse = torch.linalg.pinv(cell)  # norms of columns: 1 / height of the cell
     fractional = positions @ inverse
     outside = ~mask[..., None]
@@ -243,7 +243,7 @@ class Reciprocal(Open):
     """Nodes on the reciprocal lattice of each graph, for exactly periodic masks and kernels.
 
     Args:
-        max_frequency: largest |G|, cycles/Å; the number of nodes grows as its cube.
+        max_frequency: largest |G|, in cycles/Å; the number of nodes grows as its cube.
         smooth: make nodes analytic functions of positions along nonperiodic directions. Otherwise,
             forces jump by about 1e-4 eV/Å when a different atom becomes the outermost. Molecules of
             up to 1,000 atoms, including molecules in cells larger than 200 Å along all periodic
@@ -318,7 +318,7 @@ class Reciprocal(Open):
 class Near(Reciprocal):
     """Scheme without a far field: attention ends at the cutoff of the near field.
 
-    It is meant for potentials with long-range interactions of charges; see
+    It is intended for potentials with long-range interactions of charges; see
     `molflt.graph.long_range`.
     """
 
@@ -345,7 +345,7 @@ class Auto(Reciprocal):
     mesh does not support, always use nodes.
 
     Args:
-        max_frequency: largest |G|, cycles/Å.
+        max_frequency: largest |G|, in cycles/Å.
         mesh_order: order of the splines: 4, 5, 6 or 8, with errors of attention up to 3e-3, 6e-4,
             6e-6 and 2e-7; orders 6 and 8 also use more points.
     """
@@ -386,8 +386,8 @@ class OnMesh(Auto):
 
     A mesh is faster than nodes for large cells: at least 1,000 atoms for a `max_frequency` of 0.25
     cycles/Å, and at least 5,000 atoms for 0.1. It supports multiplicative kernels with an isotropic
-    spectrum. Invariances of nodes (shifts of all atoms, the choice of the cell, supercells except
-    with normalize="unmasked") are exact only up to the interpolation error.
+    spectrum. The invariances of nodes (under shifts of all atoms, under changes of the cell and,
+    except with normalize="unmasked", in supercells) hold only up to the interpolation error.
     """
 
     def check(self, position: SpectralPosition, softmax: bool, near: bool) -> None:

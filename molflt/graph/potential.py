@@ -51,26 +51,27 @@ class Potential(EnergyRegressor):
         max_frequency: largest frequency of the reciprocal nodes, 0.25 cycles/Å by default.
         radial_basis: size of the radial summary; 0 omits it.
         far_field: False ends attention at `near_field`. With L layers and R refinements, an atom
-            depends on atoms at distances of up to L R near fields, but not across a gap wider than
-            one near field. `long_range` covers larger distances.
+            depends on atoms at distances of up to L R times `near_field`, but not across a gap
+            wider than `near_field`. `long_range` covers larger distances.
         long_range: powers p from 1 (charges), 2, 4 and 6 (dispersion), which add energies of 1 /
             r^p between latent charges and all their images; see
             `molflt.graph.long_range.LongRange`.
         long_range_channels: number of charges per atom and power, 4 by default.
         long_range_cutoff: cutoff of near pairs, 8 Å by default.
-        long_range_smearing: sigma of pairs at short distances, 1 Å by default; see `LongRange`.
+        long_range_smearing: width sigma of the smeared charges, 1 Å by default; see `LongRange`.
         long_range_neutral: with True (the default), charges of p = 1 and 2 flow between atoms
             closer than 5 Å, and separate molecules are neutral. Use False for data with ions.
-        total_charge: take the total charge of each graph, `charge`, as an input to the tokens and
-            to the charges of p = 1; see `ChargeShare`. Otherwise, charged data are rejected.
+        total_charge: use the total charge of each graph, `charge`, as an input to the tokens and to
+            the charges of p = 1; see `ChargeShare`. Otherwise, charged data are rejected.
         options: further arguments of `EnergyRegressor`.
 
     Attributes:
-        energy_std: eV, buffer; unit of atomic energies.
-        element_energies: (119,) eV, buffer; constants added to atomic energies, by atomic number.
+        energy_std: buffer; unit of atomic energies, in eV.
+        element_energies: (119,) buffer; constants, in eV, added to atomic energies, by atomic
+            number.
     """
 
-    # without energy_std, which scales the forces of the original model
+    # excludes energy_std, which scales the forces of the original model
     of_data = ("energy_mean", "element_energies", "readout.by_contact")
 
     def __init__(
@@ -136,16 +137,16 @@ class Potential(EnergyRegressor):
 
         Args:
             batch: see `EnergyRegressor.forward`; tags are ignored. With `total_charge`, also charge
-                (graphs,), e, which is 0 by default.
+                (graphs,), in units of e, which is 0 by default.
 
         Returns:
-            "energy": (graphs,) float64, eV; "forces": (atoms, 3), eV/Å; "embedding": (atoms, dim),
-            the tokens from which energies are read. If the batch has cells, also "stress": (graphs,
-            3, 3), eV/Å^3, with ASE's sign (positive if the energy rises with the volume), NaN for
-            graphs without a volume. With `long_range`, also the parts of the energy,
-            "energy_local", "energy_near" and "energy_far"; see `parts`. With power 1, also
-            "charges": (atoms,), e, of the first channel, and "dipole": (graphs, 3), e Å, about the
-            mean position of the atoms, NaN with periodic axes.
+            "energy": (graphs,) float64, in eV; "forces": (atoms, 3), in eV/Å; "embedding": (atoms,
+            dim), the tokens from which energies are read. If the batch has cells, also "stress":
+            (graphs, 3, 3), in eV/Å^3, with ASE's sign (positive if the energy rises with the
+            volume), NaN for graphs without a volume. With `long_range`, also the parts of the
+            energy, "energy_local", "energy_near" and "energy_far"; see `parts`. With power 1, also
+            "charges": (atoms,), in units of e, of the first channel, and "dipole": (graphs, 3), in
+            e Å, about the mean position of the atoms, NaN with periodic axes.
         """
         # also works inside torch.inference_mode, where existing tensors cannot be differentiated
         with torch.inference_mode(False), torch.enable_grad():
@@ -170,14 +171,14 @@ class Potential(EnergyRegressor):
         return out if self.training else {name: x.detach() for name, x in out.items()}
 
     def energy(self, batch: "Data") -> Tensor:
-        """Returns only energies (graphs,), float64, in eV, which are differentiable."""
+        """Returns only the energies: (graphs,) float64, in eV, differentiable."""
         return _sum(self.parts(batch))
 
     def parts(self, batch: "Data") -> dict[str, Tensor]:
-        """Returns contributions to the energies, each (graphs,), float64, in eV, differentiable.
+        """Returns differentiable contributions to the energies, each float64 (graphs,), in eV.
 
-        These are "local", from elements and attention, and with `long_range` also "near" and "far",
-        the sharp and smooth parts of the interaction of latent charges.
+        They are "local", from elements and attention, and, with `long_range`, also "near" and
+        "far", the sharp and smooth parts of the interaction of latent charges.
         """
         return self._parts(batch)[0]
 

@@ -13,7 +13,7 @@ _EDGE = 0.01  # smallest 1 - u^2; there exp(-2 / .) is 1e-87 and its slope is fi
 
 
 def radial_bumps(distance: Tensor, number: int, cutoff: float) -> Tensor:
-    """Returns smooth bumps (pairs, number) of finite support at distances (pairs,), in Å.
+    """Evaluates smooth bumps of finite support at distances in Å: (pairs,) -> (pairs, number).
 
     This is e3nn's "smooth_finite" basis (arXiv:2207.09453), scaled to a second moment of about one:
     exp(-1 / (1 + u) - 1 / (1 - u)) with u = (number + 1) |r| / cutoff - n for n = 1, 2, ...,
@@ -28,11 +28,11 @@ def radial_bumps(distance: Tensor, number: int, cutoff: float) -> Tensor:
 
 
 def radial_waves(distance: Tensor, number: int, cutoff: float) -> Tensor:
-    """Returns standing waves (pairs, number) that fade out, at distances (pairs,), in Å.
+    """Evaluates standing waves that fade out, at distances in Å: (pairs,) -> (pairs, number).
 
     These are DimeNet's Bessel functions (arXiv:2003.03123, eq. 7) with a different envelope, c / r
     sin(n pi u) exp(-u^2 / (1 - u^2)) for n = 1, ..., number and u = r / c. They resolve differences
-    of bond lengths that lie within one of the `radial_bumps`.
+    in bond length that are smaller than the width of a `radial_bumps` function.
     """
     u = distance / cutoff
     rest = 1 - u * u

@@ -46,7 +46,7 @@ class EnergyRegressor(nn.Module):
         feature_map: feature map phi of kernelized attention, "positive" by default.
         num_features: number of features m per head, 64 by default.
         position: "multiplicative" (a kernel multiplies phi(q).phi(k)), "spectral" (FLT: its mask is
-            added to the logit) or "none" (Performer; plain softmax).
+            added to the logit) or "none" (a Performer, or plain softmax).
         position_options: spectrum, num_gaussians, nodes, num_nodes, ... of the position; see
             `molflt.graph.encoding.GraphEncoding`.
         periodic: "none"; "images", in-plane periodic images near the adsorbate as extra keys;
@@ -87,9 +87,9 @@ class EnergyRegressor(nn.Module):
         stack: further arguments of `molflt.attention.Stack`.
 
     Attributes:
-        energy_mean, energy_std: eV, buffers that convert the normalized output to eV.
-        element_energies: (119,) eV, buffer; reference energies of elements by atomic number, 0
-            without references.
+        energy_mean, energy_std: buffers, in eV, that convert the normalized output to energies.
+        element_energies: (119,) buffer; reference energies of the elements, in eV, by atomic
+            number; 0 without references.
         trained_elements: (119,) bool, buffer; True for atomic numbers seen in training. Without
             `descriptors`, energies of structures with other elements are random.
         adds_baseline: bool, buffer; True if the model learned the difference to baseline energies,
@@ -221,20 +221,20 @@ class EnergyRegressor(nn.Module):
         """Predicts energies and, with a position head, displacements.
 
         Args:
-            batch: PyG structure or batch with pos (atoms, 3), Å, and atomic_numbers (atoms,).
-                Optional: cell (graphs, 3, 3), or (3, 3) for one structure, Å, omitted for
+            batch: PyG structure or batch with pos (atoms, 3), in Å, and atomic_numbers (atoms,).
+                Optional: cell (graphs, 3, 3), or (3, 3) for one structure, in Å, omitted for
                 molecules; pbc (graphs, 3) bool, by default all periodic if a cell is given; tags
                 (atoms,), by default unknown; with `move_atoms`, also fixed (atoms,) bool, by
-                default all False; with `adds_baseline`, y_baseline (graphs,), eV, is required.
+                default all False; with `adds_baseline`, y_baseline (graphs,), in eV, is required.
 
         Returns:
-            "energy": (graphs,) float64, eV; "embedding": (atoms, dim), the final tokens. With a
-            position head, "displacement": (atoms, 3), Å, from the initial to the relaxed position.
-            With `move_atoms`, "displacement_by_pass": (passes, atoms, 3), Å, the displacement after
-            each pass. Omitted atoms do not move and have an embedding of 0. In evaluation mode,
-            unless `readout` is "all", also "adsorbate_energy": (atoms,) float64, eV, the
-            contribution of each adsorbate atom and of the slab atoms in contact with it; the sum
-            over an adsorbate is its energy. Models with a baseline do not return it.
+            "energy": (graphs,) float64, in eV; "embedding": (atoms, dim), the final tokens. With a
+            position head, "displacement": (atoms, 3), in Å, from the initial to the relaxed
+            position. With `move_atoms`, "displacement_by_pass": (passes, atoms, 3), in Å, the
+            displacement after each pass. Omitted atoms do not move and have an embedding of 0. In
+            evaluation mode, unless `readout` is "all", also "adsorbate_energy": (atoms,) float64,
+            in eV, the contribution of each adsorbate atom and of the slab atoms in contact with it;
+            the sum over an adsorbate is its energy. Models with a baseline do not return it.
         """
         atoms = Atoms.of(batch, self.embedding.element.weight)
         whole, references = atoms.geometry, self._references(atoms)
@@ -255,7 +255,7 @@ class EnergyRegressor(nn.Module):
         __call__ = forward
 
     def baseline(self, batch: "Data") -> Tensor | float:
-        """Returns the baseline energies that are added, (graphs,), in eV; 0 without a baseline."""
+        """Returns the baseline energies (graphs,) to be added, in eV, or 0 without a baseline."""
         if not self.adds_baseline:
             return 0.0
         found = batch.get("y_baseline")
@@ -299,7 +299,7 @@ class EnergyRegressor(nn.Module):
     def _refine(
         self, geometry: Geometry, tokens: Tensor, neighbors: Neighbors | None, fixed: Tensor
     ) -> tuple[Tensor, list[Tensor]]:
-        """Returns tokens (atoms, dim) and displacements (atoms, 3), Å, after each pass."""
+        """Returns the tokens (atoms, dim), and displacements (atoms, 3) after each pass, in Å."""
         start = geometry.pos
         classes = _encode(self.encoding, geometry, self._near(neighbors))
         h, x, moved = tokens, tokens, []
@@ -341,7 +341,7 @@ def _among(x: Tensor, kept: Tensor) -> Tensor:
 def _fill_added(
     model: EnergyRegressor, weights: dict[str, Tensor], prefix: str, *_: object
 ) -> None:
-    """Adds buffers that weights of earlier versions lack, with False for boolean buffers."""
+    """Adds buffers that are missing from weights of earlier versions; boolean buffers are False."""
     for name in model.added_later:
         new = model.get_buffer(name)
         weights.setdefault(prefix + name, new & False if new.dtype == torch.bool else new)

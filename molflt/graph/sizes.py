@@ -46,7 +46,7 @@ class SizeClasses(NamedTuple):
 
     classes: list[SizeClass]
     atoms: Tensor | None = None
-    """(atoms,), index in the batch of each atom of the classes; None for a single class"""
+    """(atoms,), batch index of each atom, in the order of the classes; None for a single class"""
 
     @classmethod
     def of(
@@ -59,9 +59,9 @@ class SizeClasses(NamedTuple):
         """Sorts a batch into classes.
 
         `encode` builds a class from the geometry and the indices of its graphs, which are None for
-        a class with all graphs. `columns` is the number of nodes, images or keys per atom of each
-        graph, (graphs,), if any. Graphs in the mask `apart`, (graphs,), do not share a class with
-        other graphs.
+        a class with all graphs. `columns` (graphs,) contains the number of nodes, images or keys
+        per atom of each graph, if any. Graphs in the mask `apart` (graphs,) do not share a class
+        with other graphs.
         """
         if torch.compiler.is_compiling():  # one computation graph for all sizes
             return cls([encode(geometry, None)])
@@ -81,7 +81,8 @@ class SizeClasses(NamedTuple):
     def apply(self, layer: Callable[..., Tensor], x: Tensor) -> Tensor:
         """Applies a layer to every class: (atoms, dim) -> (atoms, dim).
 
-        The layer maps tokens (graphs, atoms, dim) and takes `encoding` and `Keys` as keywords.
+        The layer maps tokens (graphs, atoms, dim) and takes `encoding` and `Keys` as keyword
+        arguments.
         """
         if self.atoms is None:
             return self.classes[0].apply(layer, x)

@@ -18,7 +18,7 @@ class PBCRadiusGraph(BaseTransform):
     This transform is similar to `torch_geometric.transforms.RadiusGraph`, but supports periodic
     structures and does not need a compiled extension. Each periodic image within the radius is a
     separate edge. This includes images of the atom itself, but not the atom at distance 0. Edges
-    point from the neighbor to the atom, `edge_index[0]` to `edge_index[1]`, as in message passing,
+    point from the neighbor, `edge_index[0]`, to the atom, `edge_index[1]`, as in message passing,
     and are sorted by atom.
 
     It sets `edge_index` (2, edges); `edge_weight` (edges,), the distance in Å; `edge_vec` (edges,
@@ -28,7 +28,7 @@ class PBCRadiusGraph(BaseTransform):
     which `Distance` and other transforms set.
 
     Args:
-        r: radius, Å.
+        r: radius, in Å.
         max_neighbors: largest number of edges per atom; keeps the nearest neighbors and all ties
             with the farthest of these. None keeps all. With a number, some edges may exist in only
             one direction.
@@ -45,9 +45,9 @@ class PBCRadiusGraph(BaseTransform):
         """Sets the edges of one structure or of a batch.
 
         Args:
-            data: pos (atoms, 3), Å; optional cell (graphs, 3, 3) or (3, 3), lattice vectors in
-                rows, Å; optional pbc (graphs, 3) or (3,) bool, by default all periodic if a cell is
-                given; for a batch also `batch` (atoms,), ascending.
+            data: pos (atoms, 3), in Å; optional cell (graphs, 3, 3) or (3, 3), lattice vectors as
+                rows, in Å; optional pbc (graphs, 3) or (3,) bool, by default all periodic if a cell
+                is given; for a batch also `batch` (atoms,), ascending.
         """
         geometry = Geometry.of_data(data)
         lattice = geometry.cell.double(), geometry.pbc, geometry.ptr

@@ -18,9 +18,9 @@ _MOST_REDUCTIONS = 64  # passes over a cell; two or three suffice for well-forme
 class Lattice(NamedTuple):
     """Lattice of each graph, with virtual vectors along nonperiodic directions."""
 
-    vectors: Tensor  # (b, 3, 3), in rows, Å; periodic vectors first, from a reduced cell
-    dual: Tensor  # (b, 3, 3), reciprocal vectors in rows, a_i . b_j = delta_ij, cycles/Å
-    volume: Tensor  # (b,), Å^3
+    vectors: Tensor  # (b, 3, 3), as rows, in Å; periodic vectors first, from a reduced cell
+    dual: Tensor  # (b, 3, 3), reciprocal vectors as rows, in cycles/Å; a_i . b_j = delta_ij
+    volume: Tensor  # (b,), in Å^3
 
     @classmethod
     def of(

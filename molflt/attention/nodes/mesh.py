@@ -39,8 +39,8 @@ class Mesh(NamedTuple):
     # m = 0 ... bound, from (side,) to (m, 2); for others, m = -bound ... bound, (2, side) to (m, 2)
     waves: tuple[Tensor, Tensor, Tensor]
     inside: Tensor  # (a, b, c) bool, True for triples m below the end of the spectrum
-    xi: Tensor  # (r, 3), frequencies of these triples, cycles/Å
-    # (r,), 1/Å^3: taper / V, divided by the transforms of the splines; m and -m are combined
+    xi: Tensor  # (r, 3), frequencies of these triples, in cycles/Å
+    # (r,), in 1/Å^3: taper / V, divided by the transforms of the splines; m and -m are combined
     weights: Tensor
 
     @property
