@@ -22,7 +22,7 @@ _SQUARES = (0.9, 0.999)  # the last value is Adam's
 _FEATURES = 2 + 1 + len(_MOMENTA) + 1 + 1
 _P = 10.0  # see Andrychowicz et al., appendix A
 _EPS = 1e-8  # Adam's
-_LARGEST = 1e15  # bound of gradients; their squares must fit into float32
+_LARGEST = 1e15  # bound on gradients; their squares must fit into float32
 _RATE = 3.0  # the learned factors of the learning rate are exp(-3) to exp(3)
 
 
@@ -52,9 +52,9 @@ class CoordinateOptimizer(nn.Module):
 
     The features of a gradient are its logarithm and sign (arXiv:1606.04474, appendix A), the
     gradient and its averages over several time scales in units of its root mean square
-    (arXiv:1703.03633; arXiv:2009.11243), the change of this unit, and the logarithm of the step. A
-    memory of these features (Mnemosyne, Jain et al. 2023; FLT, arXiv:2302.01925, section 5.4)
-    computes d and s in
+    (arXiv:1703.03633; arXiv:2009.11243), the change in this unit, and the logarithm of the step
+    number. A memory of these features (Mnemosyne, Jain et al. 2023; FLT, arXiv:2302.01925, section
+    5.4) computes d and s in
 
         update = -lr exp(s) (Adam's direction + d), |s| < 3.
 

@@ -22,7 +22,7 @@ from molflt.attention.numerics import haar_rotation, rand64
 
 HALF_WIDTH = 5.0
 """half width of the search domain, which is centered at 0"""
-_FARTHEST = 4.0  # bound of the coordinates of the minimizer
+_FARTHEST = 4.0  # bound on the coordinates of the minimizer
 
 _Shape = Mapping[str, Tensor]
 
@@ -35,7 +35,7 @@ class Family(NamedTuple):
     half_width: float  # half width of the published domain of the base
     minimizer: float = 0.0  # each coordinate of z*
     draw: Callable[[int, torch.Generator], dict[str, Tensor]] = lambda dimension, generator: {}
-    """draws the parameters of one function for a dimension and a generator"""
+    """draws the parameters of one function, given its dimension and a generator"""
     least_dimension: int = 1
 
 
@@ -85,7 +85,7 @@ def _rastrigin_like(z: Tensor, shape: _Shape) -> Tensor:
 
 
 def _draw_rastrigin_like(dimension: int, generator: torch.Generator) -> dict[str, Tensor]:
-    """Draws a condition number in [1, 100], depths in [0, 20] and 0.5 to 1.5 waves per unit."""
+    """Draws a condition number in [1, 100], depths in [0, 20], and 0.5 to 1.5 waves per length."""
     condition, depth, waves = rand64(3, generator=generator)
     factors = rand64(dimension, generator=generator)
     exponents = torch.linspace(-0.5, 0.5, dimension, dtype=torch.float64, device="cpu")
@@ -118,7 +118,7 @@ class Functions(NamedTuple):
     family: str
     minimizer: Tensor  # x*, (batch, d)
     rotation: Tensor  # R, (batch, d, d)
-    shape: dict[str, Tensor]  # further drawn parameters, (batch, ...) each
+    shape: dict[str, Tensor]  # further drawn parameters, each (batch, ...)
 
     @classmethod
     def draw(cls, family: str, dimension: int, generators: Sequence[torch.Generator]) -> Functions:
@@ -150,7 +150,7 @@ class Functions(NamedTuple):
         return self._each(lambda drawn: drawn[place : place + 1])
 
     def to(self, device: torch.device) -> Functions:
-        """Returns the functions on a device."""
+        """Returns the functions, moved to a device."""
         return self._each(lambda drawn: drawn.to(device))
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> Functions:

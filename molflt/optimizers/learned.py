@@ -25,7 +25,7 @@ class LearnedOptimizer(Optimizer):
         optimizer.step()
 
     The learning rate does not need tuning. Schedulers, parameter groups, closures and `state_dict`
-    work as in `torch.optim` optimizers. Parameters without a gradient do not change.
+    work as in other `torch.optim` optimizers. Parameters without a gradient do not change.
 
     Args:
         params: parameters, named parameters, or parameter groups, each with an optional `lr`.
@@ -59,7 +59,8 @@ class LearnedOptimizer(Optimizer):
     ) -> Self:
         """Creates the optimizer from the folder of a run of the recipe `learned_optimizer`.
 
-        `checkpoint` is best, last, or a safetensors file. See the class for the other arguments.
+        `checkpoint` is "best", "last", or a safetensors file. See the class for the other
+        arguments.
         """
         from molflt.training.checkpoint import load_run
 
@@ -68,7 +69,7 @@ class LearnedOptimizer(Optimizer):
         return cls(params, model, lr, chunk)
 
     def __getstate__(self) -> dict[str, Any]:
-        # torch returns only the attributes of its class; the copies of the model are rebuilt
+        # the base class returns only its own attributes; copies of the model are rebuilt
         return {**super().__getstate__(), "model": self.model, "chunk": self.chunk, "_models": {}}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

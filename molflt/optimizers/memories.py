@@ -49,9 +49,9 @@ class AttentionMemory(Memory):
     """Causal attention over the steps of each coordinate.
 
     With Performers, this is Mnemosyne (Jain et al. 2023, NeurIPS). With the spectral encoding of
-    time, it is FLT (arXiv:2302.01925), section 5.4. The state of linear attention has a constant
-    size. The state of softmax contains the keys and values of all steps, or of the last `window`
-    steps.
+    time, it is the memory of FLT (arXiv:2302.01925), section 5.4. The state of linear attention has
+    a constant size. The state of softmax attention contains the keys and values of all steps, or of
+    the last `window` steps.
 
     Args:
         dim: width.
@@ -67,7 +67,7 @@ class AttentionMemory(Memory):
         position_options: further arguments of the encoding; `dim` is 1.
         position_scale: distance between neighboring steps, in the unit of length of the encoding;
             0.01 by default.
-        window: number of steps that softmax attends to, including the current step; null for all
+        window: number of steps that softmax attends to, including the current step; None for all
             steps.
     """
 
@@ -130,7 +130,7 @@ class AttentionMemory(Memory):
         steps = x.shape[1]
         if self.window is None:
             positions = self._positions(start, steps, x)
-            if not state:  # `decode` would bypass the attention matrices that evaluation draws
+            if not state:  # `decode` would bypass the attention matrices that evaluation plots
                 return cast(Tensor, self.stack(x, positions))
             return self.stack.decode(x, positions, self._unpacked(state))[0]
         keys = steps + (state[0].shape[2] if state else 0)
@@ -201,10 +201,10 @@ class RecurrentMemory(Memory):
 class StateSpaceMemory(Memory):
     """Diagonal linear state-space layers with normalized inputs and gated outputs.
 
-    Each channel has h_t = a h_(t-1) + x_t and y_t = Re(c . h_t) + d x_t with a = exp(-exp(r) + i
+    In each channel, h_t = a h_(t-1) + x_t and y_t = Re(c . h_t) + d x_t, where a = exp(-exp(r) + i
     w). This is S4D (arXiv:2206.11893) with learned decay rates and frequencies; c absorbs the
-    zero-order hold. Initial rates exp(r) are evenly spaced on a logarithmic scale, from 1 / 2 to
-    1 / 1000 per step. `states` is the number of complex states h per channel.
+    zero-order hold. Initial rates exp(r) are evenly spaced on a logarithmic scale, from 0.5 to
+    0.001 per step. `states` is the number of complex states h per channel.
     """
 
     def __init__(self, dim: int, layers: int, states: int) -> None:
@@ -228,7 +228,7 @@ class StateSpaceMemory(Memory):
 
 
 class _Diagonal(nn.Module):
-    """Layer x + gate(SSM(LN x)); complex states are real tensors (coordinates, dim, states, 2)."""
+    """Layer x + gate(SSM(LN x)); complex states are stored as real (coordinates, dim, states, 2)."""
 
     def __init__(self, dim: int, states: int) -> None:
         super().__init__()

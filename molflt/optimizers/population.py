@@ -1,4 +1,4 @@
-"""Learned population that minimizes functions using only their values."""
+"""Learned optimizer that minimizes functions with a population, using only their values."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Populations:
         self.state = self.model(self.state, values, Noise(pairs, vectors))
 
     def _normal(self, *shape: int) -> Tensor:
-        """Draws normal numbers (batch, *shape), float64, on the CPU; moves them to the device."""
+        """Draws float64 normal numbers (batch, *shape) on the CPU and moves them to the device."""
         draws = [randn64(shape, generator=each) for each in self.generators]
         return torch.stack(draws).to(self.device)
 
@@ -78,7 +78,7 @@ class PopulationOptimizer:
         model: model that moves the members.
         members: number of members of the population, at least 2.
         seed: seed of the initial positions and of the noise.
-        start: mean of the initial positions, a number for all coordinates, or d numbers.
+        start: mean of the initial positions: one number for all coordinates, or d numbers.
         scale: standard deviation of the initial coordinates; it should be about the distance from
             `start` to the minimum.
 
@@ -122,7 +122,7 @@ class PopulationOptimizer:
         """Creates the optimizer from the folder of a run of the recipe `population_optimizer`.
 
         By default, `dimension` and `members` have the values used in training. `checkpoint` is
-        best, last, or a safetensors file. See the class for the other arguments.
+        "best", "last", or a safetensors file. See the class for the other arguments.
         """
         from molflt.training.checkpoint import load_run
 
@@ -133,7 +133,7 @@ class PopulationOptimizer:
         return cls(model, trained if members is None else members, seed, start, scale)
 
     def ask(self) -> Tensor:
-        """Returns the points to evaluate, (members, d), float64; they change only in `tell`."""
+        """Returns the points to evaluate: float64 (members, d); only `tell` changes them."""
         self._asked = True
         return self._populations.state.position[0].cpu().clone()
 
@@ -141,7 +141,7 @@ class PopulationOptimizer:
         """Moves the members, using the values at the points from `ask`.
 
         Args:
-            values: finite numbers in the order of the points, (members,).
+            values: (members,), finite numbers in the order of the points.
         """
         generation = self.generation
         if not self._asked:
@@ -183,7 +183,7 @@ class PopulationOptimizer:
         return Best(state.best_position[0, member].cpu().clone(), value)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Returns the state of the population and of its random generator, but no weights."""
+        """Returns the state of the population and of its random generator, without the weights."""
         state = self._populations.state._asdict()
         noise = self._populations.generators[0].get_state()
         kept = {**state, "noise": noise, "asked": torch.tensor(self._asked, device="cpu")}

@@ -1,8 +1,8 @@
 """Learned steps of a population whose members attend to each other.
 
-This follows the second experiment of FLT (arXiv:2302.01925), section 5.4. Attention between members
-depends on their features and on an FLT mask f(x_i - x_j) of their positions. The paper does not
-specify the features or the form of a step.
+This follows the second experiment in section 5.4 of FLT (arXiv:2302.01925). Attention between
+members depends on their features and on an FLT mask f(x_i - x_j) of their positions. The paper does
+not specify the features or the form of a step.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _FEATURES = 16
 _START = (0.7, 0.0, 1.0, 0.1, 0.2)  # initial a, b, c, e, g
 _PRESSURE = 4.0  # initially, the best member weighs exp(4) times as much as the worst
 _KEPT = 0.8  # decay of the averaged movement per generation
-_LEAST = 1e-12  # lower bound of weights, below which their root has no useful gradient
+_LEAST = 1e-12  # lower bound on weights, below which their square root has no useful gradient
 _LARGEST = 3.0  # c and e are at most exp(3) times their initial values
 
 
@@ -46,7 +46,7 @@ class PopulationState(NamedTuple):
     best_position: Tensor  # best position of each member, (batch, members, d)
     best_value: Tensor
     """best value of each member, infinite before the first value, (batch, members)"""
-    age: Tensor  # generations since the best value, (batch, members)
+    age: Tensor  # generations since the best value was found, (batch, members)
     path: Tensor  # averaged movement of the mean of best positions, (batch, d)
     log_spread: Tensor  # logarithm of the initial spread of best positions, (batch,)
     waves: Tensor  # normal numbers that determine the nodes of the mask, (batch, nodes, d)
@@ -95,7 +95,7 @@ class PopulationModel(nn.Module):
 
     Each member keeps its best position p_i. Its token consists of ranks of values, distances in
     units of the spread, and cosines, which do not depend on the position, orientation or scale of
-    the population. Attention blocks refine the tokens. The heads of a last attention layer are
+    the population. Attention blocks refine the tokens. The heads of a final attention layer are
     combined into weights w_ij >= 0 with sum_j w_ij = 1, which determine
 
         m_i = sum_j w_ij p_j
@@ -103,19 +103,19 @@ class PopulationModel(nn.Module):
         x_i = p_i + a_i (m_i - p_i) + b_i (x_i - p_i) + c_i n_i + s e_i eps_i + g_i u
 
     Here z and eps are normal, s is the spread, and u is the averaged movement of the mean of p. The
-    covariance of n_i is that of p with the weights w_ij. The numbers a, b, c, e and g are computed
-    from the token of each member. All terms consist of differences and noise. A step therefore
-    commutes with permutations of members and, if the noise is transformed in the same way, with
-    translations, rotations, reflections and scaling.
+    covariance of n_i equals the covariance of p weighted by w_ij. The numbers a, b, c, e and g are
+    computed from the token of each member. All terms consist of differences and noise. A step
+    therefore commutes with permutations of members and, if the noise is transformed in the same
+    way, with translations, rotations, reflections and scaling.
 
     Gradients pass through these sums but not through the tokens, because the derivative of
     attention with respect to positions makes long unrolls chaotic.
 
     Args:
-        dimension: dimension d of the functions, on which the weights do not depend.
+        dimension: dimension d of the functions; the weights do not depend on it.
         dim: width of tokens, a multiple of `heads`.
         heads: number of attention heads.
-        layers: number of blocks before the last attention layer.
+        layers: number of blocks before the final attention layer.
         ffn_dim: hidden width of the feed-forward networks.
         position: "spectral" for FLT's mask of positions, in units of the population's radius, or
             "none" for a Performer or plain softmax attention.
@@ -271,7 +271,7 @@ class PopulationModel(nn.Module):
         self.stack.redraw_(generator)
         self.read.redraw_(generator)
 
-    if TYPE_CHECKING:  # torch declares that a call returns anything
+    if TYPE_CHECKING:  # torch declares Any as the result of a call
         __call__ = forward
 
 
@@ -293,7 +293,7 @@ def _told(state: PopulationState, values: Tensor) -> tuple[PopulationState, Tens
 
 
 def _spread(best: Tensor) -> Tensor:
-    """Returns the root mean square deviation of coordinates: (batch, members, d) -> (batch,)."""
+    """Returns the root-mean-square deviation of positions: (batch, members, d) -> (batch,)."""
     centered = best - best.mean(dim=1, keepdim=True)
     return centered.square().mean(dim=(1, 2)).sqrt().clamp(min=_TINY)
 
@@ -307,7 +307,7 @@ def _rank(values: Tensor) -> Tensor:
 
 
 def _standardized(best: Tensor, values: Tensor) -> list[Tensor]:
-    """Standardizes both arguments by the mean and deviation of `best`; clamps to [-3, 3]."""
+    """Standardizes both arguments with the mean and deviation of `best`, clamped to [-3, 3]."""
     deviation, mean = torch.std_mean(best, dim=1, keepdim=True)
     unit = deviation.clamp(min=_TINY)
     return [((x - mean) / unit).nan_to_num(0.0).clamp(-3, 3) for x in (best, values.detach())]

@@ -23,7 +23,7 @@ class Problem(NamedTuple):
 
     start: Tensor  # initial parameters, (n,)
     loss: Callable[[Tensor, int], Tensor]
-    """loss of parameters (n,) at a step, at least 0; the step determines the minibatch"""
+    """non-negative loss of parameters (n,) at a step; the step determines the minibatch"""
 
 
 def draw_problem(seed: int, like: Tensor) -> Problem:
@@ -42,7 +42,7 @@ def draw_problem(seed: int, like: Tensor) -> Problem:
 
 
 def _quadratic(seed: int, generator: torch.Generator, like: Tensor) -> Problem:
-    """Returns the problem |A x - y|^2 / (2 n), in which the columns of A have different scales."""
+    """Returns the problem |A x - y|^2 / (2 n); the columns of A have different scales."""
     n = _integer(generator, 8, 64)
     spread = torch.exp(1.5 * (2 * torch.rand(n, generator=generator, device="cpu").to(like) - 1))
     matrix = _normal(generator, like, n, n) / math.sqrt(n) * spread
@@ -93,7 +93,7 @@ def fit(
 ) -> Problem:
     """Returns the problem of fitting a network to targets in minibatches.
 
-    `net` maps inputs (points, ...) and parameters with these `shapes` to outputs. The targets
+    `net` maps inputs (points, ...) and parameters of the given `shapes` to outputs. The targets
     `wanted` are outputs or integer classes. The seed and the step determine the `batch` points of a
     minibatch.
     """

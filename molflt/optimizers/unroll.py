@@ -82,7 +82,7 @@ def unroll(
 def _slopes(
     problems: Sequence[Problem], parts: Sequence[Tensor], step: int
 ) -> tuple[Tensor, Tensor]:
-    """Returns losses (problems,), float64, and their gradients, concatenated to (coordinates,)."""
+    """Returns float64 losses (problems,) and their gradients, concatenated to (coordinates,)."""
     losses: list[Tensor] = []
     gradients: list[Tensor] = []
     with torch.enable_grad(), torch.autocast(parts[0].device.type, enabled=False):

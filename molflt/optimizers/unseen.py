@@ -71,7 +71,7 @@ UNSEEN: dict[str, _Made] = {
 
 
 def image_problems(source: Path) -> dict[str, _Made]:
-    """Returns problems of classifying images with a one-hidden-layer or convolutional network.
+    """Returns image classification problems for a one-hidden-layer and a convolutional network.
 
     Reads up to 16,384 images from `source` with `molflt.data.images.files.open_images`.
     """
