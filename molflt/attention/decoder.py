@@ -36,8 +36,8 @@ class CrossAttention(Attention):
     def remember(self, context: Tensor, context_mask: Tensor | None = None) -> Memory:
         """Computes the part of attention that depends only on the other sequence.
 
-        Returns keys and values for softmax (O(keys d) numbers), and sums over keys for other
-        mixings (O(m d) numbers).
+        For softmax, returns keys and values, O(keys d) numbers. For other mixings, returns sums
+        over keys, O(m d) numbers.
 
         Args:
             context: (batch, keys, dim).
@@ -54,7 +54,7 @@ class CrossAttention(Attention):
     def recall(self, x: Tensor, memory: Memory) -> Tensor:
         """Computes `forward(x, context=..., key_mask=...)` from a memory, without dropout.
 
-        x is (batch k, tokens, dim), with k consecutive rows for each of the `batch` sequences.
+        x is (batch * k, tokens, dim), with k consecutive rows for each of the `batch` sequences.
         """
         rows = memory.key if isinstance(memory, KeyValues) else memory.context
         tokens = len(x) // max(1, len(rows)) * x.shape[1]
@@ -69,7 +69,7 @@ class CrossAttention(Attention):
 
 
 class DecoderState(NamedTuple):
-    """Decoding state: memories of the other sequence, one per layer, and the state of the stack."""
+    """State of decoding: one memory of the other sequence per layer, and the state of the stack."""
 
     memory: list[Memory]
     stack: StackState | None = None
@@ -133,7 +133,7 @@ class Decoder(nn.Module):
             x: (batch, tokens, dim).
             context: (batch, keys, dim), tokens of the other sequence.
             positions: (batch, tokens, l), for the encoding of self-attention, if any.
-            context_mask: (batch, keys) bool, True where a token of that sequence exists.
+            context_mask: (batch, keys) bool, True where a token of the other sequence exists.
         """
         encoding = self.stack._evaluate(self.stack._face, positions, None)
         for block, cross, norm in self._layers():
@@ -156,9 +156,9 @@ class Decoder(nn.Module):
         several steps.
 
         Args:
-            x: (batch k, new tokens, dim), with k consecutive rows for each remembered sequence.
+            x: (batch * k, new tokens, dim), with k consecutive rows for each remembered sequence.
             state: state returned by the previous call, or by `remember` at the start.
-            positions: (batch k or 1, new tokens, l), positions of the new tokens.
+            positions: (batch * k or 1, new tokens, l), positions of the new tokens.
         """
         encoding, keys = self.stack._evaluate_new(positions, state.stack)
         before = [None] * len(self.cross) if state.stack is None else state.stack.blocks

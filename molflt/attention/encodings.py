@@ -41,7 +41,7 @@ class Terms(NamedTuple):
 class Encoding:
     """Base class of encodings; an instance of this class itself leaves attention unchanged."""
 
-    faces: ClassVar[tuple[str, ...]] = (SOFTMAX, KERNELIZED)  #: kinds of attention that can use it
+    faces: ClassVar[tuple[str, ...]] = (SOFTMAX, KERNELIZED)  #: supported kinds of attention
     decodes: ClassVar[bool] = True  #: True if causal attention keeps a state of constant size
     chunked = True  #: True if sums over many keys can be computed in chunks
     #: factors U (b, h, queries, p) and V (b, h, keys, p) of a multiplicative kernel, or None
@@ -55,7 +55,7 @@ class Encoding:
         return query, key
 
     def dense(self, queries: int, keys: int) -> Tensor | None:
-        """Returns the added or multiplied matrix, of shape (b, h, queries, keys), or None."""
+        """Returns the matrix (b, h, queries, keys) of added terms or of factors, or None."""
         return None
 
     def attend(

@@ -20,7 +20,7 @@ _TRUNCATED_STD = math.sqrt(1 - 4 * math.exp(-2) / math.sqrt(2 * math.pi) / math.
 
 
 def _real_dft(x: Tensor) -> Tensor:
-    """Computes Re(F_seq F_hidden x) by unnormalized FFT (FNet, eqs. 1 and 3)."""
+    """Computes Re(F_seq F_hidden x) with unnormalized FFTs (FNet, eqs. 1 and 3)."""
     if not x.numel():
         return x.clone()
     half = torch.fft.rfft2(x).real  # [batch, tokens, dim // 2 + 1]
@@ -190,7 +190,8 @@ class _NoMixer(Mixer):
     mixing = "none"
 
     def mix(self, x: Tensor, key_mask: Tensor | None) -> Tensor:
-        # Not a new tensor: data-parallel training requires a gradient for a preceding LayerNorm.
+        # Not a new tensor, because data-parallel training needs a gradient for a preceding
+        # LayerNorm.
         return 0.0 * x
 
 
@@ -204,7 +205,7 @@ def _lengths(key_mask: Tensor) -> Tensor:
 
 
 def _dft_by_length(x: Tensor, key_mask: Tensor) -> Tensor:
-    """Applies `_real_dft` to the unmasked tokens, in one call for all sequences of equal length."""
+    """Applies `_real_dft` to the unmasked tokens, with one call per distinct sequence length."""
     batch, tokens, dim = x.shape
     if not x.numel():
         return x

@@ -43,7 +43,7 @@ def log_weights(key_weight: Tensor | None, key_mask: Tensor | None, key: Tensor)
     weight = key_weight.to(at_least_float32(key).dtype)
     if key_mask is not None:  # before the logarithm, whose derivative at 0 is infinite
         weight = weight.masked_fill(~key_mask, 1.0)
-    least = torch.finfo(weight.dtype).tiny  # below it, the slope 1 / weight overflows
+    least = torch.finfo(weight.dtype).tiny  # below this, the slope 1 / weight overflows
     if at_hand(weight) and bool((wrong := ~((weight >= least) & weight.isfinite())).any()):
         raise ValueError(
             f"key_weight must be finite and at least {least:.3g} in {weight.dtype}; got "

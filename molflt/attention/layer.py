@@ -97,7 +97,7 @@ class Attention(Positioned):
         feature_map: key of `FEATURE_MAPS`, "positive" by default; not supported by softmax.
         num_features: number m of random or learned features per head, 64 by default, for maps that
             have such features.
-        projection: distribution of the random features, key of `PROJECTIONS`, "orthogonal" by
+        projection: distribution of the random features: a key of `PROJECTIONS`, "orthogonal" by
             default.
         position: positional encoding that `forward` evaluates. Its parameters belong to the layer,
             unless a `Stack` shares one encoding among all layers.
@@ -111,7 +111,7 @@ class Attention(Positioned):
             grow with the number of keys (FAVOR, arXiv:2006.03555, section 4.3, without
             renormalization).
         floor: lower bound on |sum_j A_ij|, for signed features and kernels; see `Sums.ratio`.
-        gate: forget the past at a learned rate per token and head: for query i, the weight of key j
+        gate: forget the past at a learned rate per token and head; for query i, the weight of key j
             is multiplied by (1 - g_j) prod_(j<l<=i) g_l (RFA, arXiv:2103.02143, section 3.2). Only
             for causal attention.
         dropout: dropout rate; softmax attention drops individual weights, and kernelized attention

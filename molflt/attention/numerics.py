@@ -77,7 +77,7 @@ def sinc(x: Tensor) -> Tensor:
 
 
 def fade(x: Tensor) -> Tensor:
-    """Returns 1 for x <= 0, 0 for x >= 1 and a polynomial in between; twice differentiable."""
+    """Returns 1 for x <= 0 and 0 for x >= 1, with a twice differentiable transition in between."""
     rest = (1 - x).clamp(0.0, 1.0)  # distance from the end, to avoid cancellation there
     return rest**3 * (10 - 15 * rest + 6 * rest**2)
 
@@ -110,7 +110,7 @@ def recomputed(function: Callable[..., _R], *arguments: object, several: bool = 
     """Returns function(*arguments), recomputing intermediate tensors in the backward pass.
 
     The function must be deterministic and must not read anything that changes before the backward
-    pass. With `several=False`, for a single piece, nothing is recomputed.
+    pass. With `several=False`, which callers pass for a single piece, nothing is recomputed.
     """
     if not several or not torch.is_grad_enabled() or in_transform():
         return function(*arguments)
@@ -121,8 +121,8 @@ class Once(Generic[_R]):
     """Tensor computed by the first layer that needs it and shared with the other layers.
 
     Layers with gradients do not reuse a tensor computed without gradients. Inside a checkpoint,
-    each layer computes the tensor again, because the backward pass would use the tensor of a later
-    layer.
+    each layer computes the tensor again, because otherwise the backward pass would use the tensor
+    of a later layer.
     """
 
     def __init__(self) -> None:
@@ -154,8 +154,8 @@ def searched(
     """Decorates a function of tensors to make it one opaque operation in compiled graphs.
 
     The operation has no gradient. It may read values and raise errors when the graph runs. `fake`
-    takes the same arguments and returns uninitialized tensors of the same shapes; sizes that depend
-    on values come from `torch.library.get_ctx().new_dynamic_size`.
+    takes the same arguments and returns uninitialized tensors with the shapes of the results; sizes
+    that depend on values come from `torch.library.get_ctx().new_dynamic_size`.
     """
 
     def decorate(function: Callable[_P, _R]) -> Callable[_P, _R]:

@@ -141,7 +141,7 @@ class Stack(Positioned):
         mixer_options: further arguments of the mixer.
         attention_layers: number of final layers that use attention instead of the mixer, 0 by
             default; FNet's hybrid model has 2 (section 4.1).
-        dropout: dropout rate of blocks.
+        dropout: dropout rate in the blocks.
         attention_dropout: see `Attention`.
         position: encoding, shared by all layers and separate for each head: "none", a key of
             `POSITIONS`, or a `Position`.

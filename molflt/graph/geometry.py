@@ -1,4 +1,4 @@
-"""Positions, cells and batch indices of a PyG batch, checked and in a uniform format."""
+"""Positions, cells and batch indices of a PyG batch, checked and converted to a uniform format."""
 
 from typing import TYPE_CHECKING, NamedTuple, cast
 

@@ -20,12 +20,12 @@ from molflt.graph.neighbors import Neighbors
 from molflt.graph.radial import radial_bumps
 
 _WAVES = 64  # number of functions of descriptors
-_WAVE_NUMBER = 0.3  # wave number per standard deviation; elements of a group stay close
+_WAVE_NUMBER = 0.3  # wave number per standard deviation; keeps elements of a group close
 _DROPPED = 0.5  # fraction of elements whose vectors a training step drops
 _ONSET = 0.8  # fraction of the cutoff at which contacts start to fade
 _NUM_ELEMENTS = MAX_ATOMIC_NUMBER + 1  # 0 is not used
 
-# True if atoms count by contact: (slab, adsorbate)
+# flags (slab, adsorbate), True if these atoms count by contact
 READOUTS = {"all": (False, False), "adsorbate": (True, False), "contact": (True, True)}
 
 MessagePairs = Literal["all", "adsorbate"]
@@ -36,11 +36,11 @@ ReadoutName = Literal["all", "adsorbate", "contact"]
 class ElementEmbedding(nn.Embedding):
     """Embedding of elements: atomic numbers (...) -> (..., dim).
 
-    With `descriptors`, vectors start at 0, and a smooth function of
+    With `descriptors`, the initial vectors are 0, and a smooth function of
     `molflt.graph.elements.descriptors`, W sin(K x + b), is added. This function describes elements
-    not seen in training by their position in the periodic table; without it, vectors of such
-    elements keep random initial values. Each training step drops the vectors of a random half of
-    the elements, and the function learns to describe elements without vectors.
+    not seen in training by their position in the periodic table; without descriptors, vectors of
+    such elements keep random initial values. Each training step drops the vectors of a random half
+    of the elements, and the function learns to describe elements without vectors.
     """
 
     def __init__(self, dim: int, descriptors: bool = False) -> None:
@@ -233,7 +233,7 @@ class EnergyReadout(nn.Module):
     def on_adsorbates(
         self, energies: Tensor, bonds: Tensor, adsorbate: Tensor, neighbors: Neighbors
     ) -> Tensor:
-        """Distributes energies of slab atoms over the adsorbate atoms in contact with them.
+        """Distributes energies of slab atoms among the adsorbate atoms in contact with them.
 
         Takes the results of `forward` and a mask of adsorbate atoms, (atoms,). Returns energies
         (atoms,), with the same sum for each graph and 0 for slab atoms that count by contact.

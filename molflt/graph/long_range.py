@@ -106,7 +106,7 @@ class LongRange(nn.Module):
         smearing: sigma, in Å, of a spectrum that falls as exp(-sigma^2 k^2 / 2); latent Ewald
             summation (arXiv:2408.15165) uses 1. For p = 1, the interaction of a pair is erf(r /
             (sqrt(2) sigma)) / r; beyond 5 sigma it is 1 / r^p. 0 means point charges, whose
-            interaction is bounded below 0.1 Å.
+            interaction is bounded at distances below 0.1 Å.
     """
 
     signs: Tensor
@@ -151,7 +151,7 @@ class LongRange(nn.Module):
         signs = torch.ones(len(powers), channels)
         signs[[power > 1 for power in powers], ::2] = -1.0
         self.register_buffer("signs", signs, persistent=False)
-        # part of the weights; weights of earlier versions, which do not contain it, are not neutral
+        # stored with the weights; weights of earlier versions do not contain it and are not neutral
         self.register_buffer("neutral", torch.tensor(neutral))
         self.share = ChargeShare(dim) if total_charge else None
 
@@ -293,7 +293,7 @@ def _far_of_lattice(
     height = torch.zeros_like(cell[:, 0])
     if slab:
         # The box is twice as tall as the slab, plus margins. Energies and forces do not depend on
-        # it.
+        # its height.
         graph = torch.zeros(len(pos), dtype=torch.long, device=pos.device)
         height = 2 * free_extent(pos.detach(), graph, cell.detach(), pbc)
     reach = 2 * _APART / sharpness

@@ -7,7 +7,7 @@ from molflt.graph.geometry import Geometry
 from molflt.memory import available_memory
 
 _WHILE_MADE = 1.5  # peak memory for computing waves of nodes, relative to their own memory
-_SMALL = 2**26  # bytes; for smaller sizes, free memory is not measured, because that is slow
+_SMALL = 2**26  # bytes; for smaller sizes, free memory is not measured, because this is slow
 
 
 def _expect_memory(weights: Tensor, geometry: Geometry, heads: int) -> None:

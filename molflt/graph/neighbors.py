@@ -15,7 +15,7 @@ from molflt.attention.numerics import distances, searched, uncompiled
 from molflt.graph.geometry import Geometry
 from molflt.graph.memory import expect_memory
 
-# vesin sorts atoms into cells. Beyond this number of cells it scales all axes down, and divides by
+# vesin sorts atoms into cells. Beyond this number of cells, it scales all axes down and divides by
 # 0 if less than one cell remains along an axis.
 _MOST_CELLS = 1e5
 _FEWEST_ALONG_AXIS = 4  # vesin rounds down once for each axis
@@ -108,7 +108,7 @@ def nearest_images(geometry: Geometry, query: Tensor, key: Tensor) -> Tensor:
     """Returns vectors (pairs, 3), in Å, from atoms `query` to the nearest images of atoms `key`.
 
     Images are found by rounding fractional coordinates in a reduced cell. The result is
-    differentiable in positions and cells.
+    differentiable with respect to positions and cells.
     """
     vector = geometry.pos[key] - geometry.pos[query]
     periodic = _numbers(geometry.pbc)

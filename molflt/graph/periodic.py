@@ -63,12 +63,12 @@ class Open:
     ) -> GraphNodes | None:
         """Returns the nodes of each graph in float64; None for schemes that do not compute nodes.
 
-        Weights are 0 for the graphs in the mask `left_out`, (graphs,).
+        Weights are 0 for the graphs in the mask `left_out` (graphs,).
         """
         return None
 
     def images(self, geometry: Geometry) -> Tensor | None:
-        """Estimates the number of images per atom in each graph, (graphs,); None without images."""
+        """Estimates the number of images per atom of each graph: (graphs,), or None if unused."""
         return None
 
     def neighborhood(self, geometry: Geometry) -> Geometry:
@@ -245,9 +245,10 @@ class Reciprocal(Open):
     Args:
         max_frequency: largest |G|, in cycles/Å; the number of nodes grows as its cube.
         smooth: make nodes analytic functions of positions along nonperiodic directions. Otherwise,
-            forces jump by about 1e-4 eV/Å when a different atom becomes the outermost. Molecules of
-            up to 1,000 atoms, including molecules in cells larger than 200 Å along all periodic
-            axes, use all pairs instead of nodes; their energy does not depend on the orientation.
+            forces jump by about 1e-4 eV/Å when a different atom becomes the outermost. With
+            `smooth`, molecules of up to 1,000 atoms, including molecules in cells larger than 200 Å
+            along all periodic axes, use all pairs instead of nodes; their energy does not depend on
+            the orientation.
     """
 
     lattice = True

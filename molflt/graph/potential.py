@@ -53,8 +53,8 @@ class Potential(EnergyRegressor):
         far_field: False ends attention at `near_field`. With L layers and R refinements, an atom
             depends on atoms at distances of up to L R times `near_field`, but not across a gap
             wider than `near_field`. `long_range` covers larger distances.
-        long_range: powers p from 1 (charges), 2, 4 and 6 (dispersion), which add energies of 1 /
-            r^p between latent charges and all their images; see
+        long_range: one or more of the powers p = 1 (charges), 2, 4 and 6 (dispersion), which add
+            energies of 1 / r^p between latent charges and all their images; see
             `molflt.graph.long_range.LongRange`.
         long_range_channels: number of charges per atom and power, 4 by default.
         long_range_cutoff: cutoff of near pairs, 8 Å by default.
@@ -154,7 +154,7 @@ class Potential(EnergyRegressor):
             parts, others = self._parts(strained)
             energy = _sum(parts)
             wanted = [pos] if strain is None else [pos, strain]
-            with torch.autocast(pos.device.type, enabled=False):  # precision of forward
+            with torch.autocast(pos.device.type, enabled=False):  # in the precision of `forward`
                 found = torch.autograd.grad(
                     energy.sum(), wanted, create_graph=self.training, materialize_grads=True
                 )
@@ -171,7 +171,7 @@ class Potential(EnergyRegressor):
         return out if self.training else {name: x.detach() for name, x in out.items()}
 
     def energy(self, batch: "Data") -> Tensor:
-        """Returns only the energies: (graphs,) float64, in eV, differentiable."""
+        """Returns only the energies, which are differentiable: (graphs,) float64, in eV."""
         return _sum(self.parts(batch))
 
     def parts(self, batch: "Data") -> dict[str, Tensor]:

@@ -13,7 +13,7 @@ _EDGE = 0.01  # smallest 1 - u^2; there exp(-2 / .) is 1e-87 and its slope is fi
 
 
 def radial_bumps(distance: Tensor, number: int, cutoff: float) -> Tensor:
-    """Evaluates smooth bumps of finite support at distances in Å: (pairs,) -> (pairs, number).
+    """Evaluates smooth bumps of compact support at distances in Å: (pairs,) -> (pairs, number).
 
     This is e3nn's "smooth_finite" basis (arXiv:2207.09453), scaled to a second moment of about one:
     exp(-1 / (1 + u) - 1 / (1 - u)) with u = (number + 1) |r| / cutoff - n for n = 1, 2, ...,

@@ -1,4 +1,4 @@
-"""IS2RE model: relaxed energies and displacements from initial structures."""
+"""IS2RE model, which predicts relaxed energies and displacements from initial structures."""
 
 # Do not use `from __future__ import annotations`: to read annotations that are strings,
 # jsonargparse would import everything below TYPE_CHECKING, including PyG.
@@ -47,7 +47,7 @@ class EnergyRegressor(nn.Module):
         num_features: number of features m per head, 64 by default.
         position: "multiplicative" (a kernel multiplies phi(q).phi(k)), "spectral" (FLT: its mask is
             added to the logit) or "none" (a Performer, or plain softmax).
-        position_options: spectrum, num_gaussians, nodes, num_nodes, ... of the position; see
+        position_options: options of the position, such as spectrum, num_gaussians and nodes; see
             `molflt.graph.encoding.GraphEncoding`.
         periodic: "none"; "images", in-plane periodic images near the adsorbate as extra keys;
             "reciprocal", nodes on the reciprocal lattice of each cell, exactly periodic; "mesh",
@@ -70,11 +70,11 @@ class EnergyRegressor(nn.Module):
         messages: number of layers of PaiNN's equivariant messages between neighbors before
             attention, which add angles to tokens; see `molflt.graph.messages.EquivariantMessages`.
             0 omits them.
-        message_pairs: neighbors that exchange messages: "all" (default), or "adsorbate" for pairs
-            that include an adsorbate atom. Messages among slab atoms identify metals by their
-            lattice constants, which is misleading for unseen metals.
+        message_pairs: pairs of neighbors that exchange messages: "all" (default), or "adsorbate"
+            for pairs that include an adsorbate atom. Messages among slab atoms identify metals by
+            their lattice constants, which is misleading for unseen metals.
         descriptors: also describe elements by period, group, radius, electronegativity and valence
-            electrons, which generalizes to unseen elements; see `ElementEmbedding`.
+            electrons. This generalizes to unseen elements; see `ElementEmbedding`.
         subsurface: False omits the atoms with tag 0, which are half of a slab. Predictions then do
             not depend on these atoms (as in PhAST, arXiv:2211.12020).
         position_head: predict displacements to the relaxed positions as an auxiliary task.
@@ -91,11 +91,11 @@ class EnergyRegressor(nn.Module):
         element_energies: (119,) buffer; reference energies of the elements, in eV, by atomic
             number; 0 without references.
         trained_elements: (119,) bool, buffer; True for atomic numbers seen in training. Without
-            `descriptors`, energies of structures with other elements are random.
-        adds_baseline: bool, buffer; True if the model learned the difference to baseline energies,
-            which it then adds to its output.
-        added_later: names of buffers missing from weights of earlier versions, where they are set
-            to defaults.
+            `descriptors`, energies of structures with other elements are arbitrary.
+        adds_baseline: bool, buffer; True if the model learned the difference from baseline
+            energies, which it then adds to its output.
+        added_later: names of buffers that are missing from weights of earlier versions and are then
+            set to defaults.
         of_data: names of buffers that each run computes from its data, even if it starts from the
             weights of a different run.
         seen_by: for each buffer that records the training data of a weight, the name of that
@@ -234,7 +234,8 @@ class EnergyRegressor(nn.Module):
             displacement after each pass. Omitted atoms do not move and have an embedding of 0. In
             evaluation mode, unless `readout` is "all", also "adsorbate_energy": (atoms,) float64,
             in eV, the contribution of each adsorbate atom and of the slab atoms in contact with it;
-            the sum over an adsorbate is its energy. Models with a baseline do not return it.
+            the sum over an adsorbate is its energy. Models with a baseline do not return this
+            entry.
         """
         atoms = Atoms.of(batch, self.embedding.element.weight)
         whole, references = atoms.geometry, self._references(atoms)

@@ -17,15 +17,15 @@ class PBCRadiusGraph(BaseTransform):
 
     This transform is similar to `torch_geometric.transforms.RadiusGraph`, but supports periodic
     structures and does not need a compiled extension. Each periodic image within the radius is a
-    separate edge. This includes images of the atom itself, but not the atom at distance 0. Edges
-    point from the neighbor, `edge_index[0]`, to the atom, `edge_index[1]`, as in message passing,
-    and are sorted by atom.
+    separate edge. They include images of the atom itself, but not the atom itself at distance 0.
+    Edges point from the neighbor, `edge_index[0]`, to the atom, `edge_index[1]`, as in message
+    passing, and are sorted by atom.
 
     It sets `edge_index` (2, edges); `edge_weight` (edges,), the distance in Å; `edge_vec` (edges,
     3), from atom to neighbor, in Å; and `edge_shift` (edges, 3) int64, the cell n of the neighbor:
     edge_vec = pos[edge_index[0]] + n @ cell - pos[edge_index[1]]. Distances and vectors are
-    differentiable with respect to `pos` and `cell`. It removes the `edge_attr` of earlier edges,
-    which `Distance` and other transforms set.
+    differentiable with respect to `pos` and `cell`. The transform removes the `edge_attr` of
+    earlier edges, which `Distance` and other transforms set.
 
     Args:
         r: radius, in Å.

@@ -26,8 +26,8 @@ MemoryState = tuple[Tensor, ...]
 class Memory(nn.Module, ABC):
     """Base class of causal maps from a sequence of features to one hidden vector per step.
 
-    Each coordinate has a separate sequence. `forward` processes a whole sequence, and `step` a
-    single step with a state; both give the same hidden vectors.
+    Each coordinate has a separate sequence. `forward` processes a whole sequence, and `step`
+    processes a single step with a state; both give the same hidden vectors.
     """
 
     @abstractmethod
@@ -57,7 +57,7 @@ class AttentionMemory(Memory):
         dim: width.
         layers: number of layers.
         heads: number of attention heads, 2 by default.
-        ffn_dim: hidden width of the feed-forward networks of attention, 2 dim by default.
+        ffn_dim: hidden width of the feed-forward networks of attention, twice `dim` by default.
         mixing: "linear" (the default) or "softmax".
         feature_map: feature map of linear attention; see `molflt.attention.Attention`.
         num_features: number of features of the map; 16 by default for random and learned maps.
@@ -228,7 +228,7 @@ class StateSpaceMemory(Memory):
 
 
 class _Diagonal(nn.Module):
-    """Layer x + gate(SSM(LN x)); complex states are stored as real (coordinates, dim, states, 2)."""
+    """Layer x + gate(SSM(LN x)); complex states are kept as real (coordinates, dim, states, 2)."""
 
     def __init__(self, dim: int, states: int) -> None:
         super().__init__()
@@ -243,7 +243,7 @@ class _Diagonal(nn.Module):
         self.gate = nn.Linear(dim, 2 * dim)
 
     def forward(self, x: Tensor, state: Tensor | None) -> Tensor:
-        """Convolves the steps with the powers of a by FFT."""
+        """Convolves the steps with the powers of `a`, using FFTs."""
         u, steps = self.norm(x), x.shape[1]
         time = torch.arange(steps + 1, device=x.device)
         log_a = torch.complex(-self.log_rate.exp(), self.frequency)

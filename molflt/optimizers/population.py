@@ -23,7 +23,7 @@ START_SCALE = 2.5
 class Populations:
     """Batch of independent populations, each determined by its seed alone.
 
-    `center`, (d,) or a number, is the mean of the initial positions, and `scale` is the standard
+    `center` is the mean of the initial positions, (d,) or one number, and `scale` is the standard
     deviation of their coordinates. `state` is on the device of the model. The noise is drawn on the
     CPU.
     """

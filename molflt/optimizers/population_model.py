@@ -307,7 +307,7 @@ def _rank(values: Tensor) -> Tensor:
 
 
 def _standardized(best: Tensor, values: Tensor) -> list[Tensor]:
-    """Standardizes both arguments with the mean and deviation of `best`, clamped to [-3, 3]."""
+    """Standardizes both arguments with the moments of `best` and clamps them to [-3, 3]."""
     deviation, mean = torch.std_mean(best, dim=1, keepdim=True)
     unit = deviation.clamp(min=_TINY)
     return [((x - mean) / unit).nan_to_num(0.0).clamp(-3, 3) for x in (best, values.detach())]

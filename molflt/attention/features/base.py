@@ -1,4 +1,4 @@
-"""Features, the base class of feature maps, and their inputs."""
+"""Features, the base class of feature maps, and the inputs of feature maps."""
 
 import math
 from typing import NamedTuple, Self, cast
@@ -203,7 +203,7 @@ class FeatureMap(nn.Module):
 
 
 class Operand(NamedTuple):
-    """Queries or keys whose features are computed on demand, for all tokens or some of them."""
+    """Queries or keys whose features are computed on demand, for all or some of the tokens."""
 
     feature_map: FeatureMap
     x: Tensor  # scaled, (batch, heads, tokens, d)
@@ -222,7 +222,7 @@ class Operand(NamedTuple):
                 inputs = self.columns.to(x.dtype).expand(*x.shape[:-1], -1), x
             features: Features = self.feature_map(*inputs)
             if features.values is None and self.mask is not None:
-                # The sum has one number per token and avoids a copy of all features.
+                # Adding one number per token avoids a copy of all features.
                 weight = x.new_zeros(()) if self.log_weight is None else self.log_weight
                 return features.scaled(torch.where(self.mask, weight, -torch.inf))
             if self.log_weight is not None:

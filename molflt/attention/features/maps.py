@@ -34,7 +34,7 @@ class _PositiveFeatures(FeatureMap):
 
 
 class _TrigonometricFeatures(FeatureMap):
-    """Features phi(x) = exp(|x|^2 / 2) [sin(w_s . x), cos(w_s . x)] / sqrt(m), with width 2m.
+    """Features phi(x) = exp(|x|^2 / 2) [sin(w_s . x), cos(w_s . x)] / sqrt(m), of width 2m.
 
     The estimate of exp(x . y) is unbiased. Features are signed, and the variance becomes very large
     where exp(x . y) is small.

@@ -21,7 +21,7 @@ from molflt.attention.features.base import (
 )
 from molflt.attention.features.projections import PROJECTIONS, Projection
 
-_WIDEST = 2**14  # largest number of features per head; softmax is faster for fewer tokens than that
+_WIDEST = 2**14  # largest number of features per head; with fewer tokens, softmax is faster
 _TERMS = 6  # levels of the continued fraction
 _LEAST = 0.04  # relative margin of the conditions on the weights; see `harmonics`
 
@@ -36,7 +36,7 @@ class _PolynomialFeatures(FeatureMap):
     <= 1.6.
 
     With fewer `num_features`, products of random projections replace the monomials of the highest
-    degree. The estimate is unbiased, but products can be negative, and with half of the features
+    degree. The estimate is unbiased, but products can be negative, and, with half of the features,
     the error is 10 times as large.
     """
 
@@ -114,7 +114,7 @@ def harmonics(square: Tensor, dim: int, degree: int) -> tuple[Tensor, list[Tenso
     """Expands exp(x . y), where |x|^2 = |y|^2 = rho, in spherical harmonics up to degree 2 or 3.
 
     Returns log_mean, the logarithm of the mean of exp(x . y) over the sphere, and positive weights
-    w_0 to w_degree with exp(x . y) ~= exp(log_mean) sum_n w_n (x . y)^n, from Gegenbauer's
+    w_0 to w_degree with exp(x . y) ~= exp(log_mean) sum_n w_n (x . y)^n, obtained from Gegenbauer
     polynomials. `square` contains values of rho and has any shape.
 
     With nu = d / 2 - 1 and r_n = I_(nu + n)(rho) / I_nu(rho), the weights up to degree 3 are w_0 =

@@ -1,4 +1,4 @@
-"""Random projections x -> (w_1 . x, ..., w_m . x) of queries and keys, drawn for each head.
+"""Random projections x -> (w_1 . x, ..., w_m . x) of queries and keys, drawn separately per head.
 
 Positive features use E exp(w . z) = exp(|z|^2 / 2), which holds for rows w with the marginal
 distribution N(0, I). Dependence between rows affects only the variance. Projections are modules
@@ -122,8 +122,8 @@ class _SphereProjection(DenseProjection):
 
     E w = 0 and E w w^T = I, but because all norms are equal, E exp(w . z) = Gamma(d/2) I_{d/2-1}(t)
     / (t/2)^{d/2-1}, where t = sqrt(d) |z| and I is the modified Bessel function. To leading order,
-    this is smaller than exp(|z|^2 / 2) by the fraction |z|^4 / (4 (d + 2)): at d = 16, by 1.3 % for
-    |z| = 1 and by 16 % for |z| = 2.
+    this expectation is smaller than exp(|z|^2 / 2) by the fraction |z|^4 / (4 (d + 2)): at d = 16,
+    by 1.3 % for |z| = 1 and by 16 % for |z| = 2.
     """
 
     paper = "2106.12566, sec. 4.5"
@@ -204,7 +204,7 @@ class _HadamardProjection(_FactoredProjection):
     The rows are close to N(0, I): for p >= 8, kernels are too small by a fraction of at most |z|^4
     / (3 p^2), to leading order. For |z| = 1 and 2, the measured fractions are 0.13 % and 1.4 % at p
     = 16, and below 0.1 % and 0.6 % at p = 64. On one CPU core, a dense matrix is faster for p <=
-    128. The product is from arXiv:1703.00864.
+    128. The product was proposed in arXiv:1703.00864.
     """
 
     paper = "2006.03555, sec. 2.4"
@@ -232,8 +232,9 @@ class _GivensProjection(_FactoredProjection):
     A layer permutes the coordinates at random and rotates the dim // 2 pairs (2 k, 2 k + 1) by
     uniformly distributed angles. Each block has `LAYERS_PER_LEVEL` ceil(log2 dim) separate layers.
     E w = 0 and E w w^T = I are exact. The error is largest for z along an axis: at d = 64, the
-    kernel is too large by 0.2 % at |z| = 1 and by 3 % at |z| = 2. On a CPU, this is 10 times slower
-    than a dense matrix at d = 64. Source: Choromanski et al. 2019, Unifying orthogonal Monte Carlo.
+    kernel is too large by 0.2 % at |z| = 1 and by 3 % at |z| = 2. On a CPU, this projection is 10
+    times slower than a dense matrix at d = 64. Source: Choromanski et al. 2019, Unifying orthogonal
+    Monte Carlo.
     """
 
     paper = "2006.03555, sec. 2.4"

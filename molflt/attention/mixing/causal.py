@@ -45,7 +45,7 @@ def causal_linear(
 
     Inside each chunk, the (chunk, chunk) matrix of weights is formed. A running sum is carried
     across chunks (Transformer Quality in Linear Time, arXiv:2202.10447, section 3.2).
-    `_CHUNKS_AT_ONCE` chunks are computed at a time and recomputed in the backward pass. Apart from
+    `_CHUNKS_AT_ONCE` chunks are computed at once and recomputed in the backward pass. Apart from
     the arguments and the sums, only O(N m dv / chunk) numbers are kept.
 
     Each query subtracts the largest exponent of the keys that it attends to. A large later key
@@ -57,7 +57,7 @@ def causal_linear(
         log_decay: (batch, heads, tokens), at most 0; the weight of key j for query i is multiplied
             by exp(sum of log_decay over j < l <= i).
         state: state returned by an earlier call for the preceding tokens.
-        chunk: tokens per chunk.
+        chunk: number of tokens per chunk.
     """
     tokens, span = value.shape[-2], _CHUNKS_AT_ONCE * chunk
     if tokens == 1:

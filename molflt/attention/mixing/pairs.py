@@ -148,7 +148,7 @@ def products(left: Tensor, right: Tensor, pairs: Pairs) -> Tensor:
     """Computes U_i . V_j of pairs from U and V (batch or 1, heads or 1, n, p): (heads, pairs)."""
     batch = max(left.shape[0], right.shape[0])
     if undecided(batch * left.shape[-2] * right.shape[-2] <= 4 * pairs.query.shape[0], True):
-        # For few tokens this is cheaper than gathering the factors.
+        # For few tokens, this is cheaper than gathering the factors.
         matrix = products_of_all(left, right)
         return matrix.expand(batch, -1, -1, -1)[pairs.batch, :, pairs.query, pairs.key].T
     found = []

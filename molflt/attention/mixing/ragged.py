@@ -103,12 +103,12 @@ def ragged(
 ) -> Sums:
     """Computes `linear_with_kernel` within each graph; supports only first derivatives.
 
-    Each row of the batch is one graph, but a batch of a single row may contain several graphs. Rows
-    are joined before the computation.
+    Each row of the batch is one graph, but a batch with a single row may contain several graphs.
+    Rows are joined before the computation.
 
     Args:
         query, key, value, pairs: see `linear_with_kernel`.
-        waves: the kernel.
+        waves: nodes and coefficients of the kernel.
         positions: positions of queries and keys, each (batch * tokens, l).
         tokens: tokens of the queries and of the keys.
     """
@@ -180,7 +180,7 @@ def _by_nodes(
     queries: Ragged,
     keys: Ragged,
 ) -> Tensor:
-    """Returns the sums over keys of [v, 1], of shape (heads, tokens, dv + 1)."""
+    """Returns the weighted sums of [v, 1] over keys: (heads, tokens, dv + 1)."""
     state = _State.apply(phi_k, value, place_k, xi, counts, keys)  # [g, h, r, 2, m, dv + 1]
     c = c[..., None, None]
     if c.is_complex():

@@ -10,7 +10,7 @@ from torch.autograd.function import FunctionCtx
 
 from molflt.attention.checks import in_transform
 
-_TRANSIENT = 2**22  # largest number of elements per piece of the plain form
+_TRANSIENT = 2**22  # largest number of elements per piece in `_plain`
 
 
 class Pattern(NamedTuple):
@@ -114,7 +114,7 @@ class _Product(Function):
     def forward(
         ctx: FunctionCtx, weight: Tensor, x: Tensor, pattern: Pattern, spreads: bool
     ) -> Tensor:
-        # Save only what a gradient needs: the mesh of a chunk is large.
+        # Save only what a gradient needs, because the mesh of a chunk is large.
         by_weight, by_x = ctx.needs_input_grad[:2]  # type: ignore[attr-defined]
         kept = weight if by_x else None, x if by_weight else None
         ctx.save_for_backward(*kept)  # type: ignore[arg-type]

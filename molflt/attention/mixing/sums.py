@@ -79,7 +79,7 @@ def _stable_query(query: Features, key_max: Tensor | None) -> tuple[Tensor, Tens
         phi_q = query.materialize()
         return phi_q, phi_q.new_zeros(())
     query_max = log_q.detach().amax(dim=-1, keepdim=True)
-    # In this order of operations the largest exponent is exactly 0.
+    # In this order of operations, the largest exponent is exactly 0.
     return Features(query.values, log_q).shifted(query_max), query_max
 
 

@@ -1,4 +1,4 @@
-"""Triton kernels of `ragged`; imported on first use.
+"""Triton kernels for `ragged`; imported on first use.
 
 F = sum_n sum_s sum_ab phi_na w_nb [cos(theta_ns) C_sab + sin(theta_ns) S_sab] with theta_ns = 2 pi
 xi_s . r_n is linear in phi, w and the state (C, S) of a graph. `state_kernel` computes the gradient

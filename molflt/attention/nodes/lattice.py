@@ -81,7 +81,7 @@ def free_extent(
         terms = (scaled - top[graph]).exp()
         mean = torch.zeros_like(span).index_add(0, graph, terms) / count.clamp(min=1)
         span = span + (top + torch.where(none, 1.0, mean).log()) / _SHARPNESS
-    return torch.where(none, 0.0, span.clamp(min=0.0))  # may be negative by rounding
+    return torch.where(none, 0.0, span.clamp(min=0.0))  # may be negative due to rounding
 
 
 def _largest(x: Tensor, graph: Tensor, graphs: int) -> Tensor:

@@ -25,7 +25,8 @@ class GaussianNodes(Nodes):
     and OC20 experiment. The paper's language models use `sigma=1.0, learn_sigma=False`.
 
     The variance is finite only if g falls faster than sqrt(p). For a Gaussian mask of width w, this
-    requires sigma > 1 / (2 sqrt(2) pi w). For spectra with power-law tails it is never finite.
+    requires sigma > 1 / (2 sqrt(2) pi w). For spectra with power-law tails, the variance is never
+    finite.
 
     Args:
         heads: number of heads; each has separate nodes and a separate sigma.

@@ -56,10 +56,10 @@ class ShellNodes(Nodes):
     """Product rule of radii and directions: integral g = sum_k S_l k^(l-1) dk mean_u g(k u).
 
     S_l is the surface area of the unit sphere. The mask is rotationally invariant up to the
-    accuracy of the directions. To resolve a wave of frequency k over distances |z| <= diameter,
-    directions need the degree x = 2 pi k diameter. Because outer shells contribute less, a degree
-    of 0.8 x + 3 is sufficient. `suggest_nodes` chooses all sizes for a given mask and error. Only
-    one point of each antipodal pair is kept, with twice the weight; see `hermitian`.
+    accuracy of the directions. To resolve a wave of frequency k over distances |z| <= diameter, the
+    rule for directions needs the degree x = 2 pi k diameter. Because outer shells contribute less,
+    a degree of 0.8 x + 3 is sufficient. `suggest_nodes` chooses all sizes for a given mask and
+    error. Only one point of each antipodal pair is kept, with twice the weight; see `hermitian`.
 
     Args:
         diameter: largest distance |z| at which the mask must be accurate, in units of length.

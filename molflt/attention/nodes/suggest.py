@@ -1,4 +1,4 @@
-"""Search for the smallest shell rule for a mask of a given width and error."""
+"""Search for the smallest shell rule that reproduces a mask of given width to a given error."""
 
 import itertools
 import math
@@ -132,7 +132,7 @@ def _prune(
     share = share.repeat(each) / each
     error = -(-0.5 * z.square().sum(dim=-1) / widths.square()).exp()  # [w, n]
     radius, measure = shells(max_frequency, count, 3, radial)
-    choices: list[list[tuple[int, int, Tensor]]] = []  # degree, nodes and values, by shell
+    choices: list[list[tuple[int, int, Tensor]]] = []  # degree, number of nodes, values
     for k, weight in zip(radius, (measure * _density(radius, widths)).T, strict=True):
         own = []
         for degree in (1, *_DEGREES):
@@ -181,6 +181,6 @@ def _even_directions(count: int) -> Tensor:
 
 
 def _density(radius: Tensor, widths: Tensor) -> Tensor:
-    """Returns the spectra of Gaussians at radii (n,) for widths (w, 1), of shape (w, n)."""
+    """Returns the spectra (w, n) of Gaussians of widths (w, 1) at radii (n,)."""
     exponent = -2 * math.pi**2 * (widths * radius).square()
     return (2 * math.pi * widths.square()) ** 1.5 * exponent.exp()

@@ -48,7 +48,7 @@ def make_position(
         name: key of `POSITIONS`, or "none".
         heads: number of heads.
         head_dim: width d of queries and keys per head.
-        mixing: value of `mixing` in the attention that uses the encoding.
+        mixing: value of `mixing` in the attention layer that uses the encoding.
         options: further arguments of the constructor of the encoding.
     """
     if name == "none":

@@ -12,7 +12,7 @@ from molflt.attention.numerics import at_least_float32, options_of
 MIXINGS = ("linear", "quadratic", "softmax")
 MixingName = Literal["linear", "quadratic", "softmax", "auto", "triton"]
 
-ABSOLUTE = ("none", "sinusoidal", "learned")  # positions added to tokens before attention
+ABSOLUTE = ("none", "sinusoidal", "learned")  # encodings added to tokens before attention
 ADDED = ("f", "added to the logit")
 AS_FACTOR = ("f", "exp f multiplies the weight")
 

@@ -15,8 +15,8 @@ class GaussianBias(Position):
     """f_h(z) = (W_2 gelu(W_1 psi(|z|)))_h, added to the logits of softmax attention.
 
     The psi_k are K Gaussians with learnable mu_k and sigma_k, psi_k(|z|) = exp(-(|z| - mu_k)^2 / (2
-    sigma_k^2)) / (sqrt(2 pi) sigma_k), from 3D-Graphormer (arXiv:2203.04810), section on 3D spatial
-    encoding. The paper also scales and shifts distances depending on the pair of elements; this
+    sigma_k^2)) / (sqrt(2 pi) sigma_k) (3D-Graphormer, arXiv:2203.04810, section on 3D spatial
+    encoding). The paper also scales and shifts distances depending on the pair of elements; this
     class does not receive elements. Memory is O(N^2 K) per graph.
 
     Args:

@@ -174,8 +174,8 @@ class LowRankPosition(ToeplitzPosition):
     below r.
 
     Q is treated as a constant in each evaluation. The gradient is computed for Q Q^T N with the
-    current Q, which is linear in N and finite for every mask; for r = L, it is the gradient of N
-    itself. Columns of both factors are scaled to the same norm.
+    current Q. This expression is linear in N, and its gradient is finite for every mask; for r = L,
+    it is the gradient of N itself. Columns of both factors are scaled to the same norm.
 
     Tokens can be in any order, and linear causal attention has a state of constant size. Feature
     maps receive the factors separately, and each factor depends on the positions themselves, not
@@ -229,7 +229,7 @@ class LowRankPosition(ToeplitzPosition):
                 # One product with N N^T, orthonormalized after each factor, because rounding would
                 # leave only the dominant direction. For Gaussian masks with a width of L / 5, L =
                 # 64 and 4 to 10 columns, the squared error is at most 1.4 times the smallest
-                # possible one, and 5 to 80 times without the product.
+                # possible error; without the product, it is 5 to 80 times as large as the smallest.
                 basis = torch.linalg.qr(toeplitz_matmul(table.flip(-1), basis)).Q
                 basis = torch.linalg.qr(toeplitz_matmul(table, basis)).Q
             right = toeplitz_matmul(table.flip(-1), basis)  # N^T Q

@@ -36,7 +36,7 @@ class MultiplicativePosition(SpectralPosition):
             over pairs would grow with the cell.
     """
 
-    positive = 1e-9  # lower bound of h before softmax attention takes its logarithm
+    positive = 1e-9  # lower bound on h before softmax attention takes its logarithm
     # Taper of the spectrum; a multiplicative kernel must not become negative.
     taper: ClassVar[Literal["step", "positive"]] = "positive"
     placement: ClassVar[tuple[str, str]] = ("log h", "h multiplies the weight")
@@ -89,7 +89,7 @@ class MultiplicativePosition(SpectralPosition):
     def waves(self, nodes: GraphNodes | None = None, counts: Tensor | None = None) -> Waves:
         """Returns the nodes and coefficients of h, with the background as the first node.
 
-        `counts` contains the number of nodes of each graph, (graphs,), excluding padding.
+        `counts` (graphs,) contains the number of nodes of each graph, excluding padding.
         """
         device = next(self.parameters()).device.type if nodes is None else nodes.xi.device.type
         with torch.autocast(device, enabled=False):
@@ -113,9 +113,9 @@ class MultiplicativePosition(SpectralPosition):
     ) -> MeshKernel:
         """Builds the kernel h on one mesh per graph.
 
-        Up to the interpolation error, the result equals h at `reciprocal_nodes`. Positions (batch,
-        tokens, 3) are in Å, `max_frequency` is in cycles/Å, and the mask is True where a token
-        exists. See `OVERSAMPLING` for the order of the splines.
+        Up to the interpolation error, the result equals h sampled at `reciprocal_nodes`. Positions
+        (batch, tokens, 3) are in Å, `max_frequency` is in cycles/Å, and the mask is True where a
+        token exists. See `OVERSAMPLING` for the order of the splines.
         """
         self.check_isotropic()
         dtype = torch.promote_types(positions.dtype, torch.float32)

@@ -41,14 +41,14 @@ class SpectralPosition(Position):
 
     Args:
         spectrum: family of g, with `spectrum(xi)` and `mask(delta)`.
-        nodes: rule that samples g; None if nodes come with each batch; see `factors`.
+        nodes: rule that samples g; None if nodes come with each batch (see `factors`).
     """
 
     # Factors are not balanced below this value. Where the spectrum crosses zero, the gradient then
     # stays finite and does not vanish, unlike the gradient of two square roots.
     floor = 1e-4
     taper: ClassVar[Literal["step", "positive"]] = "step"  # taper of reciprocal nodes
-    on_lattice = False  # True: nodes come with each batch, even for softmax
+    on_lattice = False  # True if nodes come with each batch, even for softmax
     paper: ClassVar[str] = "2302.01925, eqs. 3-5"
     cost: ClassVar[str] = "N m (d + 2r)"
 
@@ -158,7 +158,7 @@ class SpectralPosition(Position):
             right = product[..., None, :] / left
             left = left * (square > 0)
             cos, sin = _waves(positions, xi)
-            same = key_positions is positions  # usual, unless there are images
+            same = key_positions is positions  # the usual case, except with images
             key_cos, key_sin = (cos, sin) if same else _waves(key_positions, xi)
             if right.is_complex():
                 # Re[(a + ib) exp(i(x - y))], with the phase of a + ib assigned to the key

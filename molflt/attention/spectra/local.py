@@ -106,9 +106,9 @@ class Local(SmoothLocal):
     arguments.
 
     The exact mask is not differentiable with respect to v_t; radii are learned with sampled masks
-    but not with softmax. g decays as 1 / |xi|, which is not absolutely integrable. Estimates from
-    random nodes therefore have neither a finite variance nor an expectation; a model learns the
-    trigonometric sum over its nodes.
+    but not with softmax. g decays as 1 / |xi| and is not absolutely integrable. Estimates from
+    random nodes therefore have neither a finite variance nor an expectation; a model learns
+    the trigonometric sum over its nodes.
     """
 
     paper: ClassVar[str] = "2302.01925, eqs. 8-11"
