@@ -32,7 +32,7 @@ class Terms(NamedTuple):
 
     query: Features
     key: Features
-    value: Tensor
+    value: Tensor  # (batch, heads, keys, dv)
     causal: bool = False  # each token attends only to itself and earlier tokens
     log_decay: Tensor | None = None  # see `causal_linear`
     state: State | None = None  # state of the preceding tokens, for causal attention

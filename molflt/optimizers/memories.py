@@ -54,7 +54,7 @@ class AttentionMemory(Memory):
     the last `window` steps.
 
     Args:
-        dim: width.
+        dim: width of the memory.
         layers: number of layers.
         heads: number of attention heads, 2 by default.
         ffn_dim: hidden width of the feed-forward networks of attention, twice `dim` by default.
