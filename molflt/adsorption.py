@@ -1,4 +1,4 @@
-"""Placements of molecules on the sites of surfaces: orientations, rotations and heights."""
+"""Placements of molecules on surface sites: orientations, rotations and heights."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ if TYPE_CHECKING:
 
 __all__ = ["cut", "element", "molecule", "placements", "ranked", "sites", "varied"]
 
-_VACUUM, _EMPTY = 4.5, 7.0  # Å: smallest vacuum of a slab; gap that does not occur in crystals
+_VACUUM, _EMPTY = 4.5, 7.0  # Å: smallest vacuum of a slab; gap too large for a crystal
 _CONTACT, _CONTACT_H = 0.1, 0.5  # Å added to radii for contacts with the slab; the second for H
 _APART, _ROOF = 1.0, 3.0  # Å added to radii for images of the molecule; gap below the next slab
 _TO_CUBIC = {60.0: [[-1, 1, 1], [1, -1, 1], [1, 1, -1]], 109.5: [[0, 1, 1], [1, 0, 1], [1, 1, 0]]}
-"""angle between the primitive vectors of fcc and bcc, degrees -> cubic cell"""
+"""angle in degrees between the primitive vectors (fcc, bcc) -> matrix of the cubic cell"""
 _PAIR = 2.6  # largest distance, in Å, of atoms that bind side by side, such as the two O in HCOO
 
 _Array = NDArray[np.float64]
@@ -59,7 +59,7 @@ def cut(crystal: Atoms, facet: tuple[int, ...], layers: int = 4, vacuum: float =
     lengths, angles = np.split(crystal.cell.cellpar(), 2)
     if np.ptp(lengths) < 1e-3 and np.ptp(angles) < 1e-2:
         crystal = make_supercell(crystal, _TO_CUBIC.get(round(angles[0], 1), np.eye(3)))
-    crystal.positions += 0.02 * crystal.cell.sum(axis=0)  # no atoms between two layers
+    crystal.positions += 0.02 * crystal.cell.sum(axis=0)  # keeps atoms away from the cuts
     return surface(crystal, facet, layers, vacuum / 2, periodic=True)
 
 
@@ -111,7 +111,7 @@ def _molecule_in(path: Path) -> Atoms:
     try:
         if isinstance(found, ValueError):
             raise found
-        found.pbc &= found.cell.volume > len(found)  # PDB files have placeholders of 1 Å
+        found.pbc &= found.cell.volume > len(found)  # PDB files have placeholder cells of 1 Å
         check_fields(found)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
@@ -190,7 +190,7 @@ def placements(
 def _at(
     site: Site, own: Atoms, turns: _Array, tiles: Tiles, roof: float
 ) -> tuple[list[dict[str, Any]], _Array]:
-    """Returns the n placements at a site: their orientations, and positions (n, atoms, 3)."""
+    """Returns n placements at a site: their entries for `info`, and positions (n, atoms, 3)."""
     from ase.data import covalent_radii
 
     radii = covalent_radii[own.numbers]
@@ -305,7 +305,7 @@ def ranked(model: Any, structures: Sequence[Atoms]) -> list[tuple[Atoms, Any]]:
 
 
 def varied(placed: Sequence[tuple[Atoms, Any]], count: int) -> list[tuple[Atoms, Any]]:
-    """Returns the first `count` results of `ranked` with different slabs, sites or orientations."""
+    """Returns the first `count` results of `ranked` that differ in slab, site or orientation."""
     found: dict[tuple[object, ...], tuple[Atoms, Any]] = {}
     for atoms, one in placed:
         found.setdefault(tuple(map(atoms.info.get, ("slab", "site", "orientation"))), (atoms, one))

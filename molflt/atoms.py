@@ -12,7 +12,7 @@ FARTHEST = 1e5
 LOWEST = 0.5
 """smallest distance between lattice planes of a reduced cell, in Å; smaller than in any crystal"""
 
-_DEPENDENT = 1e-18  # relative to the square of the longest vector; less is rounding error
+_DEPENDENT = 1e-18  # relative to the square of the longest vector; less is a rounding error
 _MOST_REDUCTIONS = 64  # maximum number of steps for a cell; about ten suffice for usual cells
 _SIGNS = np.array([[1.0, 1, 1], [1, 1, -1], [1, -1, 1], [-1, 1, 1]])
 
@@ -27,7 +27,7 @@ class Tag(IntEnum):
 
 def symbol(number: SupportsIndex) -> str:
     """Returns the symbol of an element."""
-    from ase.data import chemical_symbols  # reading signatures must not load ASE
+    from ase.data import chemical_symbols  # deferred, because reading signatures must not load ASE
 
     return str(chemical_symbols[number])
 
@@ -38,8 +38,8 @@ def reduced_cell(
     """Returns Minkowski-reduced lattice vectors, the shortest vectors of the same lattice.
 
     Args:
-        cell: (graphs, 3, 3), rows are lattice vectors in Å; finite along periodic axes.
-        pbc: (graphs, 3), True for periodic axes.
+        cell: matrices (graphs, 3, 3) with lattice vectors in Å as rows; finite along periodic axes.
+        pbc: mask (graphs, 3), True for periodic axes.
 
     Returns:
         The reduced vectors, which are 0 along non-periodic axes, and unimodular matrices `steps`
@@ -86,8 +86,8 @@ def lattice_heights(cell: NDArray[np.float64], pbc: NDArray[np.bool_]) -> NDArra
     infinite along non-periodic axes.
 
     Args:
-        cell: (..., 3, 3), rows are lattice vectors in Å; finite along periodic axes.
-        pbc: (..., 3), True for periodic axes.
+        cell: matrices (..., 3, 3) with lattice vectors in Å as rows; finite along periodic axes.
+        pbc: mask (..., 3), True for periodic axes.
     """
     rows = reduced_cell(cell.reshape(-1, 3, 3), pbc.reshape(-1, 3))[0].reshape(cell.shape)
     gram = rows @ np.swapaxes(rows, -1, -2) + np.eye(3) * ~pbc[..., None]

@@ -161,7 +161,7 @@ def _with(atoms: Atoms, positions: Any = None, cell: Any = None) -> Atoms:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[io.StringIO]:
-    """Collects output and warnings of the block in the text that it yields."""
+    """Yields a buffer that collects the output and the warnings of the block."""
     text, errors = io.StringIO(), contextlib.redirect_stderr
     with warnings.catch_warnings(record=True) as caught, contextlib.redirect_stdout(text):
         warnings.simplefilter("always")
@@ -177,7 +177,7 @@ def _equal(
     through: Callable[[Any], Any] = lambda calculator: calculator,
     **functions: Callable[[Any], Any],
 ) -> float:
-    """Compares the results of changed structures with functions of the original results."""
+    """Returns the largest error after a change; `functions` map original to expected results."""
     errors = []
     for atoms in case.of(on):
         expected = _Results(calculator := case.make(), atoms)
@@ -266,9 +266,9 @@ def _torque(case: _Case) -> float:
 
 
 def _jump(case: _Case, path: Callable[[float], tuple[Atoms, Any]], end: float) -> float:
-    """Returns the first difference between the energy change and the work of the forces.
+    """Returns the first mismatch between the energy change and the work of the forces.
 
-    They are compared along a path. The result is 0 if they agree.
+    The two are compared in steps along a path. The result is 0 if they agree in all steps.
     """
     calculator = case.make()
 
@@ -453,7 +453,7 @@ def certify(
         elements: elements of the test structures; by default, those of Cu, O, C and H that the
             calculator supports.
         float32: widen the bounds by a factor of 1000, for calculators in single precision.
-        names: names of the checks to run; by default all.
+        names: names of the checks to run; by default all checks.
     """
     with _quiet():
         case = _Case(make, list(elements), float32)

@@ -1,4 +1,4 @@
-"""Atomic writes, and reading and writing of small files and safetensors."""
+"""Atomic writes, and functions that read and write small files and safetensors files."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ _BLANK = b"0" * 64  # placeholder of the digest while it is computed
 def atomically(path: Path) -> Iterator[Path]:
     """Writes a file completely or not at all; an existing file is replaced only at the end.
 
-    Yields the path of an empty file next to `path`, to write or replace. It is renamed to `path`
-    when the block ends without an error. Missing folders are created.
+    Yields the path of an empty file next to `path`, which the block can write or replace. This file
+    is renamed to `path` when the block ends without an error. Missing folders are created.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -70,7 +70,7 @@ def atomically(path: Path) -> Iterator[Path]:
         kept = "the earlier file is kept" if os.path.exists(path) else "no file was written"
         raise _not_written(path, error, kept) from error
     finally:
-        with suppress(OSError):  # it was renamed, or the folder is not readable
+        with suppress(OSError):  # the file was renamed, or the folder is not readable
             part.unlink()
 
 
@@ -155,7 +155,7 @@ def csv_text(
 
 
 def csv_rows(text: str) -> list[dict[str, str]]:
-    """Parses CSV; raises ValueError or csv.Error if it is malformed."""
+    """Parses CSV text; raises ValueError or csv.Error if the text is malformed."""
     rows: list[dict[str, str]] = list(csv.DictReader(io.StringIO(text), strict=True))
     if any(None in row or None in row.values() for row in rows):
         raise ValueError("a line does not have as many cells as the header")
@@ -192,9 +192,9 @@ def save_tensors(
     tensors: Mapping[str, Tensor] | Mapping[str, np.ndarray],
     metadata: Mapping[str, str],
 ) -> None:
-    """Writes a safetensors file with :func:`atomically`, with its sha256 in the header.
+    """Writes a safetensors file with :func:`atomically`, with its SHA-256 digest in the header.
 
-    The digest is computed with 64 zeros as its placeholder. Equal tensors and metadata produce
+    The digest is computed with 64 zeros in its place. Equal tensors and metadata produce
     identical files. Torch tensors must be contiguous and on the CPU. `metadata` contains additional
     header entries, other than ``sha256``.
     """
@@ -210,7 +210,7 @@ def save_tensors(
         with open(part, "rb+") as file:
             size = file.read(8)
             header = json.loads(file.read(int.from_bytes(size, "little")))
-            # the library writes a different order in each process
+            # the library writes entries in a different order in each process
             header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
             text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
             text = text.ljust(int.from_bytes(size, "little"))
@@ -300,7 +300,7 @@ def natural(path: Path) -> list[str | int]:
 
 
 def readable_size(size: float) -> str:
-    """Formats a number of bytes, such as "1.4 MB"."""
+    """Formats a number of bytes with a unit, such as "1.4 MB"."""
     power = min(4, max(0, len(str(int(size))) - 1) // 3)
     unit = ("bytes", "kB", "MB", "GB", "TB")[power]
     return f"{size / 1000**power:.{1 if power else 0}f} {unit}"

@@ -15,7 +15,7 @@ from typing import TextIO
 __all__ = ["FolderLock"]
 
 # The filelock package does not suffice: it does not record the name of the holder, and does not
-# release locks that data workers inherit and keep after their training process was killed.
+# release locks that data workers inherit and keep after their training process has been killed.
 _held: set[TextIO] = set()
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=lambda: [file.close() for file in _held])
@@ -68,7 +68,7 @@ class FolderLock:
                 file.close()
                 raise ValueError(f"{self.path.parent}: {holder} {self.doing}")
             if self.is_gone():
-                file.close()  # the holder removed it after it was opened here
+                file.close()  # the holder removed the file after it was opened here
                 continue
             file.truncate(0)
             since = time.strftime("%Y-%m-%d %H:%M:%S %Z")

@@ -12,7 +12,7 @@ __all__ = ["available_memory", "is_out_of_memory", "within_memory"]
 # error messages from torch (CPU and CUDA), C++ and vesin
 _WORDS = re.compile(r"out of memory|not enough memory|allocate memory|bad_alloc", re.IGNORECASE)
 _CGROUP, _GROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
-# cgroup versions 2 and 1: folder, and files of the limit, the use, and its reclaimable part
+# cgroup versions 2 and 1: folder, files with the limit and the use, entry for reclaimable memory
 _V2 = ("", "memory.max", "memory.current", "inactive_file")
 _V1 = ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
 
@@ -39,7 +39,7 @@ def within_memory(what: Callable[[], str], advice: str) -> Iterator[None]:
 def available_memory() -> int | None:
     """Returns the memory, in bytes, available to this process on the host and in its cgroups.
 
-    The result is None if it is unknown, for example on systems other than Linux.
+    The result is None if the memory is unknown, for example on systems other than Linux.
     """
     known = [_of_machine(), *_of_groups()]
     return min((size for size in known if size is not None), default=None)

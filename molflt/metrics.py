@@ -20,7 +20,7 @@ _ROW_TOLERANCE = 1e-2  # for sums of weights in half precision
 
 
 class Metric(NamedTuple):
-    """Label and format of a metric in figures; its name in files ends with the unit."""
+    """Label and format of a metric in figures; its column name in files ends with the unit."""
 
     label: str
     unit: str = ""
@@ -64,7 +64,7 @@ def locality(
             `Attention.weights`. Each row sums to 1; signed features allow negative weights.
         distances: distances between queries and keys, (queries, keys) or a shape that broadcasts to
             the shape of `weights`, in any unit; infinite for masked keys, such as padding.
-        fraction: fraction of the unmasked keys of a query, above 0 and at most 1.
+        fraction: fraction of the unmasked keys that count as nearest, and as farthest, in (0, 1].
         causal: also mask the keys after each query; the last query attends to all keys.
 
     Returns:
@@ -90,7 +90,7 @@ def locality(
 
 
 def _shares(distance: NDArray[np.float64], fraction: float) -> NDArray[np.float64]:
-    """Returns an array (2, keys): the fractions to which each key counts as near and as far."""
+    """Returns the weights in [0, 1] with which keys count as near and as far: (2, keys)."""
     ordered, seen = np.sort(distance), np.isfinite(distance).sum()
     # Keys at equal distances occupy the ranks from begin to end - 1.
     begin, end = (np.searchsorted(ordered, distance, side) for side in ("left", "right"))

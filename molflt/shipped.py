@@ -32,7 +32,7 @@ def config_names() -> list[str]:
 
 
 def find_config(name: str | Path) -> Path:
-    """Returns the file of a configuration, from its path or the name of a shipped configuration."""
+    """Returns the path of a configuration, given as a path or as the name of a shipped file."""
     path = Path(name)
     if path.is_file():
         return path

@@ -33,7 +33,7 @@ class SizeBucketedBatchSampler(Sampler[list[int]]):
     come from an endless sequence of epochs, which makes resuming exact.
 
     Args:
-        natoms: (structures,), number of atoms in each structure.
+        natoms: number of atoms in each structure, of shape (structures,).
         batch_size: maximum number of structures in a batch.
         max_atoms: limit on the number of structures in a batch times the number of atoms in its
             largest structure, which bounds the memory of models that pad; None for no limit.
@@ -133,7 +133,7 @@ class BatchedData(Generic[_Items]):
         sources: sources of "train", "val" and optionally "test"; None for an unused source.
 
     Attributes:
-        seed: seed of the order of training items.
+        seed: seed of the random order of the training items.
         start_step: step at which training starts.
         datasets: open data sets, keyed by use.
         kept: folder with the `files` of a resumed run, or of a run whose first process has written
@@ -244,7 +244,7 @@ class BatchedData(Generic[_Items]):
         )
 
     def _lengths(self, use: str) -> ArrayLike:
-        """Returns the sizes of all items: (items,)."""
+        """Returns the size of each item, of shape (items,)."""
         return np.ones(len(self.datasets[use]))
 
     def _loader(self, use: str, batches: SizeBucketedBatchSampler) -> DataLoader[object]:
@@ -280,7 +280,7 @@ class Shard(NamedTuple):
     """Part of a data set; the sizes of all parts differ by at most one batch."""
 
     number: int
-    """1 to total"""
+    """number of this part, from 1 to `total`"""
     total: int
 
     @classmethod
@@ -305,7 +305,7 @@ class Shard(NamedTuple):
     def indices(self, natoms: ArrayLike, batch_size: int) -> NDArray[np.int64]:
         """Returns the sorted indices of the structures in this shard, which form whole batches.
 
-        `natoms`, (structures,), contains the number of atoms in each structure of the data set.
+        `natoms` (structures,) contains the number of atoms in each structure of the data set.
         """
         found = len(np.asarray(natoms))
         count = -(-found // batch_size)
@@ -324,7 +324,7 @@ class Shard(NamedTuple):
 def held_out(labels: Tensor, fraction: float, source: Path, items: str) -> Tensor:
     """Returns a mask (n,) that selects the last rows of each class.
 
-    `labels`, (n,), contains the class of each row. `fraction` is the share of rows to select in
+    `labels` (n,) contains the class of each row. `fraction` is the share of rows to select in
     each class; their number is rounded down. `source` and `items` describe rows in messages.
     """
     held = torch.zeros(len(labels), dtype=torch.bool)

@@ -40,13 +40,13 @@ class ProblemSeeds(Dataset[Tensor]):
 
 
 class ProblemData(BatchedData[ProblemSeeds]):
-    """Seeds of problems, in int64 batches of shape (batch,).
+    """Batches of problem seeds: int64 tensors of shape (batch,).
 
     An epoch contains every training problem once, in an order that depends on the seed of the run.
     The validation problems are the same in every run.
 
     Args:
-        batch_size: problems in one meta-step, per device.
+        batch_size: number of problems in a meta-step, per device.
         problems: number of training problems.
         val_problems: number of validation problems.
     """
@@ -67,9 +67,9 @@ class ProblemData(BatchedData[ProblemSeeds]):
 
 
 def generator_of(seed: int, *purpose: int) -> torch.Generator:
-    """Returns the random generator of a problem, independent of those of other seeds or purposes.
+    """Returns the generator of a problem, independent of generators for other seeds or purposes.
 
-    The numbers in `purpose` distinguish several generators of one problem.
+    The numbers in `purpose` distinguish several generators of the same problem.
     """
     words = np.random.SeedSequence([seed, *purpose]).generate_state(1, np.uint64)
     return torch.Generator().manual_seed(int(words[0] >> np.uint64(1)))

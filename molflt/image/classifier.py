@@ -28,8 +28,8 @@ class ImageClassifier(nn.Module):
     classifier of the mean of all tokens (or of a class token). It follows ViT (arXiv:2010.11929),
     section 3.1. Masks learned through their Fourier transform follow FLT's image experiments
     (arXiv:2302.01925); 2-D Toeplitz kernels with the mean of all tokens follow NPRF
-    (arXiv:2106.12566), appendix A.4. One layer with several `refinements` is the weight-shared
-    Universal Transformer of FLT, fig. 3.
+    (arXiv:2106.12566), appendix A.4. One layer with several `refinements` corresponds to the
+    weight-shared Universal Transformer of FLT, fig. 3.
 
     Two-dimensional relative encodings use (row, column) of each patch relative to the center of the
     image, in units of patches times `position_scale`. One-dimensional encodings, such as
@@ -46,8 +46,8 @@ class ImageClassifier(nn.Module):
             the first patch. In two dimensions, the class token is at the center of the image.
         absolute: encoding of patch positions: "learned" vectors (ViT, DeiT), "sinusoidal" in rows
             and columns (MAE, arXiv:2111.06377), or "none" for the relative encoding alone.
-        position_scale: factor of two-dimensional positions; 1 by default; must be 1 for encodings
-            with a table.
+        position_scale: factor by which two-dimensional positions are multiplied; 1 by default; must
+            be 1 for encodings with a table.
         position: "none" or a key of `molflt.attention.POSITIONS`.
         position_options: further arguments of the encoding. Missing options that follow from the
             grid of patches (`dim`, `shape`, `max_tokens`) are added.
@@ -138,10 +138,10 @@ class ImageClassifier(nn.Module):
         self.image_std.copy_(std)
 
     def tokens(self, images: Tensor) -> Tensor:
-        """Embeds patches row by row, after the class token, if any: (batch, tokens, dim).
+        """Embeds the class token, if any, and the patches row by row: (batch, tokens, dim).
 
         Args:
-            images: (batch, channels, image_size, image_size), real numbers in [0, 1] or bytes.
+            images: images (batch, channels, image_size, image_size) in bytes or in [0, 1].
         """
         tensors(images=images)
         expected = (self.channels, self.image_size, self.image_size)
@@ -195,7 +195,7 @@ class ImageClassifier(nn.Module):
             logits: Tensor = self.head(pooled.to(self.head.weight.dtype))
         return logits
 
-    if TYPE_CHECKING:  # torch declares that a call returns anything
+    if TYPE_CHECKING:  # torch declares that calls return Any
         __call__ = forward
 
     def redraw_(self, generator: torch.Generator | None = None) -> None:
@@ -233,7 +233,7 @@ def _refuse_misfits(
 
 
 def _sinusoids(side: int, dim: int) -> Tensor:
-    """Returns sines and cosines of rows and of columns (arXiv:1706.03762, section 3.5)."""
+    """Returns sines and cosines of row and column indices (arXiv:1706.03762, section 3.5)."""
     line = sinusoids(torch.arange(side), dim // 2)  # [place, dim / 2]
     rows = line[:, None].expand(-1, side, -1)
     columns = line[None].expand(side, -1, -1)

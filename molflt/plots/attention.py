@@ -15,14 +15,14 @@ if TYPE_CHECKING:
     import torch
     from matplotlib.colors import Colormap, Normalize
 
-_MAX_PIXELS = 512  # pixels along each side of a heat map
+_MAX_PIXELS = 512  # maximum number of pixels along each side of a heat map
 _LOG_RANGE = 1e4  # ratio of the largest to the smallest weight on a logarithmic color scale
 _MAX_NAMES = 32  # maximum number of token names along an axis
 _NAME = 0.14  # space for each token name in inches
 _USUAL = 0.99  # fraction of signed weights within the color scale if outliers exist
 
 _Array = NDArray[np.float64]
-_Names = tuple[Sequence[str], Sequence[str]]  # of queries, of keys
+_Names = tuple[Sequence[str], Sequence[str]]  # names of queries, names of keys
 
 
 def attention_matrices(
@@ -42,7 +42,8 @@ def attention_matrices(
     states whether weights are excluded or averaged.
 
     Args:
-        weights: (heads, queries, keys), such as the result of `Attention.weights` for one sequence.
+        weights: attention weights (heads, queries, keys), such as the result of
+            `Attention.weights` for one sequence.
         file: file to write.
         title: title of the figure, such as the name of the layer.
         tokens: names of the queries and of the keys, shown if both contain at most 32 tokens.
@@ -101,9 +102,9 @@ def _checked(weights: ArrayLike | torch.Tensor) -> torch.Tensor:
 
 
 def _weight_colors(pixels: _Array) -> tuple[Normalize, Colormap, str, str]:
-    """Returns the norm and color map of weights, and two texts about the color bar.
+    """Returns the norm and the color map for weights, and two strings for the color bar.
 
-    The texts are the name of the scale and the option `extend` of Matplotlib's color bar.
+    The strings are the name of the scale and the value of Matplotlib's option `extend`.
     """
     from matplotlib import colormaps
     from matplotlib.colors import LogNorm, Normalize

@@ -183,13 +183,13 @@ def _array(values: torch.Tensor) -> _Array:
 
 
 def _bias(position: torch.nn.Module, delta: torch.Tensor) -> _Array:
-    """Returns f (heads, n) for the offsets `delta` (n, l) of a query at 0 relative to keys."""
+    """Returns f, of shape (heads, n), for offsets `delta` (n, l) from keys to a query at 0."""
     origin = delta.new_zeros(1, 1, delta.shape[-1])
     return _array(position("softmax", origin, -delta[None]).bias)[0, :, 0]
 
 
 def _sampled(position: Any, reach: tuple[float, ...], points: int) -> tuple[list[_Array], _Array]:
-    """Returns the sampled offsets along each axis, and f at all combinations of them.
+    """Returns the sampled offsets along each axis, and f for all combinations of offsets.
 
     `reach` contains the largest offset along each of the first axes; f has the shape
     (heads, offsets, ...), with one dimension for each of these axes.
@@ -197,7 +197,7 @@ def _sampled(position: Any, reach: tuple[float, ...], points: int) -> tuple[list
     import torch
 
     like = _like(position)
-    if position.grid:  # needs all tokens in order; each offset is taken from one pair of tokens
+    if position.grid:  # a grid needs all tokens in order; each offset is read from one pair
         shape = tuple(int(end) + 1 for end in reach)
         axes = [np.arange(1.0 - size, size) for size in shape]
         tokens = np.indices(shape).reshape(len(shape), -1).T

@@ -25,7 +25,7 @@ DPI = 150
 
 _LONGEST = 48  # maximum number of characters in a name
 FORMATS = ("png", "svg", "pdf")
-_UNDATED = {"png": {}, "svg": {"Date": None}, "pdf": {"CreationDate": None}}  # reproducible bytes
+_UNDATED = {"png": {}, "svg": {"Date": None}, "pdf": {"CreationDate": None}}  # reproducible files
 _STYLE: dict[Any, Any] = {
     **{"axes.spines.top": False, "axes.spines.right": False, "axes.titlesize": "medium"},
     **{"figure.titlesize": "medium", "figure.labelsize": "medium", "svg.hashsalt": "molflt"},
@@ -90,7 +90,7 @@ def plain(text: str) -> str:
 def label_ends(axes: Axes, height: float) -> None:
     """Labels lines at their ends, on the right of a panel; the labels do not overlap.
 
-    It must be called after everything else is drawn. `height` is the height of the panel in inches.
+    Call it after everything else has been drawn. `height` is the height of the panel in inches.
     """
     axes.set(xlim=axes.get_xlim(), ylim=axes.get_ylim())
     at = axes.transData + axes.transAxes.inverted()
@@ -144,8 +144,9 @@ def panels(
 ) -> Iterator[tuple[Figure, list[Axes]]]:
     """Yields a figure with `count` panels in up to `columns` columns, row by row.
 
-    `size`, `margin` and `least` are (width, height) in inches: of a panel, of the margins in total,
-    and of the smallest figure. `options` are passed to `matplotlib.figure.Figure.subplots`.
+    `size` is the size of a panel, `margin` the total size of the margins, and `least` the smallest
+    size of the figure, each as (width, height) in inches. `options` are passed to
+    `matplotlib.figure.Figure.subplots`.
     """
     columns = min(columns, count)
     rows = -(-count // columns)

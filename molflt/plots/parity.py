@@ -37,7 +37,7 @@ def parity(
     """Plots predictions against labels, with one panel per split and equal axes.
 
     Args:
-        panels: by split, labels and predictions in `unit`, each (systems,).
+        panels: labels and predictions of each split in `unit`, both of shape (systems,).
         file: file to write.
         names: names of the systems of each split; if given, the largest errors are labeled.
         quantity: name of the predicted quantity.
@@ -115,9 +115,9 @@ def calibration(
     """Plots the coverage against the nominal level, and the errors against the uncertainty.
 
     Args:
-        coverage: by split, levels in (0, 1) and fractions of errors within the intervals of these
-            levels, each (levels,).
-        errors: by split, uncertainties and |errors| in eV, each (systems,).
+        coverage: for each split, levels in (0, 1) and the fractions of errors within the intervals
+            of these levels, both of shape (levels,).
+        errors: for each split, uncertainties and |errors| in eV, both of shape (systems,).
         level: fraction of errors that the uncertainty should cover, in (0, 1).
         file: file to write.
     """

@@ -35,7 +35,7 @@ def structure_overview(
 
 
 def structure_views(structures: Mapping[str, Data], file: Path) -> None:
-    """Draws records of `molflt.data.structures` from the top and side; the keys are titles.
+    """Draws records of `molflt.data.structures` from the top and the side; the keys are titles.
 
     The views of a single structure are next to each other. An empty title is replaced by the sid.
     """
@@ -49,7 +49,7 @@ def structure_views(structures: Mapping[str, Data], file: Path) -> None:
 
 
 def _histogram(axes: Axes, energies: Mapping[str, np.ndarray]) -> None:
-    """Draws a histogram of labels, in eV, over the range that contains 98 % of the labels."""
+    """Draws a histogram of labels in eV; the range contains at least 98 % of the labels."""
     finite = {name: values[np.isfinite(values)] for name, values in energies.items()}
     axes.set(xlabel="energy (eV)", ylabel="systems")
     everything = np.concatenate(list(finite.values()))
@@ -69,7 +69,7 @@ def _histogram(axes: Axes, energies: Mapping[str, np.ndarray]) -> None:
 
 
 def _view(axes: Axes, structure: Data, view: str) -> None:
-    """Draws a structure, in Å, and its cell, viewed along -z ("top") or +y ("side")."""
+    """Draws a structure and its cell in Å, viewed along -z ("top") or +y ("side")."""
     from ase.data import chemical_symbols, covalent_radii
     from ase.data.colors import jmol_colors
     from matplotlib.patches import Circle

@@ -21,8 +21,8 @@ _ROWS, _COLUMNS = 4, 8
 def losses_by_place(losses: Mapping[str, NDArray[np.float64]], file: Path) -> None:
     """Plots the mean loss against the position in a block, which is the length of the context.
 
-    `losses` contains the losses of the tokens of each text in nats, (blocks, length); NaN if a
-    token is missing.
+    `losses` contains the losses of the tokens of each text, in nats, as an array (blocks, length);
+    missing tokens are NaN.
     """
     with panels(file, 1, 1, (6.0, 3.4)) as (_, (axes,)):
         for (name, loss), color in zip(losses.items(), itertools.cycle(SERIES), strict=False):
@@ -46,15 +46,16 @@ def image_sheet(
     with panels(file, count, _COLUMNS, size, margin, least) as (figure, shown):
         for axes, image, caption in zip(shown, images, captions, strict=False):
             axes.axis("off")
-            axes.imshow(image.transpose(1, 2, 0), cmap="gray")  # used for a single channel
+            axes.imshow(image.transpose(1, 2, 0), cmap="gray")  # cmap applies to single channels
             axes.set_title(caption, fontsize="x-small")
         figure.suptitle(title)
 
 
 def confusion(counts: ArrayLike, classes: Sequence[str], file: Path) -> None:
-    """Draws the confusion matrix as the share of each predicted class in each true class.
+    """Draws a confusion matrix: the share of each predicted class among images of each class.
 
-    `counts` contains numbers of images, with one row per true class.
+    `counts` contains numbers of images, with one row per true class and one column per predicted
+    class.
     """
     matrix = np.asarray(counts, dtype=float)
     shares = 100 * matrix / np.maximum(matrix.sum(axis=1, keepdims=True), 1)
@@ -75,7 +76,7 @@ def confusion(counts: ArrayLike, classes: Sequence[str], file: Path) -> None:
 
 
 def substitutions(tables: Mapping[str, NDArray[np.float64]], letters: str, file: Path) -> None:
-    """Draws tables of similarities, each (letters, letters), without diagonals, keyed by title."""
+    """Draws similarity tables (letters, letters), keyed by title, without their diagonals."""
     count = len(tables)
     with panels(file, count, count, (4.4, 3.9), (0.6, 0.0)) as (figure, shown):
         for axes, (title, table) in zip(shown, tables.items(), strict=True):

@@ -34,7 +34,7 @@ _MAX_BARS = 20
 _STYLES = ("-", "--", ":", "-.")
 _LEAST = 1e-30  # smallest loss on a logarithmic axis
 
-_KINDS = {  # kind of groups -> axis, title
+_KINDS = {  # kind of groups -> axis label, title
     "adsorbate": ("adsorbate", "by adsorbate"),
     "slab": ("elements of the slab", "by metal"),
     "element": ("element of the atom", "by element"),
@@ -67,7 +67,7 @@ def training_curve(
             metrics with the prefix `train_` or `val_`; cells may be empty.
         file: file to write.
         metrics: metrics of the task; each metric in the file is drawn in its own panel.
-        best: metric whose best validation is marked, and the step of this validation.
+        best: metric whose best validation value is marked, and the step of this value.
     """
     columns = read_columns(Path(metrics_csv))
     known = {"train_loss": Metric("loss", scale="log"), **metrics, "lr": Metric("learning rate")}
@@ -99,7 +99,7 @@ def training_curve(
 
 
 def read_columns(path: Path) -> dict[str, _Array]:
-    """Reads the columns of metrics.csv, each (rows,); empty cells become NaN.
+    """Reads each column of metrics.csv as an array (rows,); empty cells become NaN.
 
     Rows without a step, such as a row of units, are omitted.
     """
@@ -215,8 +215,8 @@ def intervals(
 def loss_curves(tasks: Mapping[str, Mapping[str, _Array]], file: Path, steps: int) -> None:
     """Plots losses against the step: the geometric mean and the range over repeats.
 
-    `tasks` contains, by task and optimizer, nonnegative losses (repeats, n) at n evenly spaced
-    steps up to `steps`. Infinite values are omitted.
+    `tasks` contains, for each task and optimizer, nonnegative losses (repeats, n) at n evenly
+    spaced steps up to `steps`. Infinite values are omitted.
     """
 
     def band(losses: _Array) -> _Band:
@@ -234,10 +234,10 @@ def best_values(
     file: Path,
     runs: int,
 ) -> None:
-    """Draws the mean of log10 of the best value with a band of one standard deviation.
+    """Plots the mean of log10 of the best value, with a band of ± one standard deviation.
 
-    `panels` contains, by function and optimizer, log10 of the best values (runs, points) after the
-    numbers of evaluations in `evaluations`, (points,).
+    `panels` contains, for each function and optimizer, log10 of the best values (runs, points).
+    `evaluations` (points,) contains the number of evaluations at each point.
     """
 
     def band(values: _Array) -> _Band:
@@ -283,7 +283,7 @@ def errors(
     Args:
         groups: groups of each kind (adsorbate, slab, element, natoms). Groups of natoms are sorted
             by size. For the other kinds, the 20 groups with the largest errors are drawn.
-        absolute: by split, |error| in eV, (systems,); may be empty.
+        absolute: |error| of the systems in each split, in eV, of shape (systems,); may be empty.
         file: file to write.
         unit: unit of the MAE.
     """

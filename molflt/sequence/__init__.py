@@ -1,4 +1,4 @@
-"""Models of token sequences on the attention core: language, translation, classes, pixels."""
+"""Token models built on the attention core: language, translation, classification, pixels."""
 
 from molflt.sequence.beam import Hypothesis, beam_search
 from molflt.sequence.classifier import SequenceClassifier

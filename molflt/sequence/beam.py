@@ -13,7 +13,7 @@ from molflt.sequence.generation import expect_finite
 
 
 class Hypothesis(NamedTuple):
-    """A complete target."""
+    """Complete target."""
 
     tokens: list[int]
     """ids, without start and end tokens"""
@@ -36,22 +36,22 @@ def beam_search(
     """Finds the best complete target of each source.
 
     The search keeps `beam` unfinished hypotheses for each source and ends when `beam` hypotheses
-    are complete (as in fairseq and, with `early_stopping`, in `transformers`). The result has the
-    largest log p / length^length_penalty (arXiv:1609.08144, section 7, without its constants). A
-    beam of 1 selects the most probable token at each step. Mechanisms without a state recompute the
-    whole target at each step (see `EncoderDecoder.decodes`).
+    are complete (as in fairseq and, with `early_stopping`, in `transformers`). The returned target
+    has the largest log p / length^length_penalty (arXiv:1609.08144, section 7, without its
+    constants). A beam of 1 selects the most probable token at each step. Mechanisms without a state
+    recompute the whole target at each step (see `EncoderDecoder.decodes`).
 
     Args:
         model: model in evaluation mode.
         source: ids (batch, n).
-        source_mask: (batch, n) bool, True where a token exists; None if all tokens exist.
+        source_mask: mask (batch, n), True where a token exists; None if all tokens exist.
         begin: id of the start token.
         end: id of the end token.
         beam: number of hypotheses per source.
         length_penalty: exponent of the length. 0 favors short targets; values above 1 favor long
             targets.
         limit: maximum length of a target, including the end token; by default 10 plus twice the
-            length of its source. It is reduced to the maximum of the model if that is smaller.
+            length of its source. If the maximum length of the model is smaller, it is used instead.
     """
     if model.training:
         raise ValueError("beam_search needs a model without dropout; call model.eval() first")
@@ -96,12 +96,12 @@ class _Search:
     def step(self) -> None:
         log_p = self._next().double().unflatten(0, (-1, self.beam))  # [source, beam, id]
         expect_finite(log_p)
-        length = self.tokens.shape[1]  # with the new token, without the start token
+        length = self.tokens.shape[1]  # includes the new token but not the start token
         last = length >= self.most
         other = torch.arange(log_p.shape[-1], device=log_p.device) != self.end
         log_p = log_p.masked_fill(last[:, None, None] & other, -torch.inf)
         total = (self.score[..., None] + log_p).flatten(1)
-        # At least `beam` continuations remain, because at most one of each hypothesis ends it.
+        # At least `beam` continuations remain, because at most one per hypothesis ends it.
         best = total.topk(min(2 * self.beam, total.shape[1]), dim=1)
         token, parent = best.indices % log_p.shape[-1], best.indices // log_p.shape[-1]
         ended = (token == self.end) & best.values.isfinite()
@@ -129,7 +129,7 @@ class _Search:
             self.mask = None if self.mask is None else self.mask[kept]
             return
         memory, stack = self.state.decoder
-        assert stack is not None  # there was a step
+        assert stack is not None  # at least one step has been made
         if len(rows) < len(score):
             memory = tree_map_only(Tensor, lambda part: part[kept], memory)
         blocks = tree_map_only(Tensor, lambda part: part[chosen], stack.blocks)

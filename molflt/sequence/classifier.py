@@ -9,10 +9,10 @@ from molflt.sequence.encoder import EncoderModel
 
 
 class SequenceClassifier(EncoderModel):
-    """Encoder, a tanh layer on its first token or on the mean of tokens, and a linear classifier.
+    """Encoder, a tanh layer on the first token or the mean of all tokens, and a linear classifier.
 
-    This is the model that BERT (arXiv:1810.04805), section 4.1, fine-tunes. A pair is one sequence
-    whose parts have different types.
+    BERT is fine-tuned in this form (arXiv:1810.04805, section 4.1). A pair of sequences is passed
+    as one sequence whose parts have different types.
 
     Args:
         vocabulary: number of token ids; `molflt train` sets it from the data.

@@ -17,8 +17,8 @@ class TokenEncoder(TokenModel):
     """Embeddings of words, positions and types, followed by a stack of blocks.
 
     With attention, this is BERT (arXiv:1810.04805), section 3; with the mixer "fourier", it is FNet
-    (arXiv:2105.03824), section 4.1. Linear attention and a relative encoding give the encoders of
-    NPRF (arXiv:2106.12566), section 4.1.
+    (arXiv:2105.03824), section 4.1. With linear attention and a relative encoding, it is the
+    encoder of NPRF (arXiv:2106.12566), section 4.1.
 
     Args:
         vocabulary: number of token ids.
@@ -31,7 +31,7 @@ class TokenEncoder(TokenModel):
             mixers with a matrix over all tokens. Other options do not need it. BERT uses 512.
         project_embeddings: add a linear layer after the normalized embeddings, as in FNet.
         mixer: token mixer: "attention", or a key of `molflt.attention.TOKEN_MIXERS`.
-        mixer_options: further arguments of that mixer; `max_tokens` is `max_length`.
+        mixer_options: further arguments of the mixer; its `max_tokens` defaults to `max_length`.
         norm_eps: constant that LayerNorm adds to the variance.
         options: further arguments of `TokenModel` and `molflt.attention.Stack`.
     """
@@ -75,7 +75,7 @@ class TokenEncoder(TokenModel):
 
     @property
     def longest(self) -> int | None:
-        """Maximum number of tokens, or None."""
+        """Maximum number of tokens; None for no limit."""
         tables = (getattr(block.attention, "max_tokens", None) for block in self.stack.blocks)
         return min((n for n in (self._table, *tables) if n is not None), default=None)
 
@@ -86,9 +86,9 @@ class TokenEncoder(TokenModel):
 
         Args:
             tokens: ids (batch, length).
-            types: type of each token, (batch, length); None if all are 0.
-            key_mask: (batch, length), True where a token exists; None means no padding. Padding
-                does not affect results.
+            types: types of tokens (batch, length); None if all types are 0.
+            key_mask: mask (batch, length), True where a token exists; None means no padding.
+                Padding does not affect results.
         """
         tensors(tokens=tokens, types=types, key_mask=key_mask)
         ids, index = self._ids("tokens", tokens)

@@ -87,7 +87,7 @@ class EncoderDecoder(TokenModel):
 
         Args:
             source: ids (batch, n).
-            source_mask: (batch, n) bool, True where a token exists; None means no padding. Padding
+            source_mask: mask (batch, n), True where a token exists; None means no padding. Padding
                 does not affect results.
         """
         if source_mask is not None:
@@ -124,9 +124,9 @@ class EncoderDecoder(TokenModel):
         Returns hidden states (batch k, new, dim) and the state after the last token.
 
         Args:
-            tokens: ids (batch k, new), k rows for each source of the state.
+            tokens: ids (batch k, new), with k rows for each source of the state.
             state: state from `begin` or from the previous call. Its size is constant for linear
-                attention; for softmax, it contains keys and values.
+                attention; for softmax, it contains the keys and values of all tokens.
         """
         x, positions = self._embed("target", tokens, state.length)
         hidden, last = self.decoder.step(x, state.decoder, positions)
@@ -145,7 +145,7 @@ class EncoderDecoder(TokenModel):
         Targets of -1 are omitted; the other targets are in the order of rows and positions.
 
         Args:
-            hidden: (batch, t, dim), from `forward`.
+            hidden: hidden states (batch, t, dim) from `forward`.
             targets: ids (batch, t) of the next tokens; -1 at padding.
             smoothing: epsilon; the label is 1 - epsilon for the target, and epsilon / vocabulary
                 is added for every id (arXiv:1512.00567, section 7).

@@ -16,15 +16,15 @@ def sample(
     top_k: int | None = None,
     generator: torch.Generator | None = None,
 ) -> Iterator[Tensor]:
-    """Yields the next token of every prompt, `count` times: ids (batch,) on the CPU.
+    """Yields the next token of every prompt, as ids (batch,) on the CPU, `count` times.
 
-    With a decoding state, the cost of a token is constant, or, for softmax, grows with the number
+    With a decoding state, the cost of a token is constant; for softmax, it grows with the number
     of earlier tokens. Without a state, the whole sequence is recomputed for each token (see
     `LanguageModel.decodes`).
 
     Args:
         model: model in evaluation mode.
-        prompt: ids (batch, n), n at least 1.
+        prompt: ids (batch, n), with n of at least 1.
         count: number of tokens to draw for each prompt.
         temperature: divisor of logits; 0 selects the most probable token.
         top_k: number of most probable tokens to draw from; None for all tokens.
@@ -77,7 +77,7 @@ def _choose(
     index = torch.arange(logits.shape[-1]).expand_as(logits)
     if top_k is not None:
         logits, index = logits.topk(min(top_k, logits.shape[-1]), dim=-1)
-    # the maximum is subtracted first, because quotients overflow at low temperatures
+    # the maximum is subtracted first, because quotients would overflow at low temperatures
     logits = (logits - logits.amax(dim=-1, keepdim=True)) / temperature
     drawn = torch.multinomial(logits.softmax(dim=-1), 1, generator=generator)
     return index.gather(-1, drawn)[:, 0]

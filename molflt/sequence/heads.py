@@ -67,7 +67,7 @@ class _PlainHead(Head):
     def excess(self, hidden: Tensor, targets: Tensor) -> Tensor:
         """Returns the mean of log p over all ids minus log p of the target: (n, dim), (n,) -> (n,).
 
-        It is h . (mean_k W_k - W_target), because the normalizers cancel.
+        The difference is h . (mean_k W_k - W_target), because the normalizers cancel.
         """
         with torch.autocast(hidden.device.type, enabled=False):
             weight = at_least_float32(self.weight)

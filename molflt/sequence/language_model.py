@@ -12,10 +12,10 @@ from molflt.sequence.places import TokenModel, embedding, expect_targets
 
 
 class LanguageState(NamedTuple):
-    """Decoding state after the tokens so far."""
+    """Decoding state after the tokens processed so far."""
 
     length: int
-    """number of tokens so far"""
+    """number of tokens processed so far"""
     stack: StackState
 
 
@@ -38,7 +38,7 @@ class LanguageModel(TokenModel):
         options: further arguments of `TokenModel` and `molflt.attention.Stack`.
 
     Attributes:
-        head: maps hidden states to log-probabilities.
+        head: layer that maps hidden states to log-probabilities.
         of_data: prefixes of the names of tensors that depend on the vocabulary.
     """
 
@@ -76,11 +76,11 @@ class LanguageModel(TokenModel):
         self._set_places(0.1)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Returns hidden states: ids (batch, length) -> (batch, length, dim)."""
+        """Returns the hidden states of token ids: (batch, length) -> (batch, length, dim)."""
         out: Tensor = self.stack(*self._embed(tokens, 0))
         return out
 
-    if TYPE_CHECKING:  # torch declares that a call returns anything
+    if TYPE_CHECKING:  # torch declares that calls return Any
         __call__ = forward
 
     def log_likelihood(self, tokens: Tensor, targets: Tensor) -> Tensor:

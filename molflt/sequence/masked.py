@@ -13,7 +13,7 @@ from molflt.sequence.places import expect_targets
 class MaskedLanguageModel(EncoderModel):
     """Encoder that predicts masked tokens and, optionally, whether one sentence follows another.
 
-    This is the pre-training of BERT (arXiv:1810.04805), section 3.1, for any token encoder.
+    This is the pre-training model of BERT (arXiv:1810.04805), section 3.1, with any token encoder.
 
     Args:
         vocabulary: number of token ids; `molflt train` takes it from the data.
@@ -22,8 +22,8 @@ class MaskedLanguageModel(EncoderModel):
         encoder: further arguments of `molflt.sequence.TokenEncoder`.
 
     Attributes:
-        mask_id: id of the mask token, -1 before `set_special`.
-        ordinary: (vocabulary,) bool, True for ids that may be masked or predicted; False for
+        mask_id: id of the mask token; -1 before `set_special` is called.
+        ordinary: mask (vocabulary,), True for ids that may be masked or predicted; False for
             special tokens.
         of_data: prefixes of the names of tensors that depend on each data file.
     """
@@ -66,8 +66,8 @@ class MaskedLanguageModel(EncoderModel):
         The result is in at least float32. Logits are computed only for masked tokens.
 
         Args:
-            hidden: (batch, length, dim), from `forward`.
-            targets: ids (batch, length), -1 for tokens that are not masked.
+            hidden: hidden states (batch, length, dim) from `forward`.
+            targets: ids (batch, length); -1 for tokens that are not masked.
         """
         gaps = expect_targets(hidden, targets, self.vocabulary)
         return self.head.score(hidden[gaps], targets[gaps])

@@ -17,7 +17,7 @@ START = 0
 class PixelModel(LanguageModel):
     """Causal model of the bytes of an image, p(byte i | bytes 0 .. i - 1).
 
-    This is the image generation of NPRF (arXiv:2106.12566), appendix A.5, table 6. Bytes are
+    This is the image generation model of NPRF (arXiv:2106.12566), appendix A.5, table 6. Bytes are
     ordered by row, then by pixel, then by channel (red, green, blue). Token i is byte i - 1 (the
     first token is `START`) and has the position of byte i, which it predicts.
 
@@ -26,7 +26,7 @@ class PixelModel(LanguageModel):
     byte, times `position_scale`.
 
     Args:
-        channels: channels of an image, 1 or 3; inferred from the data if null.
+        channels: number of channels of an image, 1 or 3; inferred from the data if null.
         image_size: side length of the square images, in pixels; inferred from the data if null.
         absolute: encoding of the positions of bytes: "learned", "sinusoidal" or "none"; see
             `molflt.sequence.LanguageModel`.
@@ -60,7 +60,7 @@ class PixelModel(LanguageModel):
 
     @property
     def longest(self) -> int:
-        """Number of bytes of an image."""
+        """Number of bytes in an image."""
         return self.channels * self.image_size**2
 
     def bytes_of(self, images: Tensor) -> Tensor:
@@ -86,7 +86,7 @@ class PixelModel(LanguageModel):
         Bytes are in the order of `bytes_of`.
 
         Args:
-            images: (batch, channels, image_size, image_size), bytes.
+            images: bytes (batch, channels, image_size, image_size).
         """
         values = self.bytes_of(images)
         before = torch.cat((torch.full_like(values[:, :1], START), values[:, :-1]), dim=1)

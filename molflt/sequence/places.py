@@ -21,7 +21,7 @@ from molflt.attention.positions.base import ABSOLUTE, sinusoids
 
 
 class TokenModel(nn.Module):
-    """Base class of token sequence models: a stack of blocks over embeddings and positions.
+    """Base class of token sequence models: a stack of blocks applied to embeddings and positions.
 
     Relative encodings use the position index times `position_scale`. Subclasses build the
     embeddings and further layers, and then call `_set_places`, which creates `places`.
@@ -37,9 +37,9 @@ class TokenModel(nn.Module):
         max_length: maximum sequence length, needed by "learned" positions, by encodings with a
             table (as their `max_tokens`) and by mixers with a matrix over all tokens; None for no
             limit.
-        position: "none" or a key of `molflt.attention.POSITIONS`, shared by all layers but
-            different for each head.
-        position_options: further arguments of the encoding; `dim` is 1.
+        position: "none" or a key of `molflt.attention.POSITIONS`; the encoding is shared by all
+            layers but differs between heads.
+        position_options: further arguments of the encoding; `dim` defaults to 1.
         position_scale: distance between neighboring tokens, in the unit of length of the encoding;
             1 by default.
         embedding_dropout: dropout of embeddings.
@@ -108,7 +108,7 @@ class TokenModel(nn.Module):
 
     @property
     def longest(self) -> int | None:
-        """Maximum number of tokens that the model accepts at once, or None."""
+        """Maximum number of tokens that the model accepts at once; None for no limit."""
         return self._table if self._table is not None else self.max_length
 
     @property

@@ -49,8 +49,8 @@ def is_transformers(weights: Mapping[str, object]) -> bool:
 def renamed(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Renames tensors to the names used in this package; keeps unknown names.
 
-    The result fits `molflt.sequence.MaskedLanguageModel` and `SequenceClassifier`, built with
-    `options_of`. Tensors are not copied.
+    The result fits a `molflt.sequence.MaskedLanguageModel` or `SequenceClassifier` that is built
+    with `options_of`. Tensors are not copied.
     """
     found = {}
     for name, tensor in weights.items():
@@ -72,8 +72,8 @@ def options_of(weights: Mapping[str, Tensor], config: Mapping[str, object]) -> d
 
     Args:
         weights: result of `renamed`.
-        config: content of the config.json of `transformers`. Missing entries are derived from the
-            shapes, with heads of width 64, or take the values of the papers.
+        config: content of the config.json from `transformers`. Missing entries are derived from the
+            shapes of the weights, with heads of width 64, or set to the values in the papers.
     """
     vocabulary, dim = weights["encoder.words.weight"].shape
     layers = sum(name.endswith(".ffn.0.weight") for name in weights)

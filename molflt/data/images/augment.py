@@ -29,15 +29,16 @@ def augment(
     """Returns independent random variants of the images of a training batch.
 
     Args:
-        images: (batch, channels, height, width), uint8, or floating point in [0, 1].
-        kind: transformation of the images: "flip" mirrors them horizontally; "crop" shifts them,
-            with a black margin of an eighth of the side, or within the image if it is larger than
-            `size`; "resized_crop" takes a box of random area and shape. Without a crop, larger
-            images are cropped to their central squares.
+        images: images (batch, channels, height, width) of type uint8, or of real numbers in [0, 1].
+        kind: transformation of the images: "flip" mirrors them horizontally; "crop" cuts a
+            random square from an image larger than `size`, and otherwise from the image with a
+            black margin of `size` / 8 on each side; "resized_crop" resizes a box of random area and
+            shape. Without a random crop, larger images are cropped to their central squares.
         size: side length of the result in pixels; the height of the images by default.
 
     Returns:
-        Images of shape (batch, channels, size, size); uint8 is kept, except for resized crops.
+        Images of shape (batch, channels, size, size). They have the same type as `images`, but
+        resized crops are always floating point.
     """
     size = images.shape[-2] if size is None else size
     if kind.startswith("flip"):
@@ -52,7 +53,7 @@ def augment(
 
 
 def center_crop(images: Tensor, size: int) -> Tensor:
-    """Returns the central squares (..., size, size) of images."""
+    """Crops images to central squares: (..., height, width) -> (..., size, size)."""
     height, width = images.shape[-2:]
     if min(height, width) < size:
         raise ValueError(
@@ -77,7 +78,7 @@ def _random_crop(images: Tensor, size: int, padding: int) -> Tensor:
 
 def _random_resized_crop(images: Tensor, size: int) -> Tensor:
     """Resizes random boxes to squares with values in [0, 1], as in GoogLeNet, FLT and MAE."""
-    # The interpolation has no filter, so boxes should not be much larger than the result.
+    # The interpolation does not use a filter, so boxes should not be much larger than the result.
     if not images.is_floating_point():
         images = images.to(torch.get_default_dtype()) / 255
     boxes = _random_boxes(len(images), images.shape[-2:])
@@ -92,7 +93,7 @@ def _random_resized_crop(images: Tensor, size: int) -> Tensor:
 
 
 def _random_boxes(count: int, size: tuple[int, int] | torch.Size) -> Tensor:
-    """Returns random boxes (count, 4), each as top, left, height and width in pixels."""
+    """Returns random boxes (count, 4); the columns are top, left, height and width in pixels."""
     # The area, the logarithm of width over height, and the position are uniform. The first of
     # _TRIES boxes that fits is used, or else the whole image.
     full_height, full_width = size

@@ -17,21 +17,21 @@ __all__ = ["ImageData", "PixelData"]
 
 
 class ImageData(BatchedData[LabeledImages]):
-    """Labeled uint8 images of shape (channels, size, size), in batches.
+    """Batches of labeled uint8 images; each image has the shape (channels, size, size).
 
     Args:
-        train: training images, as a folder with one subfolder per class, an idx file of images
-            (with the file of labels next to it), or hf:OWNER/NAME:SPLIT.
+        train: training images: a folder with one subfolder per class, an idx file of images (with
+            the file of labels next to it), or hf:OWNER/NAME:SPLIT.
         val: validation images, in any form that `train` accepts; null with `val_fraction`.
         train_labels: idx file of the training labels, if its name cannot be derived from `train`.
         val_labels: idx file of the validation labels, if its name cannot be derived from `val`.
         val_fraction: share of `train` to validate on, taken from the end of each class.
         image_size: side length in pixels; images are resized to central squares of this size. Null
-            keeps the size of the files, which must then be squares of equal size.
+            keeps the size of the images, which must then be squares of equal size.
         resize: side length of the training images before `task.augment` cuts them to `image_size`;
             validation images are cropped to their central squares. Null means `image_size`.
-        class_names: names of the classes of idx files, in the order of labels.
-        batch_size: images in a batch, per device.
+        class_names: names of the classes in idx files, in the order of the labels.
+        batch_size: number of images in a batch, per device.
         workers: number of processes that prefetch data; 0 reads in the main process.
     """
 
@@ -98,7 +98,7 @@ class ImageData(BatchedData[LabeledImages]):
         }
 
     def files(self) -> dict[str, bytes]:
-        """Returns classes.json, the names of the classes in the order of the logits."""
+        """Returns the content of classes.json: the class names in the order of the logits."""
         self.setup()
         return {"classes.json": (json.dumps(self.classes, ensure_ascii=False) + "\n").encode()}
 
@@ -106,7 +106,7 @@ class ImageData(BatchedData[LabeledImages]):
         return f"{super()._described(use)} ({Path(self.sources[use]).name})"
 
     def _digest(self, use: str, most: int | None = None) -> str:
-        """Returns a digest of all labels and of images, at most 2000 if they must be decoded."""
+        """Returns a digest of all labels and images; at most 2000 images are decoded."""
         images = self.datasets[use]
         labels = hashlib.sha256(images.labels.numpy().tobytes()).hexdigest()
         return labels[:16] + super()._digest(use, most if images.in_memory else 2000)[:48]
@@ -149,12 +149,12 @@ class PixelData(ImageData):
     """Batches of images without classes, for models that predict the bytes of images.
 
     Args:
-        train: training images, as a folder with or without one subfolder per class, an idx file of
+        train: training images: a folder with or without one subfolder per class, an idx file of
             images (with the file of labels next to it), or hf:OWNER/NAME:SPLIT.
         image_size: side length in pixels; images are downscaled to central squares of this size, in
             which each pixel is the mean of the area that it covers. Null keeps the size of the
-            files, which must then be squares of equal size.
-        batch_size: images in a batch, per device.
+            images, which must then be squares of equal size.
+        batch_size: number of images in a batch, per device.
         images: further arguments of `ImageData`.
     """
 

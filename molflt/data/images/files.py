@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 
 __all__ = ["LabeledImages", "fitted", "open_images"]
 
-_MAGIC = {3: b"\0\0\x08\x03", 1: b"\0\0\x08\x01"}  # unsigned bytes, number of axes
+_MAGIC = {3: b"\0\0\x08\x03", 1: b"\0\0\x08\x01"}  # type (unsigned byte) and number of axes
 _CHUNK = 4096  # images that are resized at once
 _SUFFIXES = (".png", ".jpg", ".jpeg")
 _GRAY = ("1", "L", "LA")
-_DEEP = ("I", "F")  # modes of more than 8 bits, which Pillow would clip
+_DEEP = ("I", "F")  # modes with more than 8 bits, which Pillow would clip
 _Fit = Callable[[Tensor, str], Tensor]  # takes images (n, channels, height, width) and their name
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")  # Pillow runs programs for some other formats
 
@@ -40,7 +40,7 @@ class LabeledImages(Dataset[tuple[Tensor, Tensor]]):
 
     Args:
         path: source of the images.
-        labels: (n,) int64, for each image the index of its class in `classes`.
+        labels: int64 index of the class of each image in `classes`, of shape (n,).
         classes: names of the classes.
         read: function that returns the image at an index.
         names: names of the images, for messages; by default their indices.
@@ -82,7 +82,7 @@ class LabeledImages(Dataset[tuple[Tensor, Tensor]]):
         return image
 
     def squares(self, index: Tensor, side: int) -> LabeledImages:
-        """Returns the images at indices (n,), cropped to their central squares."""
+        """Returns the images at indices `index` (n,), cropped to their central squares."""
         read = partial(self._square, index, side)
         labels, in_memory = self.labels[index], self.in_memory
         return LabeledImages(self.path, labels, self.classes, read, in_memory=in_memory)
@@ -94,7 +94,7 @@ class LabeledImages(Dataset[tuple[Tensor, Tensor]]):
         """Returns the mean and standard deviation of each channel, for images scaled to [0, 1].
 
         At most `most` evenly spaced images are read. Both tensors have shape (channels,) and type
-        float64; a deviation of 0 becomes 1.
+        float64; a standard deviation of 0 is replaced by 1.
         """
         count = min(len(self), most)
         levels = torch.zeros(self.channels, 256, dtype=torch.int64)
@@ -110,11 +110,11 @@ class LabeledImages(Dataset[tuple[Tensor, Tensor]]):
 
 
 def fitted(images: Tensor, size: int, name: str, box: bool = False) -> Tensor:
-    """Resizes images (n, channels, height, width) and crops their longer sides to squares.
+    """Resizes images (n, channels, height, width) and crops them to squares.
 
     With `box`, each pixel is the mean of the area that it covers, and images must be at least as
-    large as the result. Otherwise, the filter is bilinear with antialiasing, which is twice as
-    wide.
+    large as the result. Otherwise, the filter is bilinear with antialiasing and twice
+    as wide.
     """
     height, width = images.shape[-2:]
     if (height, width) == (size, size):
@@ -155,7 +155,7 @@ def open_images(
     Args:
         source: folder with one subfolder per class, idx file of images, or hf:OWNER/NAME.
         labels: idx file of the labels, if its name cannot be derived from the name of the images.
-        size: side in pixels of the squares to which images are resized; None keeps their size.
+        size: side, in pixels, of the squares to which images are resized; None keeps the sizes.
         classes: names of the classes, in the order of labels.
         box: average over the area of each pixel when resizing, as in `fitted`.
         flat: accept a folder of images without subfolders, as one class.
@@ -169,7 +169,7 @@ def open_images(
     if named:
         return _open_hub(str(source), classes, fit)
     if source.is_dir():
-        # Reading a JPEG at a reduced size uses a filter other than a box
+        # A JPEG that is decoded at a reduced size is not averaged over boxes
         return _open_folder(source, classes, fit, None if box else size, flat)
     return _open_idx(source, labels, classes, fit)
 

@@ -18,13 +18,13 @@ __all__ = ["read_alike", "read_images", "write_sheet"]
 
 _COLUMNS = 16
 _MARGIN = 2  # pixels between images of the sheet
-_LEAST = 56  # minimum width of an image on the sheet, pixels; smaller images are enlarged
+_LEAST = 56  # minimum width in pixels of an image on the sheet; smaller images are enlarged
 
 
 def read_images(source: Path, side: int, channels: int) -> Iterator[tuple[str, Tensor]]:
-    """Resizes images to squares; yields the name and bytes (channels, side, side) of each.
+    """Yields the name and the bytes (channels, side, side) of each image, resized to a square.
 
-    `source` is an image, a folder of images, or an idx file. `channels` is 1 for gray, 3 for color.
+    `source` is an image, a folder of images, or an idx file. `channels` is 1 (gray) or 3 (color).
     """
     for name, image in _images(source, "L" if channels == 1 else "RGB", side):
         yield name, fitted(image.expand(1, channels, -1, -1), side, name)[0]
@@ -68,10 +68,10 @@ def _images(
 
 
 def write_sheet(path: Path, rows: Sequence[Tensor]) -> None:
-    """Writes rows of images to a PNG in strips of 16 columns; small images are enlarged.
+    """Writes rows of images to a PNG file, in strips of 16 columns; enlarges small images.
 
-    Rows have equal shapes (n, channels, height, width) and type uint8; images with the same index
-    are in one column.
+    All rows are uint8 tensors of the same shape (n, channels, height, width); images with the same
+    index are in the same column.
     """
     from PIL import Image
 

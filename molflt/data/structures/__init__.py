@@ -37,8 +37,8 @@ def open_dataset(
             (name, reason), instead of raising an error at the first invalid structure.
         reading: interpretation of the entries in files that ASE reads.
         once: True if the caller makes a single pass and skips records that raise an error.
-        trained: `reading` of the training run. A source that lacks an option ignores a value
-            that is equal to that of the training run.
+        trained: `reading` of the training run. A source that does not support an option
+            ignores its value if the training run used the same value.
     """
     if reading.tags == "guess":
         plain = reading._replace(tags="any", surface=None)

@@ -34,7 +34,7 @@ __all__ += [
 
 _NEAR_ONE = 1e-3
 _DENSEST = 1.0  # Å^3 per atom; metallic hydrogen at 500 GPa has 1.3
-_KINDS = {  # names of labels, by kind
+_KINDS = {  # patterns for the names of labels, by kind
     "energy": re.compile("energ|etot|^e([_-]|$)", re.IGNORECASE),
     "forces": re.compile("force|^f$", re.IGNORECASE),
     "stress": re.compile("stress|virial", re.IGNORECASE),
@@ -52,7 +52,7 @@ class Converter:
     """Converts the structures of one source and records which entries are not used.
 
     The name under which a label first occurs applies to the whole source. Otherwise,
-    energies of two levels of theory, or with two references, could be mixed.
+    energies from two levels of theory, or with two references, could be mixed.
     """
 
     def __init__(self, reading: Reading = AS_IT_IS) -> None:
@@ -63,23 +63,23 @@ class Converter:
         self._keys = {"y_relaxed": reading.energy_key, "energy": reading.energy_key}
         self._keys |= {"forces": reading.forces_key, "stress": reading.stress_key}
         self._used: dict[str, str] = {}  # name of the entry that is read, by label
-        self._others: dict[str, None] = {}  # energies of structures without the energy in use
+        self._others: dict[str, None] = {}  # names in structures without the energy in use
         self._there: dict[str, None] = {}  # names of all labels in the file
         self._numbers: dict[str, None] = {}  # names of other numbers, which may be energies
-        self._fields: dict[str, None] = {}  # spin, moments and fields
-        self._lost: Counter[str] = Counter()  # constraints
+        self._fields: dict[str, None] = {}  # names of unused spins, moments and fields
+        self._lost: Counter[str] = Counter()  # structures with ignored constraints, by kind
         self._count = self._other_tags = self._steps = 0
         self._last = b""
 
     def record(self, atoms: Atoms | ValueError, number: int = 0) -> Data:
-        """Converts a structure, with the sid `number` by default, or raises the given error."""
+        """Converts a structure, whose default sid is `number`; raises the error if given one."""
         if isinstance(atoms, ValueError):  # the file has a structure that cannot be read
             raise atoms
         check_fields(atoms)
         info, relaxed = _entries(atoms), atoms.arrays.get("pos_relaxed")
         labels = self._labels(atoms, info) | {"y_init": info.get("y_init")}
         labels["y_baseline"] = info.get(self.reading.baseline_key or "y_baseline")
-        if relaxed is not None:  # the energy belongs to these positions
+        if relaxed is not None:  # the energy refers to the relaxed positions
             labels.pop("energy", None)
         if self.reading.for_prediction:
             kept = ("y_init", "y_relaxed", "y_baseline")
@@ -113,7 +113,7 @@ class Converter:
         named = [name for name in [*info, *atoms.arrays] if not isinstance(info.get(name), bool)]
         there = [*results, *filter(_kind, named)]
         absent = {"free_energy"} if results.get("free_energy") == results.get("energy") else set()
-        absent |= {"energies"} if "energy" in results else set()  # energies of atoms
+        absent |= {"energies"} if "energy" in results else set()  # per-atom energies
         self._there |= dict.fromkeys(name for name in there if name not in absent)
         found: dict[str, Any] = {}
         for label, key in self._keys.items():
@@ -157,7 +157,7 @@ class Converter:
             )
 
     def warn(self, name: str) -> None:
-        """Prints warnings about the structures; `name` is their file."""
+        """Prints warnings about the structures; `name` is the name of their file."""
         reading, count = self.reading, self._count
         if 2 * self._other_tags > count:
             found = (
@@ -213,13 +213,13 @@ class Converter:
 
 
 def named_options(names: Iterable[str], kind: str) -> str:
-    """Describes the options that read those entries that look like `kind`, such as "forces"."""
+    """Describes the options that select entries whose names suggest `kind`, such as "forces"."""
     keys = [shown(name, 40)[1:-1] for name in names if _kind(name) == kind]
     return "; ".join(f"--data.{kind}_key {key} reads {key}" for key in keys[:_MOST_KEYS])
 
 
 def is_energy(key: str | None) -> bool:
-    """Returns True if `key`, an `energy_key`, names an energy or is None, the default."""
+    """Returns True if an `energy_key` is the name of an energy or None, the default."""
     return key is None or key.startswith("y_") or _kind(key) == "energy"
 
 
@@ -342,7 +342,7 @@ def check_fields(atoms: Atoms) -> None:
 def _partial_site(atoms: Atoms) -> str:
     """Describes the first site with an occupancy other than 1, or returns ""."""
     of_sites, of_atoms = atoms.info.get("occupancy"), atoms.arrays.get("occupancy", np.zeros(0))
-    for site, shares in of_sites.items() if isinstance(of_sites, Mapping) else ():  # in a CIF
+    for site, shares in of_sites.items() if isinstance(of_sites, Mapping) else ():  # from CIF
         if len(shares) > 1 or any(map(_is_partial, shares.values())):
             listed = ", ".join(f"{symbol} {share}" for symbol, share in shares.items())
             return f"site {site} has the occupancy {listed}"
@@ -355,7 +355,7 @@ def _partial_site(atoms: Atoms) -> str:
 def _is_partial(share: object) -> bool:
     try:
         return abs(float(share) - 1) > _NEAR_ONE  # type: ignore[arg-type]
-    except (TypeError, ValueError):  # "?" and "." in a CIF mean unknown
+    except (TypeError, ValueError):  # "?" and "." in a CIF file mean unknown
         return False
 
 
@@ -395,7 +395,7 @@ def _if_finite(energy: object) -> object:
 
 
 def _kind(name: str) -> str:
-    """Returns the kind of label that a name suggests: energy, gradient, forces, stress or ""."""
+    """Returns the kind of label that a name suggests: "energy", "forces", "stress" or ""."""
     return next((kind for kind, names in _KINDS.items() if names.search(name)), "")
 
 
@@ -419,7 +419,7 @@ def _layers_as_tags(layers: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 def tags_look_like(atoms: Atoms) -> Tags | None:
-    """Guesses the convention of tags from the heights of atoms; None if undecided."""
+    """Guesses the convention of tags from the heights of atoms; returns None if undecided."""
     tags, cell = atoms.get_tags(), atoms.cell.array
     normal = np.cross(cell[0], cell[1])
     normal = normal * np.sign(normal @ cell[2]) if (normal @ cell[2]) else np.array([0.0, 0, 1])

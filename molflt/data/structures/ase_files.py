@@ -1,4 +1,4 @@
-"""Structures from files that ASE reads, limited to formats whose readers run no code."""
+"""Structures from files that ASE reads, limited to formats whose readers do not run code."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ _NAMES = {  # names of files without a known extension, in lower case
     **{"*outcar*": "vasp-out", "*xdatcar*": "vasp-xdatcar", "*vasp*.xml": "vasp-xml"},
     **{"geometry.in*": "aims", "coord": "turbomole", "gradient": "turbomole-gradient"},
 }
-_BEGINNINGS = {  # recognized by ASE; VASP's files are recognized by _OF_VASP
+_BEGINNINGS = {  # formats that ASE recognizes; _OF_VASP recognizes VASP's files
     *("abinit-out", "aims-output", "espresso-in", "espresso-out", "gaussian-out", "gpaw-out"),
     *("nwchem-out", "onetep-out", "orca-output", "turbomole", "turbomole-gradient"),
 }
 _OF_VASP = {rb"\s*vasp\.\d": "vasp-out", rb"\s*(<\?xml[^>]*>\s*)?<modeling>": "vasp-xml"}
-_PEEK = 50_000  # bytes
+_PEEK = 50_000  # bytes that are read to recognize a format
 
 _Loads = Iterator[tuple[int, "Callable[[], Atoms]"]]  # number of a structure, function to read it
 
@@ -63,12 +63,13 @@ class AseStructures(Held):
 
     Positions, cell, periodic axes, ``atoms.get_tags()`` (0 subsurface, 1 surface, 2 adsorbate; 0
     without tags) and constraints that fix atoms in all directions are read. Other constraints are
-    ignored with a warning. ``y_relaxed`` is the entry `energy_key`, by default the first of
-    ``info["y_relaxed"]``, the stored calculator's energy and ``info["energy"]``. ``y_init`` is
+    ignored with a warning. ``y_relaxed`` is the entry `energy_key`, by default the first one found
+    of ``info["y_relaxed"]``, the stored calculator's energy and ``info["energy"]``. ``y_init`` is
     ``info["y_init"]``, and the relaxed positions are the array ``pos_relaxed``. The sid is
     ``info["sid"]`` or, by default, the number of the frame or row, counted over all files. A
-    textual sid is the name of the structure. In databases, key-value pairs count as info. Energies
-    are in eV and not converted. See `molflt.data.structures.ase_fields.total_charge` for charges.
+    textual sid becomes the name of the structure. In databases, key-value pairs count as info.
+    Energies must be in eV; they are not converted. For charges, see
+    `molflt.data.structures.ase_fields.total_charge`.
 
     For potentials, ``energy``, ``forces`` and ``stress`` are also read from the calculator or info,
     optionally with the prefix ``REF_``, as in data for MACE. If there are relaxed positions, the
@@ -220,7 +221,7 @@ def _atoms(file: LmdbFile, number: int) -> Atoms:
 
 
 def _entry(file: LmdbFile, key: str) -> Any:
-    """Returns the decoded value of a key of an ASE database, or None if it is missing."""
+    """Returns the decoded value of a key in an ASE database, or None if the key is missing."""
     from ase.io.jsonio import decode
 
     content = file.get(key.encode())

@@ -1,4 +1,4 @@
-"""Readers and checks of XYZ, CIF and POSCAR files, which reject what ASE would misread."""
+"""Readers and checks for XYZ, CIF and POSCAR files; they reject what ASE would misread."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def _xyz_frame(lines: list[str]) -> Atoms:
 def _columns(comment: str) -> str:
     """Returns the columns that a comment line declares, such as species:S:1:pos:R:3.
 
-    Rejects units, and spellings of the cell, axes and positions, that ASE ignores.
+    Rejects units, and spellings of the cell, periodic axes and positions, that ASE would ignore.
     """
     from ase.io.extxyz import key_val_str_to_dict
 
@@ -83,7 +83,7 @@ def _columns(comment: str) -> str:
 
 
 def cif_frames(file: IO[bytes]) -> Iterator[Callable[[], Atoms]]:
-    """Yields, for each structure in a CIF, a function that reads it."""
+    """Yields, for each structure in a CIF file, a function that reads it."""
     from ase.io.cif import parse_cif
 
     for block in parse_cif(file):

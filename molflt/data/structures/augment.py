@@ -56,12 +56,12 @@ def interpolate(batch: Batch, share: float, noise: float) -> Batch:
 
     Free atoms move to pos + t (pos_relaxed - pos) + noise, where t is uniform in [0, 1] for each
     structure, and pos_relaxed is in the periodic image nearest to pos. Structures without relaxed
-    positions, and all targets, do not change.
+    positions do not change, and neither do targets.
 
     Args:
         batch: structures with pos, fixed and pos_relaxed, which is unwrapped or NaN.
         share: probability that a structure is moved.
-        noise: standard deviation of the normal noise on the atoms of moved structures, Å.
+        noise: standard deviation, in Å, of the normal noise on the atoms of moved structures.
     """
     graphs = batch.num_graphs
     t = torch.rand(graphs) * (torch.rand(graphs) < share)
@@ -79,11 +79,11 @@ _CELLS = ((2, 1), (1, 2), (2, 2))  # numbers of cells along the first two lattic
 
 
 def repeat(batch: Batch, share: float) -> Batch:
-    """Repeats some slabs, but not their adsorbates, in the plane.
+    """Repeats some slabs in the plane, without their adsorbates.
 
     Energies and the target positions in the first cell do not change. Target positions of the
-    copies are unknown, because the adsorbate is far away. Structures whose adsorbate may be bonded
-    across the cell boundary are not repeated. `share` is the probability that a structure is
+    copies are unknown, because the adsorbate is far from them. Structures whose adsorbate may be
+    bonded across the cell boundary are not repeated. `share` is the probability that a structure is
     repeated.
     """
     graphs = batch.num_graphs
@@ -118,7 +118,7 @@ def repeat(batch: Batch, share: float) -> Batch:
 
 
 def _across(batch: Batch) -> Tensor:
-    """Returns a mask (structures,), True if adsorbate atoms are near opposite ends of the cell."""
+    """Returns a mask (structures,) of structures with adsorbate atoms near opposite cell ends."""
     kept = batch.tags == Tag.ADSORBATE.value
     graph, cell = batch.batch[kept], batch.cell[:, :2]
     inverse = torch.linalg.pinv(batch.cell)[:, :, :2]

@@ -32,19 +32,19 @@ AnyTags = Literal["oc20", "ase", "guess", "any"]
 
 
 class Reading(NamedTuple):
-    """Interpretation of entries in files; a source uses the fields that its `options` name."""
+    """Interpretation of entries in files; a source uses only the fields in its `options`."""
 
     energy_key: str | None = None
-    """name of the entry with the energy, eV; by default y_relaxed, else energy"""
+    """name of the entry with the energy in eV; by default y_relaxed, else energy"""
     tags: AnyTags = "oc20"
     """convention of tags: oc20 (0 subsurface, 1 surface, 2 adsorbate); ase (ase.build's layer
-    numbers from the top, 1, 2, ..., and 0 for adsorbates); guess (from the geometry, see
+    numbers from the top, 1, 2, ..., and 0 for adsorbates); guess (from the geometry; see
     `molflt.data.structures.tags.guess_tags`); or any (any integers, for potentials, which do not
     use tags)"""
     forces_key: str | None = None
-    """name of the array of forces, (N, 3) eV/Å; by default forces, else REF_forces"""
+    """name of the array of forces (N, 3) in eV/Å; by default forces, else REF_forces"""
     stress_key: str | None = None
-    """name of the stress, (3, 3) or (6,), eV/Å^3; by default stress, else REF_stress"""
+    """name of the stress, (3, 3) or (6,) in eV/Å^3; by default stress, else REF_stress"""
     for_prediction: bool = False
     """True if labels are optional: energies may be missing or not finite; forces are not read"""
     keep_atoms: bool = False
@@ -52,12 +52,12 @@ class Reading(NamedTuple):
     surface: tuple[float, float] | None = None
     """smallest and largest share of surface atoms in a slab, for guessed tags"""
     baseline_key: str | None = None
-    """name of the entry with the baseline energy, eV; by default y_baseline"""
+    """name of the entry with the baseline energy in eV; by default y_baseline"""
 
 
 AS_IT_IS = Reading()
 AS_TRAINED = "as trained"
-"""value of options that default to those of the training run"""
+"""value of an option that stands for its value in the training run"""
 ANY_TAGS = Reading(tags="any")
 
 
@@ -67,7 +67,7 @@ def warn(text: str) -> None:
 
 
 def grouped(bad: Iterable[tuple[str, str]], prefix: str = "") -> list[str]:
-    """Lists each distinct reason in `bad` after the names with this reason, without `prefix`.
+    """Lists each distinct reason in `bad`, preceded by its names, from which `prefix` is removed.
 
     Reasons that differ only in numbers are combined.
     """
@@ -92,7 +92,7 @@ def with_bar(items: Iterable[_Item], what: str) -> Iterable[_Item]:
 
 
 class Structures(Dataset["Data"], ABC):
-    """Base class for data sets of structures at one path, which worker processes can share.
+    """Base class for data sets of structures at one path; worker processes can share them.
 
     A new source needs a subclass with `kind`, `suffixes`, ``__init__(path, skip_bad)``, ``len()``,
     ``[i]`` and `natoms`, or a subclass of `Held` with the first three, and an entry in
@@ -107,14 +107,14 @@ class Structures(Dataset["Data"], ABC):
     Attributes:
         kind: name of the format in messages.
         suffixes: file extensions that this class reads, in lower case.
-        example: valid file of a text format with three structures, which the tests read.
+        example: content of a valid file with three structures, for text formats; used by tests.
         path: path of the source.
         files: files that are read.
         names: names of structures with a textual sid, by index in the source.
         bad: (name, reason) of each structure that was left out.
         hint: advice about missing labels, based on the structures read so far.
-        labels: for each label in the file, by name, the field of a record that contains it; None
-            for labels that are not read.
+        labels: fields of records, keyed by the names of labels in the file; None for labels that
+            are not read.
         is_checked: True if structures are valid, and reading them does not raise an error.
         options: names of the fields of :class:`Reading` that the constructor accepts.
         joins_files: True if the constructor accepts several `files`.
@@ -173,17 +173,17 @@ class Structures(Dataset["Data"], ABC):
     @property
     @abstractmethod
     def natoms(self) -> np.ndarray:
-        """Number of atoms in each structure: (len,) int64."""
+        """Number of atoms in each structure, as an int64 array (len,)."""
 
     @cached_property  # reading OC20's LMDB files takes minutes
     def y_relaxed(self) -> np.ndarray:
-        """Relaxed energies (len,), float64, in eV; NaN if missing."""
+        """Relaxed energies in eV, as a float64 array (len,); NaN if missing."""
         records = with_bar(self, "reading labels")
         return np.array([float(record.y_relaxed) for record in records], dtype=np.float64)
 
     @cached_property
     def y_baseline(self) -> np.ndarray:
-        """Baseline energies (len,), float64, in eV; NaN if missing."""
+        """Baseline energies in eV, as a float64 array (len,); NaN if missing."""
         records = with_bar(self, "reading baselines")
         return np.array([float(record.y_baseline) for record in records], dtype=np.float64)
 
@@ -250,9 +250,10 @@ class Held(Structures):
         self._places: list[tuple[int, str]] = []  # index in the file, name for messages
 
     def add(self, where: str, make: Callable[[], Data]) -> bool:
-        """Adds a structure; returns False if it is invalid and left out.
+        """Adds a structure; returns False if the structure is invalid and therefore left out.
 
-        `where` is its name in messages, and `make` returns the record or raises a ValueError.
+        `where` is the name of the structure in messages; `make` returns the record or raises
+        ValueError.
         """
         place = len(self._records) + len(self.bad)
         try:

@@ -42,7 +42,7 @@ def convert(
     stress_key: str | None = None,
     baseline_key: str | None = None,
 ) -> None:
-    """Converts structures to a compact store, which has no edges or pickles and is fast to read.
+    """Converts structures to a compact store, which is fast to read and has no edges or pickles.
 
     A folder is converted to a folder with one store for each file or folder in it. Several files,
     the matches of a pattern, or a folder of files that are not splits are combined into DST, which
@@ -58,15 +58,15 @@ def convert(
         limit: maximum number of structures to convert, from the start.
         skip_bad: leave out invalid structures, and structures without a label that other structures
             have; they are counted and listed on stderr.
-        energy_key: name of the energy, eV, in files that ASE reads; by default y_relaxed, else
+        energy_key: name of the energy, in eV, in files that ASE reads; by default y_relaxed, else
             energy.
         tags: convention of the tags in files that ASE reads: oc20 (0 subsurface, 1 surface, 2
             adsorbate) or ase (layer numbers from the top, 1, 2, ..., and 0 for adsorbates).
-        forces_key: name of the forces, eV/Å, in files that ASE reads; by default forces, else
+        forces_key: name of the forces, in eV/Å, in files that ASE reads; by default forces, else
             REF_forces.
-        stress_key: name of the stress, eV/Å^3, or, with "virial" in the name, of a virial, eV; by
-            default stress, else REF_stress.
-        baseline_key: name of the baseline energy, eV, in files that ASE reads. It is stored as
+        stress_key: name of the stress, in eV/Å^3, or, if the name contains "virial", of a virial,
+            in eV; by default stress, else REF_stress.
+        baseline_key: name of the baseline energy, in eV, in files that ASE reads. It is stored as
             y_baseline; see --data.baseline_key of molflt train.
     """
     paths = [Path(src)] if isinstance(src, str | Path) else list(src)

@@ -13,7 +13,7 @@ from molflt.data.structures.sources import is_one_source, split_path
 __all__ = ["VAL_FRACTION", "DataSet"]
 
 VAL_FRACTION = 0.1
-"""default share of the structures of one file for validation"""
+"""default share of the structures in a single file that are used for validation"""
 
 
 class DataSet(NamedTuple):
@@ -30,11 +30,11 @@ class DataSet(NamedTuple):
     val: str = "val_id"
     """split to validate on"""
     val_fraction: float | None = None
-    """share of one file for `val`; None for a folder, or for the default `VAL_FRACTION`"""
+    """share of one file for `val`; None for folders, or for the default `VAL_FRACTION`"""
     split_seed: int = 0
     """seed of the random split"""
     reading: Reading = AS_IT_IS
-    """interpretation of the entries of files that ASE reads"""
+    """interpretation of the entries in files that ASE reads"""
     trained: Reading = AS_IT_IS
     """`reading` of the training run, which sources without such options ignore"""
 
@@ -62,7 +62,7 @@ class DataSet(NamedTuple):
         return self.root if self.root.is_dir() else self.root.parent
 
     def has(self, split: str) -> bool:
-        """Returns True if the folder has a split of this name."""
+        """Returns True if the folder contains a split with this name."""
         try:
             return split_path(self.root, split).exists()
         except FileNotFoundError:
@@ -71,7 +71,7 @@ class DataSet(NamedTuple):
             return True
 
     def open(self, splits: Iterable[str], skip_bad: bool = False) -> dict[str, Structures]:
-        """Opens splits; returns them in a dict, keyed by name."""
+        """Opens splits and returns them, keyed by name."""
         if not self.is_one:
             return {split: self._open(split_path(self.root, split), skip_bad) for split in splits}
         whole, fraction = self.whole(skip_bad), self.val_fraction or VAL_FRACTION

@@ -1,4 +1,4 @@
-"""Structures for training and validation, in batches."""
+"""Batches of structures for training and validation."""
 
 # No `from __future__ import annotations`: jsonargparse would import everything below
 # TYPE_CHECKING, PyG included, to read annotations that are strings.
@@ -44,14 +44,14 @@ __all__ = ["IS2REData"]
 
 
 class IS2REData(BatchedData[Structures]):
-    """Structures with relaxed energies, in batches.
+    """Batches of structures with relaxed energies.
 
     Args:
         root: folder of the data set, with a file or a folder per split, or one file of any readable
             format, which is split at random with `split_seed`.
         train_split: split to train on.
         val_split: split to validate on.
-        batch_size: structures in a batch, per device.
+        batch_size: number of structures in a batch, per device.
         max_atoms: limit on the number of structures in a batch times the number of atoms in the
             largest structure; null for no limit.
         bucket: number of random batches that are pooled and divided again by size, for models that
@@ -60,21 +60,21 @@ class IS2REData(BatchedData[Structures]):
         workers: number of processes that prefetch data; 0 reads in the main process.
         skip_bad: leave out and count invalid structures, and structures with missing or implausible
             labels, instead of stopping at the first of them.
-        val_fraction: share of the structures of one file to validate on; null means 0.1. Folders
+        val_fraction: share of the structures in one file to validate on; null means 0.1. Folders
             have their own splits.
         split_seed: seed of the random split of one file. Runs of an ensemble must share it and
             differ in `seed`; otherwise, members are validated on training structures of other
             members.
-        energy_key: name of the energy, eV, in files that ASE reads, such as REF_energy; null for
+        energy_key: name of the energy, in eV, in files that ASE reads, such as REF_energy; null for
             y_relaxed, else energy.
         tags: convention of the tags in files that ASE reads: oc20 (0 subsurface, 1 surface, 2
             adsorbate), or ase (ase.build's layer numbers from the top, 1, 2, ..., and 0 for
             adsorbates); guess determines tags from the geometry, in any source.
-        allow_duplicates: accept validation structures with the elements, cell and positions of a
-            training structure, which are otherwise rejected.
-        baseline_key: name of the energy, eV, from a cheaper method, such as a universal potential;
-            y_baseline in compact stores. The model learns the difference from this energy, which is
-            added to predictions; null disables this.
+        allow_duplicates: accept validation structures with the same elements, cell and positions as
+            a training structure, which are otherwise rejected.
+        baseline_key: name of the energy, in eV, from a cheaper method, such as a universal
+            potential; y_baseline in compact stores. The model learns the difference from this
+            energy, which is added to predictions; null disables this.
     """
 
     items = "systems"
@@ -222,9 +222,9 @@ class IS2REData(BatchedData[Structures]):
         return f"{super()._described(use)} ({int(dataset.natoms.sum()):,} atoms{bad})"
 
     def files(self) -> dict[str, bytes]:
-        """Returns domain.json, a description of the training split, used to check predictions.
+        """Returns domain.json, which describes the training split and is used to check predictions.
 
-        It includes the domain of the initial weights, if known.
+        The file includes the domain of the initial weights, if known.
         """
         return {DOMAIN: self._surveyed[0].to_bytes()}
 
@@ -271,7 +271,7 @@ class IS2REData(BatchedData[Structures]):
     def normalizer(self) -> tuple[float, float]:
         """Returns the mean and standard deviation, in eV, of the energies that the model learns.
 
-        The deviation is 1 if all energies are equal.
+        The standard deviation is 1 if all energies are equal.
         """
         energies = self.targets()
         return float(energies.mean()), beyond_rounding(float(energies.std()), energies) or 1.0
@@ -322,7 +322,7 @@ class IS2REData(BatchedData[Structures]):
     ) -> ElementEnergies:
         """Fits an energy for each element to the training split; warns if some are undetermined.
 
-        `explained`, (structures,) in eV, is subtracted from the labels before the fit.
+        `explained`, of shape (structures,) in eV, is subtracted from the labels before the fit.
         """
         self.setup()
         train, dataset = self.datasets["train"], self.datasets["val"]

@@ -29,7 +29,7 @@ DOMAIN = "domain.json"
 """name of the file in the folder of a run"""
 
 _SEEN = " (seen only by the initial weights)"
-_FAR = 0.1  # distance beyond the range of labels, in units of the range
+_FAR = 0.1  # tolerated distance beyond the range of labels, in units of the range
 _ROUNDED = 0.02  # tolerance of the share of surface atoms
 _RANGES = ("atoms", "adsorbate_atoms", "slab_atoms", "energy", "surface")
 _STORED = ["systems", "elements", "atoms", "adsorbate_atoms", "slab_atoms", "untagged", "periodic"]
@@ -65,7 +65,7 @@ class Domain:
     Attributes:
         systems: number of systems.
         elements: atomic numbers, separately for each part of the structure.
-        atoms: smallest and largest number of atoms of a structure.
+        atoms: smallest and largest number of atoms in a structure.
         adsorbate_atoms: smallest and largest number of atoms with tag 2 in structures with tags;
             None if no structure has tags.
         slab_atoms: smallest and largest number of atoms with tags 0 and 1 in these structures.
@@ -73,14 +73,14 @@ class Domain:
         periodic: kinds of periodic boundaries, such as "xyz" or "xy"; "" if no axis is periodic.
         relaxed: number of structures with relaxed positions.
         kind: kind of energies; see `molflt.data.structures.labels.energy_kind`.
-        energy: smallest and largest relaxed energy, eV; None without labels.
-        surface: smallest and largest share of tag 1 in a slab; None without tags, and in
-            files of version 0.1.
+        energy: smallest and largest relaxed energy, in eV; None without labels.
+        surface: smallest and largest share of tag 1 in a slab; None without tags, and
+            for files of version 0.1.
         initial: domains of the initial weights, of their initial weights, and so on; empty for
             random initial weights. `kind` and `energy` describe only the most recent data.
-        zero: flags for clean slabs and for molecules without a slab, True if the model gives them
-            an energy of 0 and thus can predict them. If the first flag is set, the number of atoms
-            is not compared. Files do not contain the flags.
+        zero: flags for clean slabs and for molecules without a slab; True if the model can predict
+            them, because it assigns them an energy of 0. If the first flag is set, the number of
+            atoms is not compared. Files do not contain the flags.
     """
 
     systems: int
@@ -173,12 +173,12 @@ class Domain:
         return ""
 
     def new_elements(self, record: Data) -> str:
-        """Returns elements of a structure that are not in the training data, such as "Cu-Pd"."""
+        """Lists the elements of a structure that are not in the training data, such as "Cu-Pd"."""
         new = set(record.atomic_numbers.tolist()) - self.elements.all
         return "-".join(sorted(map(symbol, new)))
 
     def beyond_labels(self, energy: float) -> str:
-        """Returns a description of an energy, eV, that is far outside the training range, or "".
+        """Returns a description of an energy, in eV, that is far outside the training range, or "".
 
         Total energies are not compared, because they grow with the size of the structure.
         """
@@ -308,7 +308,7 @@ class Domain:
 
 
 def _parts(record: Data) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns atomic numbers of the slab, of the adsorbate, and of all atoms if untagged."""
+    """Returns the atomic numbers of the slab, of the adsorbate, and of all atoms if untagged."""
     numbers, tags = record.atomic_numbers, record.tags
     none = numbers[:0]
     if not bool((tags > Tag.SUBSURFACE).any()):

@@ -34,7 +34,7 @@ GAME_NET = _Archive(
 _CHUNK = 1 << 20
 _ATTEMPTS = 5  # maximum number of consecutive connections without progress
 _TIMEOUT = 60.0  # s
-_RETRY = (408, 429)  # temporary HTTP errors, in addition to all from 500 on
+_RETRY = (408, 429)  # temporary HTTP errors, in addition to all codes from 500 on
 _SPLITS = ["10k/train", *VAL_SPLITS]
 _FILE = "data.lmdb"
 
@@ -49,7 +49,7 @@ def download(
 ) -> None:
     """Downloads a public archive to DIRECTORY and verifies it.
 
-    oc20-is2re is an archive of all splits, 8.1 GB (CC-BY-4.0); the requested splits are unpacked to
+    oc20-is2re is an 8.1 GB archive of all splits (CC-BY-4.0); the requested splits are unpacked to
     DIRECTORY/is2re. game-net is GAME-Net's FG set, 3.1 MB (MIT), which scripts/game_net.py in the
     repository reads. Interrupted downloads are resumed; MD5 checksums are verified.
 
@@ -59,8 +59,8 @@ def download(
         splits: splits of OC20 to unpack: 10k/train, 100k/train, all/train, val_id, val_ood_ads,
             val_ood_cat, val_ood_both, test_id, test_ood_ads, test_ood_cat, test_ood_both.
         base_url: address of the archive's folder, for mirrors.
-        md5: expected md5 of the archive, even if it already exists. With an archive other than the
-            official one, unpacked files are not compared with their checksums.
+        md5: expected MD5 checksum of the archive, even if the archive already exists. With a
+            checksum other than the official one, unpacked files are not verified.
         keep_archive: keep OC20's archive after unpacking.
     """
     if dataset == "game-net" and (keep_archive or list(splits) != _SPLITS):
@@ -114,7 +114,7 @@ def _expect_md5(path: Path, md5: str, advice: str, name: object = None) -> None:
 
 
 def _get(archive: Path, base_url: str, md5: str, unpacked: int) -> None:
-    """Downloads or verifies an archive, whose content has `unpacked` bytes."""
+    """Downloads or verifies an archive, whose unpacked content has `unpacked` bytes."""
     if archive.is_file():
         _check_space(archive, 0, archive.stat().st_size, unpacked)
         _expect_md5(archive, md5, "delete it to download it again, or set --md5")
@@ -189,7 +189,7 @@ def _bar(file: IO[bytes], method: str, total: int, name: str, start: int = 0) ->
 
 
 def _unpack(archive: Path, directory: Path, wanted: list[str], verify: bool = True) -> None:
-    """Unpacks keys of `OC20_FILES` to ``directory/is2re/KEY/data.lmdb``, in one pass."""
+    """Unpacks the files `wanted`, keys of `OC20_FILES`, to ``directory/is2re/KEY/data.lmdb``."""
     again = "delete it and download again"
     left = {f"{OC20_ARCHIVE.inner}/{name}/{_FILE}": name for name in wanted}
     try:

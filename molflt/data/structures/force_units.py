@@ -25,7 +25,7 @@ __all__ = [
 
 _Array = NDArray[np.float64]
 
-_ATOM = 20.92  # eV per Z^(7/3): upper bound for all electrons of an atom (Thomas and Fermi)
+_ATOM = 20.92  # eV per Z^(7/3): upper bound for all electrons of an atom (Thomas-Fermi model)
 
 MOST_FRAMES = 300
 """Maximum number of frames to compare; 300 frames of 1,000 atoms take 2 MB."""
@@ -55,9 +55,9 @@ _STRESS = {  # one unit in eV/Å^3
     "eV/bohr^3": 6.7483345,
 }
 _VIRIAL = "eV (stress times volume)"
-# Å. In one cell, the spread of the shear of virials (eV) is this length times the forces (eV/Å) and
-# the square root of the number of atoms. The length is 0.1 to 0.3 Å in crystals and slabs with EMT,
-# and 0.3 to 0.8 Å in DFT dynamics of Cu, Li and Si.
+# Lengths in Å. In one cell, the spread of the shear part of virials (eV) is a length times the
+# forces (eV/Å) times the square root of the number of atoms. The length is 0.1 to 0.3 Å in crystals
+# and slabs with EMT, and 0.3 to 0.8 Å in DFT dynamics of Cu, Li and Si.
 _LENGTHS = (0.01, 10.0)
 _LENGTH = 0.35
 _CONVENTION = (
@@ -77,7 +77,7 @@ class _Frame(NamedTuple):
 class _Pair(NamedTuple):
     distance: float
     predicted: float
-    """change of the energy, eV, if the label is in units of eV and Å"""
+    """change of the energy, in eV, that follows from the label if its unit is based on eV and Å"""
     change: float
     volume: float
 
@@ -126,8 +126,8 @@ def stress_unit_fault(records: Iterable[Data]) -> str:
     """Describes a wrong unit or sign of stress; "" if correct or unknown.
 
     Between similar frames of one system with different cells, the energy changes by the volume
-    times stress : strain, plus the work of the forces. If the cell is constant, the unit follows
-    from virials that vary with the forces. The first 300 structures are used.
+    times stress : strain, plus the work of the forces. If the cell is constant, the unit is
+    inferred from how much virials vary relative to the forces. The first 300 structures are used.
     """
     pairs, spreads = list[_Pair](), list[tuple[float, float]]()
     for frames in _systems(records, ("energy", "stress")):
@@ -164,7 +164,7 @@ def _systems(records: Iterable[Data], known: Iterable[str]) -> list[list[_Frame]
 def _nearest_frames(
     frames: list[_Frame], strained: bool = False
 ) -> Iterator[tuple[_Frame, _Frame]]:
-    """Pairs each frame with the closest one in the same or, if `strained`, a different cell."""
+    """Pairs each frame with the closest frame in the same cell, or, if `strained`, in another."""
     points = np.stack([np.append(frame.pos, frame.cell) for frame in frames])
     if not strained:
         points = points[:, :-9]
@@ -183,7 +183,7 @@ def _nearest_frames(
 
 
 def _strained(a: _Frame, b: _Frame) -> _Pair | None:
-    """Compares frames in different cells; None if they are too far apart or have no volume."""
+    """Compares frames in different cells; None if they differ too much or have no volume."""
     cell, volume = (a.cell + b.cell) / 2, abs(float(np.linalg.det((a.cell + b.cell) / 2)))
     if volume < 1:
         return None
@@ -199,7 +199,7 @@ def _strained(a: _Frame, b: _Frame) -> _Pair | None:
 
 
 def _in_one_cell(frames: list[_Frame]) -> tuple[float, float] | None:
-    """Returns the spread of virials divided by forces, in Å, and the volume; None if unsure."""
+    """Returns the spread of virials divided by the forces, in Å, and the volume; None if unsure."""
     volume = abs(float(np.linalg.det(frames[0].cell)))
     moves = np.stack([frame.pos for frame in frames])
     forces = float(np.sqrt(np.mean([(frame.forces**2).mean() for frame in frames])))
@@ -221,7 +221,7 @@ def _wrong_unit(label: str, pairs: list[_Pair], units: Mapping[str, float], fewe
         return ""
     product, own = float(x @ y), next(iter(units))
     factor = product / float(x @ x)
-    # a few pairs correlate by chance
+    # a few pairs may correlate by chance
     sure = max(_SURE, 2.2 / len(pairs) ** 0.5) if label == "stress" else _SURE
     if abs(product) < sure * float(np.sqrt((x @ x) * (y @ y))):
         return ""
@@ -243,7 +243,7 @@ def _wrong_unit(label: str, pairs: list[_Pair], units: Mapping[str, float], fewe
 
 
 def _named(factor: float, units: Mapping[str, float], unsure: float = _UNSURE) -> str:
-    """Returns one to three units of about the size `factor`, the closest unit first."""
+    """Names one to three units whose size is about `factor`, starting with the closest unit."""
     apart = {name: abs(float(np.log(factor / size))) for name, size in units.items()}
     best = min(apart.values())
     names = sorted((name for name in apart if apart[name] < best + unsure), key=apart.__getitem__)

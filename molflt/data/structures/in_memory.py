@@ -1,4 +1,4 @@
-"""Source of structures in memory, from ASE or PyG."""
+"""Source for structures in memory, created with ASE or PyG."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ _EXPECTED = "expected ase.Atoms, PyG Data or Batch, a list of them, or a data se
 
 
 class StructuresInMemory(Held):
-    """List of structures to predict, checked in the same way as files.
+    """Structures to predict, which are checked in the same way as structures from files.
 
     Args:
         given: structure or sequence of structures: `ase.Atoms` (see
             `molflt.data.structures.ase_files.AseStructures`), or PyG `Data` or `Batch` with pos,
-            atomic_numbers (or z) and optional cell, pbc, tags, fixed, sid, charge and y_relaxed.
+            atomic_numbers (or z), and optionally cell, pbc, tags, fixed, sid, charge, y_relaxed.
         reading: interpretation of the entries of `Atoms`.
     """
 
@@ -57,7 +57,7 @@ class StructuresInMemory(Held):
 
 
 def is_one(given: object) -> bool:
-    """Returns True for a single structure, not a list or a batch."""
+    """Returns True for a single structure, and False for a list or a batch."""
     return _is_atoms(given) or (_is_data(given) and not hasattr(given, "to_data_list"))
 
 

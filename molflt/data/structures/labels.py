@@ -37,14 +37,14 @@ EnergyKind = Literal["adsorption", "total", "unknown"]
 # energy or comes from a failed calculation.
 MOST_ADSORPTION = 20.0  # eV
 MOST_FORCE = 1e3
-"""eV/Å. Forces in organic molecules at 1,200 K stay below 12. In the repulsive potential of
-Ziegler, Biersack and Littmark, this is the force between two carbon atoms at 0.43 Å, or two copper
-atoms at 0.87 Å."""
+"""Largest plausible force, in eV/Å. Forces in organic molecules at 1,200 K stay below 12 eV/Å. In
+the repulsive potential of Ziegler, Biersack and Littmark, MOST_FORCE is the force between two
+carbon atoms at a distance of 0.43 Å, or between two copper atoms at a distance of 0.87 Å."""
 MOST_STRESS = 10.0
-"""eV/Å^3, 1.6 TPa: five times the pressure at the center of the Earth."""
+"""Largest plausible stress, in eV/Å^3: 1.6 TPa, five times the pressure at the Earth's center."""
 
-# Median magnitude. Adsorption energies stay small in large systems, below 0.1 eV per atom on slabs.
-# Total energies are 2 to 15 eV per atom, and far larger with all electrons.
+# Limit on the median magnitude. Adsorption energies stay small in large systems, below 0.1 eV per
+# atom on slabs. Total energies are 2 to 15 eV per atom, and far larger with all electrons.
 _TOTAL_PER_ATOM = 1.0  # eV
 # Relative to the largest label: far above float64 rounding, and below the accuracy of any method
 _ROUNDING = 1e-12
@@ -59,7 +59,7 @@ def per_atom(energies: NDArray[np.float64], natoms: NDArray[np.int64]) -> float:
 
 
 def energy_kind(energies: NDArray[np.float64], natoms: NDArray[np.int64]) -> EnergyKind:
-    """Returns "adsorption", "total" or "unknown", judged by magnitude."""
+    """Returns the kind of energies ("adsorption", "total" or "unknown"), judged by magnitude."""
     known = np.isfinite(energies)
     if not known.any():
         return "unknown"
@@ -96,8 +96,8 @@ def label_faults(
     """Describes invalid labels by index: missing labels, and adsorption energies beyond 20 eV.
 
     Args:
-        energies: y_relaxed, (systems,), eV; NaN if missing.
-        natoms: number of atoms of each system, (systems,).
+        energies: y_relaxed in eV, of shape (systems,); NaN if missing.
+        natoms: number of atoms in each system, of shape (systems,).
         required: treat missing labels as invalid.
         at_pos: True for single-point energies, which have no limit.
         kind: kind of the energies; None to determine it from the energies.
@@ -138,12 +138,12 @@ class ElementEnergies(NamedTuple):
     """Energies of elements, and statistics of the residual labels.
 
     Attributes:
-        energies: (119,), eV, by atomic number; 0 for elements that do not occur.
-        present: (119,), bool, by atomic number; True for elements with an energy.
+        energies: energies (119,) in eV, by atomic number; 0 for elements that do not occur.
+        present: mask (119,), by atomic number; True for elements with an energy.
         undetermined: number of independent combinations of the energies that the compositions do
             not determine; of all best fits, `energies` has the smallest norm.
-        mean: mean of the residual labels, eV.
-        std: standard deviation of the residual labels, eV; 0 if it is only rounding error.
+        mean: mean of the residual labels, in eV.
+        std: standard deviation of the residual labels, in eV; 0 if it is only a rounding error.
     """
 
     energies: NDArray[np.float64]
@@ -167,14 +167,14 @@ def fit_element_energies(
 
     Args:
         dataset: structures with finite labels.
-        given: energies by atomic number, eV, that replace the fit.
+        given: energies in eV, by atomic number, which replace the fit.
         of_adsorbates: sum over adsorbate atoms only.
-        labels: energies, (structures,), eV; by default y_relaxed.
+        labels: energies in eV, of shape (structures,); by default y_relaxed.
     """
     columns = MAX_ATOMIC_NUMBER + 1
     labels, count = dataset.y_relaxed if labels is None else labels, len(dataset)
     present = np.zeros(columns, dtype=bool)
-    triangle = np.zeros((0, columns + 2))  # of compositions, ones and labels
+    triangle = np.zeros((0, columns + 2))  # R factor of compositions, ones and labels
     for first in with_bar(range(0, count, _BLOCK), "reading elements"):
         indices = np.arange(first, min(first + _BLOCK, count))
         atoms = dataset.compositions(indices, of_adsorbates)
@@ -207,7 +207,7 @@ def expect_elements(name: str, present: NDArray[np.bool_], given: Mapping[int, f
 
 
 def read_element_energies(path: Path) -> dict[int, float]:
-    """Reads energies of elements, in eV, from a JSON or YAML file; keys them by atomic number."""
+    """Reads element energies, in eV, from a JSON or YAML file; returns them by atomic number."""
     import yaml
     from ase.data import atomic_numbers
 

@@ -60,7 +60,7 @@ class LmdbFile:
         return {"path": self.path}  # each process maps the file itself
 
     def get(self, key: bytes) -> bytes | None:
-        """Returns the value of a key; None if it does not exist."""
+        """Returns the value of a key; None if the key does not exist."""
         try:
             return self._find(key)
         except (ValueError, struct.error) as error:
@@ -90,7 +90,7 @@ class LmdbFile:
         return max(first, second, key=lambda meta: meta[0])[1]  # if equal, the first, as in LMDB
 
     def _meta(self, at: int) -> tuple[int, _Root] | None:
-        """Reads the meta page at an offset: transaction number and root, or None if invalid."""
+        """Reads the transaction number and the root from a meta page; returns None if invalid."""
         content, start = self._content, at + _HEADER.size
         if len(content) < start + _META.size + 2 * _TABLE.size + 16:
             return None

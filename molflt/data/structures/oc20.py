@@ -1,6 +1,6 @@
 """LMDB files of pickled records, as OC20 publishes them, read without running code.
 
-For names on an allow-list, Python's unpickler receives inert objects of this module.
+For names on an allow-list, Python's unpickler receives inert objects from this module.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def _build(reader: Any) -> None:
 
 
 class _Reader(pickle._Unpickler):
-    """Unpickler in Python; a pickle can make the memo of the C unpickler arbitrarily large."""
+    """Pure-Python unpickler; a pickle could make the memo of the C unpickler arbitrarily large."""
 
     dispatch = {**pickle._Unpickler.dispatch, pickle.BUILD[0]: _build}  # noqa: RUF012
 
@@ -225,7 +225,7 @@ def _shards_in(folder: Path) -> list[Path]:
 
 
 class Oc20Lmdb(Structures):
-    """Pickled LMDB of OC20: one file, or a folder of ``*.lmdb`` shards sorted by name.
+    """LMDB of pickled OC20 records: one file, or a folder of ``*.lmdb`` shards sorted by name.
 
     Reading takes about 2 ms per record. Convert to a compact store before training.
 

@@ -1,4 +1,4 @@
-"""Survey of structures: fingerprints, coinciding atoms, and slabs of one tag."""
+"""Survey of structures: fingerprints, coinciding atoms, and slabs with a single tag."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["TOO_NEAR", "Survey", "atoms_coincide", "equal_structures", "fingerpr
 __all__ += ["overlaps_of"]
 
 TOO_NEAR = 0.1
-"""Å; the shortest bond, in the hydrogen molecule, is 0.74 Å."""
+"""Distance, in Å, below which atoms count as coinciding. The shortest bond (H2) is 0.74 Å long."""
 
 _SHIFTS = np.array([*product((0.0, 0.5), repeat=3)])
 _WAVES = np.random.default_rng(0).integers(1, 7, (12, 3)) * np.array(
@@ -33,7 +33,7 @@ _PLACES = np.array([1, 1_000_003, 1_000_003**2])  # larger than the number of bi
 
 
 class Survey:
-    """Properties of structures; an instance is called with each structure.
+    """Properties of structures, collected by calling an instance with each structure.
 
     Attributes:
         sids: sid of each structure.
@@ -80,9 +80,9 @@ def atoms_coincide(record: Data) -> bool:
 def fingerprint(record: Data) -> NDArray[np.float64]:
     """Returns 46 features, which are equal for equal structures up to rounding.
 
-    They are a hash of elements, periodic axes and total charge, the cell in Å, sums of waves over
-    the atoms, and sums of peaks for crystals whose waves cancel. They do not depend on the order of
-    atoms or on the choice of periodic images.
+    They consist of a hash of elements, periodic axes and total charge, the cell in Å, sums of waves
+    over the atoms, and sums of peaks for crystals whose waves cancel. They do not depend on the
+    order of atoms or on the choice of periodic images.
     """
     numbers, axes = record.atomic_numbers.numpy(), record.pbc[0].numpy()
     whole = np.sort(numbers).tobytes() + axes.tobytes()
@@ -117,7 +117,7 @@ def _basis(cell: NDArray[np.float64], axes: NDArray[np.bool_]) -> NDArray[np.flo
 
 
 def overlaps_of(name: str, sids: Sequence[int] = (), count: int = 1) -> str:
-    """Returns a warning about `sids`, out of `count` structures, that have coinciding atoms."""
+    """Returns a warning about coinciding atoms in the structures `sids`, out of `count`."""
     has, whose = "it has", "its energy is"
     if sids:
         has, whose = f"{len(sids)} of {count} structures have", "their energies are"

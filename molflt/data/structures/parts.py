@@ -1,4 +1,4 @@
-"""Parts of a source, and several sources joined."""
+"""Parts of a source, and concatenations of several sources."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def without(source: Structures, faults: Mapping[int, str], advice: str = "") -> 
     """Returns a source without its invalid structures, which are listed in `bad`.
 
     `faults` contains the reasons by index. Unless the source skips invalid structures, raises
-    ValueError with `advice` for the first one.
+    ValueError with `advice` for the first invalid structure.
     """
     if not faults:
         return source

@@ -1,4 +1,4 @@
-"""Structures with energies, forces and stress at their positions, in batches."""
+"""Batches of structures with energies, forces and stress at their positions."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class SinglePoints(Part):
 
     Attributes:
         without_energy: number of structures that were left out.
-        with_forces, with_stress: numbers of structures with the label.
-        force_scale: root mean square of the force components, eV/Å; NaN without forces.
-        force_size: mean magnitude of the force components, eV/Å; NaN without forces.
+        with_forces, with_stress: numbers of structures with this label.
+        force_scale: root mean square of the force components, in eV/Å; NaN without forces.
+        force_size: mean magnitude of the force components, in eV/Å; NaN without forces.
         absurd: descriptions of implausible forces or stress, by index in the source.
     """
 
@@ -58,16 +58,16 @@ class SinglePoints(Part):
 
 
 class PotentialData(IS2REData):
-    """Structures with energies, forces and optional stress at their positions, in batches.
+    """Batches of structures with energies, forces and optional stress at their positions.
 
     Structures without an energy are left out and counted. Forces and stress are used if available.
 
     Args:
         root: folder of the data set, with a file or a folder per split.
-        forces_key: name of the forces in ASE's formats, eV/Å; by default the results of a
+        forces_key: name of the forces, in eV/Å, in ASE's formats; by default the results of a
             calculator, else forces, else REF_forces.
-        stress_key: name of the stress in info, eV/Å^3; by default the results of a calculator, else
-            stress, else REF_stress. A name with "virial" is read as a virial in eV.
+        stress_key: name of the stress, in eV/Å^3, in info; by default the results of a calculator,
+            else stress, else REF_stress. A name with "virial" is read as a virial in eV.
         tags: `any` ignores the tags in ASE's formats, because a potential does not need tags;
             `oc20` and `ase` check them.
         check_units: reject energies beyond those of all electrons, and forces and stress that do

@@ -27,7 +27,7 @@ _TAGS = ", ".join(f"{tag:d} ({tag.name.lower()})" for tag in Tag)
 
 
 def _lattice_shift(delta: Tensor, cell: Tensor, pbc: Tensor) -> Tensor:
-    """Returns the lattice vectors (N, 3), in Å, to subtract from `delta` to make it shortest."""
+    """Returns the lattice vectors (N, 3), in Å, whose subtraction makes `delta` shortest."""
     from ase.geometry import complete_cell, find_mic
 
     axes, vectors = pbc.flatten().numpy(), delta.double().numpy()
@@ -61,35 +61,36 @@ def make_record(
     """Checks a structure, casts it to the package's types and unwraps its relaxed positions.
 
     Args:
-        pos: initial positions, (N, 3), Å, each coordinate within 1e5 Å. A structure whose center is
-            more than 64 Å from the origin along an axis is translated, and an atom more than 256 Å
-            from the other atoms is moved to a nearer periodic image, because float32 would round
-            their coordinates.
-        atomic_numbers: (N,), 1 to 118; floating-point integers are accepted.
-        cell: lattice vectors as rows, (3, 3) or (1, 3, 3), Å; None for a molecule.
-        pbc: periodic axes, (3,); by default all three if there is a cell, otherwise none.
-        tags: (N,), 0 subsurface, 1 surface, 2 adsorbate; by default all 0 (unknown).
-        fixed: (N,), True for atoms that are fixed in the relaxation; by default all are free.
+        pos: initial positions (N, 3) in Å, with coordinates within 1e5 Å. A structure whose center
+            is more than 64 Å from the origin along an axis is translated, and an atom more than
+            256 Å from the other atoms is moved to a nearer periodic image, because float32 would
+            round their coordinates.
+        atomic_numbers: atomic numbers (N,), 1 to 118; integers of floating-point type are accepted.
+        cell: lattice vectors in Å, as rows, (3, 3) or (1, 3, 3); None for a molecule.
+        pbc: flags (3,), True for periodic axes; by default all True with a cell, else all False.
+        tags: tags (N,): 0 subsurface, 1 surface, 2 adsorbate; by default all 0 (unknown).
+        fixed: mask (N,), True for atoms that are fixed in the relaxation; by default all are free.
         sid: identifier of the system, a 64-bit integer in any type that represents it exactly.
-        y_init: energy of the initial structure, eV; None if unknown.
-        y_relaxed: energy of the relaxed structure, eV; None if unknown.
-        y_baseline: the same energy from a cheaper method, eV, for models that learn the difference;
+        y_init: energy of the initial structure, in eV; None if unknown.
+        y_relaxed: energy of the relaxed structure, in eV; None if unknown.
+        y_baseline: `y_relaxed` from a cheaper method, in eV, for models that learn the difference;
             None if unknown.
-        pos_relaxed: relaxed positions, (N, 3), Å, in any periodic image; None if unknown. OC20
+        pos_relaxed: relaxed positions (N, 3) in Å, in any periodic image; None if unknown. OC20
             stores them wrapped into the cell; each atom is moved to the image nearest to its
             initial position.
-        energy: energy at `pos`, eV, for potentials; None if unknown.
-        forces: forces at `pos`, (N, 3), eV/Å; None if unknown.
-        stress: stress at `pos`, eV/Å^3 with ASE's sign, (3, 3), (1, 3, 3) or (6,) in Voigt order
-            (xx, yy, zz, yz, xz, xy); None if unknown.
-        charge: total charge, e; None or NaN if unknown, which is treated as 0.
+        energy: energy at `pos`, in eV, for potentials; None if unknown.
+        forces: forces (N, 3) at `pos`, in eV/Å; None if unknown.
+        stress: stress at `pos`, in eV/Å^3 with ASE's sign, (3, 3), (1, 3, 3), or (6,) in Voigt
+            order (xx, yy, zz, yz, xz, xy); None if unknown.
+        charge: total charge, in units of e; None or NaN if unknown; models treat this as 0.
 
     Returns:
-        A structure with ``pos``, ``pos_relaxed`` (N, 3) float32 Å, ``cell`` (1, 3, 3) float32 Å,
-        ``pbc`` (1, 3) bool, ``atomic_numbers``, ``tags`` (N,) int64, ``fixed`` (N,) bool,
-        ``natoms``, ``sid`` int, ``y_init``, ``y_relaxed``, ``y_baseline``, ``energy`` (1,) float64
-        eV, ``forces`` (N, 3) and ``stress`` (1, 3, 3) float32, ``charge`` (1,) float64 e. Absent
-        labels, relaxed positions and charges are NaN.
+        A structure with ``pos`` and ``pos_relaxed`` ((N, 3) float32, in Å), ``cell`` ((1, 3, 3)
+        float32, in Å), ``pbc`` ((1, 3) bool), ``atomic_numbers`` and ``tags`` ((N,) int64),
+        ``fixed`` ((N,) bool), ``natoms`` and ``sid`` (int), ``y_init``, ``y_relaxed``,
+        ``y_baseline`` and ``energy`` ((1,) float64, in eV), ``forces`` ((N, 3) float32), ``stress``
+        ((1, 3, 3) float32), and ``charge`` ((1,) float64, in units of e). Absent labels, relaxed
+        positions and charges are NaN.
     """
     from torch_geometric.data import Data
 
@@ -212,7 +213,7 @@ def _atom_integers(value: _Array | None, key: str, count: int, name: str) -> Ten
 
 
 def _cell(cell: _Array | None, pbc: _Array | None, name: str) -> tuple[Tensor, Tensor]:
-    """Checks the cell and the periodic axes; returns them as (1, 3, 3), in Å, and (1, 3)."""
+    """Checks the cell and the periodic axes; returns a cell (1, 3, 3), in Å, and a mask (1, 3)."""
     if cell is None:
         lattice = torch.zeros(1, 3, 3, dtype=torch.float64, device="cpu")
     else:

@@ -41,9 +41,9 @@ class Site(NamedTuple):
     name: str
     """touched atoms, atom below and coordination numbers, such as "hollow Cu3 above Cu (9 9 9)\""""
     point: _Array
-    """center of the probe, (3,), Å"""
+    """center of the probe (3,), in Å"""
     axes: _Array
-    """rows are two directions along the surface and its outward normal, (3, 3)"""
+    """two directions along the surface and its outward normal, as rows (3, 3)"""
 
 
 class Tiles:
@@ -82,7 +82,7 @@ class Tiles:
         return points[(lengths > self.radii[near] - 1e-3).all(axis=1)]
 
     def _on(self, i: np.int_, others: NDArray[np.int64]) -> _Array:
-        """Returns the highest points where a probe touches atom i and a row of `others`."""
+        """Returns the highest points where a probe touches atom i and one row of `others`."""
         apart = self.pos[others] - self.pos[i]
         inverse = np.linalg.pinv(apart)  # (n, 3, others)
         squares = self.radii[i] ** 2 - self.radii[others] ** 2 + (apart**2).sum(axis=2)
@@ -91,11 +91,11 @@ class Tiles:
         left = self.radii[i] ** 2 - (center**2).sum(axis=1)
         points = self.pos[i] + center + np.sqrt(left.clip(0))[:, None] * unit(out)
         lengths = np.linalg.norm(points[:, None] - self.pos[others], axis=2)
-        exact = (np.abs(lengths - self.radii[others]) < 1e-3).all(axis=1)  # not atoms in line
+        exact = (np.abs(lengths - self.radii[others]) < 1e-3).all(axis=1)  # excludes atoms in line
         return points[exact & (left > 0) & (np.linalg.norm(out, axis=1) > 0.1)]
 
     def distances(self, points: _Array, numbers: NDArray[np.int64]) -> _Array:
-        """Returns sorted distances, in Å, from atoms at `points`, (n, atoms, 3), to slab atoms."""
+        """Returns the sorted distances, in Å, from atoms at `points` (n, atoms, 3) to the slab."""
         parts, center = [], points.mean(axis=(0, 1))
         reach = _FAR + np.linalg.norm(points - center, axis=2).max(initial=0)
         near = np.linalg.norm(self.pos - center, axis=1) < reach
@@ -171,7 +171,7 @@ def _largest(differences: _Array) -> _Array:
 def distinct(
     rows: _Array, limit: float = _SAME, size: Callable[[_Array], _Array] = _largest
 ) -> list[int]:
-    """Returns the indices of rows that differ from all rows chosen earlier by more than a limit."""
+    """Returns the indices of rows that differ from all earlier results by more than `limit`."""
     left, found = np.arange(len(rows)), []
     while len(left):
         found.append(int(left[0]))

@@ -1,4 +1,4 @@
-"""Kinds of sources, patterns of names, and splits of a data set."""
+"""Kinds of sources, patterns of file names, and splits of a data set."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _LISTED = 12
 
 
 def source_of(path: Path) -> type[Structures]:
-    """Returns the class that opens a file, or a folder of shards."""
+    """Returns the class that opens a file or a folder of shards."""
     if not path.exists():
         raise FileNotFoundError(
             f"{path}: no such file or folder; expected a {', '.join(SOURCES)}; see molflt data "
@@ -188,7 +188,7 @@ def _say_others(folder: Path, count: int, others: Sequence[str]) -> None:
 
 
 def _scan(folder: Path) -> tuple[list[Path], list[str]]:
-    """Returns the files of structures and folders of shards, and the names of other entries."""
+    """Returns the structure files and shard folders, and the names of other entries."""
     if is_shards(folder):
         return [folder], []
     found, others = _children(folder)

@@ -19,7 +19,7 @@ SPLITS_IN_ORDER = ("train", *VAL_SPLITS, *TEST_SPLITS)
 
 
 class _Oc20File(NamedTuple):
-    """LMDB of the official download."""
+    """LMDB file in the official download."""
 
     records: int
     gigabytes: float

@@ -65,8 +65,8 @@ def write_store(
         records: structures as :func:`molflt.data.structures.records.make_record` returns them,
             optionally with a `name`, which replaces the sid in tables.
         source: origin of the structures, stored in the header.
-        left_out: function that takes the sids, y_relaxed (eV) and natoms of all structures, of
-            shape (structures,) each, and returns the indices of structures to leave out.
+        left_out: function that takes the sids, y_relaxed (in eV) and natoms of all structures, each
+            of shape (structures,), and returns the indices of structures to leave out.
     """
     path = Path(path)
     blocks: dict[str, list[np.ndarray]] = {name: [] for name in _COLUMNS}
@@ -185,7 +185,7 @@ class StructureStore(Structures):
 
     @cached_property
     def columns(self) -> dict[str, np.ndarray]:
-        """Arrays, keyed by name, in a memory map that each process creates itself."""
+        """Arrays, keyed by name, in a memory map that each process creates for itself."""
         from safetensors import safe_open
 
         path = self.path

@@ -52,7 +52,7 @@ class Inspected(NamedTuple):
 
     summary: Summary
     energies: _Labels
-    """labels by name, each (systems,), eV; NaN if missing"""
+    """labels in eV, keyed by name, each of shape (systems,); NaN if missing"""
     shown: Data
     """a small structure to draw"""
     sids: list[int]
@@ -126,7 +126,7 @@ class _Seen(Survey):
         super().__init__()
         self.atoms, self.labels = list[int](), list[list[float]]()
         self.forces, self.stress = list[np.ndarray](), list[np.ndarray]()  # eV/Å, eV/Å^3
-        self.displacements = list[np.ndarray]()  # of free atoms, Å
+        self.displacements = list[np.ndarray]()  # of free atoms, in Å
         self.compositions, self.tags = np.zeros(MAX_ATOMIC_NUMBER + 1), Counter[int]()
         self.absurd, self.untagged = list[tuple[int, str]](), 0
         self.kept: list[Data] = []

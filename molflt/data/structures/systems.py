@@ -1,4 +1,4 @@
-"""Names of the systems of a data set, in the file systems.csv next to its stores."""
+"""Names of the systems in a data set, stored in the file systems.csv next to its stores."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class System(NamedTuple):
     """name of the adsorbate in the data set"""
     family: str
     metal: str
-    """symbol of the element of the surface"""
+    """symbol of the surface element"""
 
 
 def write_systems(folder: Path, splits: Iterable[tuple[str, Iterable[System]]]) -> None:

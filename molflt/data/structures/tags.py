@@ -145,7 +145,7 @@ class _Atoms:
         return own & (bool((outside & held)[own].all()) and alone)
 
     def adsorbate(self) -> _Flags:
-        """Returns a mask of molecules that do not continue the lattice of the slab."""
+        """Returns a mask of the molecular atoms that do not continue the lattice of the slab."""
         slab = self._frame() | self.fixed
         if not slab.any():
             return ~slab
@@ -156,7 +156,7 @@ class _Atoms:
         if high - low > _THICK:
             surrounded = self._surrounded(slab)
             inside = surrounded & deep | self.fixed
-        else:  # elements on only one side are adsorbates
+        else:  # elements that occur on only one side are adsorbates
             middle = (low + high) / 2
             ends = [self.numbers[touching & (s * (heights - middle) > -0.5)] for s in (1, -1)]
             inside = touching & np.isin(self.numbers, np.intersect1d(*ends)) | self.fixed
@@ -164,7 +164,7 @@ class _Atoms:
         lattice = np.isin(self.numbers, np.unique(self.numbers[inside]))
         slab |= lattice & (surrounded | deep)
         sites = lattice & ~slab
-        kinds = self.numbers[self.i] * 1000 + self.numbers[self.j]  # of bonds
+        kinds = self.numbers[self.i] * 1000 + self.numbers[self.j]  # kinds of bonds
         known = np.unique(kinds[self.bonded & slab[self.i] & slab[self.j]])
         foreign = self.bonded & ~np.isin(kinds, known)
         sure = (np.bincount(self.i[foreign], minlength=len(slab)) == 0) | touching
@@ -176,7 +176,7 @@ class _Atoms:
         return ~slab
 
     def _frame(self) -> _Flags:
-        """Finds slab atoms from bonds; returns the mask of metals or of a sheet of nonmetals."""
+        """Returns a mask of slab atoms, found from bonds: metals, or a sheet of nonmetals."""
         solid = ~self.molecular
         sheet = self._endless(self.bonded).all(axis=0)
         if sheet.sum() <= solid.sum():
@@ -190,7 +190,7 @@ class _Atoms:
         return np.asarray(sheet)
 
     def _endless(self, kept: _Flags) -> _Flags:
-        """Returns a mask (axes, N) of atoms connected to their own images along an axis."""
+        """Returns a mask (axes, N) of atoms connected to their own images along each axis."""
         count, found = len(self.numbers), []
         for axis in sorted({0, 1, 2} - set(self.open_axes)):
             i, j, step = self.i[kept], self.j[kept], self.shifts[kept, axis]
@@ -223,7 +223,7 @@ class _Atoms:
         return float(np.mean(there)) >= 0.5 if there else sure
 
     def _moves(self, slab: _Flags) -> list[NDArray[np.float64]]:
-        """Returns lattice vectors, in Å, of the slab along its surface, within the cell."""
+        """Returns the lattice vectors of the slab along its surface and within the cell, in Å."""
         inside = np.where(slab, np.abs(self.heights - np.median(self.heights[slab])), np.inf)
         start = int(inside.argmin())
         level = slab & (self.numbers == self.numbers[start])
@@ -331,7 +331,7 @@ def one_tagged(sids: Sequence[int], count: int) -> str:
 
 
 def _groups(i: _Numbers, j: _Numbers, count: int) -> _Numbers:
-    """Returns labels (count,) of atoms; connected atoms have equal labels."""
+    """Returns labels of atoms, of shape (count,); connected atoms have equal labels."""
     from scipy.sparse import coo_array
     from scipy.sparse.csgraph import connected_components
 
@@ -340,7 +340,7 @@ def _groups(i: _Numbers, j: _Numbers, count: int) -> _Numbers:
 
 
 def adsorbates(record: Data) -> _Numbers:
-    """Returns, for each atom, the index of its adsorbate, or -1 in the slab: (N,).
+    """Returns the index of the adsorbate of each atom, of shape (N,); -1 for slab atoms.
 
     Adsorbates are connected atoms with tag 2, numbered in the order of their first atoms.
     """
@@ -392,7 +392,7 @@ def _among(record: Data, own: _Numbers) -> tuple[Any, ...]:
 
 
 def _bonds(numbers: _Numbers, pos: Any, cell: Any, pbc: Any) -> tuple[Any, ...]:
-    """Returns, sorted by first atom, both atoms of each bond and the vector between them, in Å."""
+    """Returns both atoms of each bond and the vector between them, in Å, sorted by first atom."""
     from ase.data import covalent_radii
     from ase.geometry import complete_cell
     from ase.neighborlist import primitive_neighbor_list
@@ -430,7 +430,7 @@ def heights_agree(record: Data) -> bool:
 class Tagged(Part):
     """Source with guessed tags, which are 0 for structures without a guess.
 
-    The source is read once, and a summary is printed. For `share`, see :func:`guess_tags`.
+    The source is read once, and a summary is printed. See :func:`guess_tags` for `share`.
     """
 
     def __init__(self, source: Structures, share: tuple[float, float] | None = None) -> None:

@@ -28,10 +28,11 @@ _Items = TypeVar("_Items", bound=Sized)
 
 
 class Blocks(Dataset[_Item]):
-    """Base class for a text, given as ids (tokens,), divided into blocks of `length` tokens.
+    """Base class for data sets that divide a text into blocks of `length` tokens.
 
-    Each block contains `inner` tokens of the text. With `keep_last`, an incomplete last block of at
-    least `shortest` tokens is padded; otherwise, it is dropped.
+    `ids` (tokens,) contains the ids of the text. Each block contains `inner` tokens of the text.
+    With `keep_last`, an incomplete last block of at least `shortest` tokens is padded; otherwise,
+    it is dropped.
     """
 
     def __init__(
@@ -69,8 +70,8 @@ class TokenBlocks(Blocks[tuple[Tensor, Tensor]]):
     appendix B.1).
 
     Args:
-        ids: ids of the text without the first <eos>, (n,) integers.
-        length: L, tokens in a block.
+        ids: integer ids of the text, of shape (n,), without the first <eos>.
+        length: L, the number of tokens in a block.
         eos: id of <eos>.
         keep_last: keep an incomplete last block; its padding is <eos>, with the target -1.
         source: name of the text, for messages.
@@ -83,7 +84,7 @@ class TokenBlocks(Blocks[tuple[Tensor, Tensor]]):
         self.eos = eos
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        """Returns inputs and targets, each (length,), int64; padding has the target -1."""
+        """Returns int64 inputs and targets, each of shape (length,); padding has the target -1."""
         piece = self._piece(index)
         inputs = np.full(self.length, self.eos, dtype=np.int64)
         targets = np.full(self.length, _NO_TARGET, dtype=np.int64)
@@ -108,15 +109,15 @@ class TextData(BatchedData[TokenBlocks]):
         test: text for the final evaluation.
         level: kind of tokens: words, characters, bytes, or protein residues in FASTA files; see
             `molflt.data.text.vocabulary.Vocabulary`.
-        length: tokens in a block.
-        batch_size: blocks in a batch, per device.
+        length: number of tokens in a block.
+        batch_size: number of blocks in a batch, per device.
         workers: number of processes that prefetch data; 0 reads in the main process.
         min_count: minimum count of a token in the training text; rarer tokens become <unk>.
-        vocabulary: vocabulary.json of an earlier run; by default it is built from the training
-            text.
+        vocabulary: vocabulary.json of an earlier run; by default, the vocabulary is built from the
+            training text.
 
     Attributes:
-        vocabulary: vocabulary; available after `setup`.
+        vocabulary: vocabulary of the training text; available after `setup`.
     """
 
     items = "blocks"
@@ -215,7 +216,7 @@ class PieceBlocks(Blocks[tuple[Tensor, Tensor, Tensor]]):
         self.cls, self.sep, self.pad = tokenizer.cls, tokenizer.sep, tokenizer.pad
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns ids, types and a mask (False for padding), each (length,)."""
+        """Returns ids, types and a mask that is False for padding, each of shape (length,)."""
         piece = self._piece(index).tolist()
         tokens = [self.cls, *piece[: self.first], self.sep]
         types = torch.zeros(self.length, dtype=torch.int64)
@@ -247,7 +248,7 @@ class TokenizedData(BatchedData[_Items]):
         workers: number of processes that prefetch data; 0 reads in the main process.
 
     Attributes:
-        tokenizer: tokenizer; available after `setup`.
+        tokenizer: tokenizer of all texts; available after `setup`.
     """
 
     default_kind: ClassVar[TokenizerKind] = "wordpiece"
@@ -314,9 +315,9 @@ class TokenizedText(TokenizedData[PieceBlocks]):
         train: training text.
         val: validation text.
         test: text for the final evaluation.
-        length: tokens in a block.
-        next_sentence: make blocks of two parts; the model predicts whether they are adjacent.
-        batch_size: blocks in a batch, per device; at least 2 with `next_sentence`.
+        length: number of tokens in a block.
+        next_sentence: make blocks of two parts; the model predicts whether the parts are adjacent.
+        batch_size: number of blocks in a batch, per device; at least 2 with `next_sentence`.
         tokens: further arguments of `TokenizedData`.
     """
 
@@ -361,7 +362,7 @@ def read_pieces(
 ) -> PieceBlocks:
     """Reads a text as blocks; an incomplete last block is dropped only if `use` is "train".
 
-    The source is a file or an hf: name. For a tokenizer of residues, it must be FASTA.
+    The source is a file or an hf: name. For a tokenizer of residues, it must contain FASTA records.
     """
     blocks = (
         _line_blocks(source, use, any_bytes=tokenizer.fixed == "byte")
@@ -374,5 +375,5 @@ def read_pieces(
 
 
 def padded_rows(rows: Sequence[Tensor], value: int) -> Tensor:
-    """Stacks rows (n,) of different lengths, padded with `value` at the end."""
+    """Pads rows (n,) of different lengths with `value` at the end and stacks them."""
     return torch.nn.utils.rnn.pad_sequence([*rows], batch_first=True, padding_value=value)

@@ -1,4 +1,4 @@
-"""Labeled texts of GLUE (arXiv:1804.07461) and of Long Range Arena (arXiv:2011.04006)."""
+"""Labeled texts from GLUE (arXiv:1804.07461) and Long Range Arena (arXiv:2011.04006)."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ __all__ = ["GLUE", "TASKS", "Example", "GlueTask", "classes_in", "find_split"]
 __all__ += ["read_examples", "read_splits"]
 
 _VAL_FRACTION = 0.1  # default for tasks without a validation file
-_UNLABELED = "unsup"  # folder of unlabeled published reviews
+_UNLABELED = "unsup"  # folder of unlabeled reviews in the published data
 _TWO = ("0", "1")
 _ENTAILED = ("entailment", "not_entailment")
 
 
 class Example(NamedTuple):
-    """Row of a task."""
+    """Labeled example of a task."""
 
     first: str
     second: str | None  # None if examples are single sentences
@@ -42,14 +42,14 @@ class GlueTask(NamedTuple):
 
     columns: Mapping[str, str]  # header names of the columns `first`, `second`, `label`
     labels: tuple[str, ...] | None
-    """names of the classes in the order of their index; None for scores from 0 to 5 and images"""
+    """class names in the order of their indices; None for images and for scores from 0 to 5"""
     metrics: tuple[str, ...] = ("accuracy",)
     places: Mapping[str, int] | None = None  # indices of the same columns in files without a header
     files: Mapping[str, tuple[str, ...]] = {}
-    """additional file names of each split, in the folder of the task or in a different folder"""
+    """additional file names of each split; names with a slash are relative to the root folder"""
     broken_rows: bool = False
     """the published files contain rows with missing columns, which are skipped by convention"""
-    kind: TokenizerKind | None = None  # default kind of the tokenizer; None: learned
+    kind: TokenizerKind | None = None  # default kind of the tokenizer; None if learned
     form: Literal["rows", "texts", "images"] = "rows"
     """a table, a folder of texts for each class, or images"""
 
@@ -118,9 +118,9 @@ TASKS = {**GLUE, **_LONG_RANGE}
 
 
 def find_split(root: Path, task: str, split: str) -> Path:
-    """Returns the path of a split: ROOT/TASK/train.tsv or ROOT/TASK.train.tsv, plain, .gz or .xz.
+    """Returns the path of a split, such as ROOT/TASK/train.tsv or ROOT/TASK.train.tsv.
 
-    Splits are train, val, test, and val_mismatched for MNLI.
+    The file may be compressed. Splits are train, val, test, and val_mismatched for MNLI.
     """
     spec, root = TASKS[task], Path(root)
     names = [*spec.files.get(split, ()), *(() if spec.held_out else _USUAL.get(split, ()))]
@@ -144,11 +144,11 @@ def read_splits(
     val_fraction: float | None = None,
     classes: Sequence[str] | None = None,
 ) -> dict[str, tuple[Path, list[Example]]]:
-    """Returns, for each split, the file or folder and the rows.
+    """Returns the path and the rows of each split; the path is a file or a folder.
 
     Tasks without validation files are validated on the last training rows of each class. Reviews of
-    the same film are adjacent in IMDb, so few films are in both sets. The default `val_fraction`
-    is 0.1.
+    the same film are adjacent in IMDb, so few films have reviews in both sets. The default
+    `val_fraction` is 0.1.
     """
     paths = {split: find_split(root, task, split) for split in splits}
     rows = {path: read_examples(path, task, classes) for path in dict.fromkeys(paths.values())}
@@ -163,16 +163,17 @@ def read_splits(
 
 
 def classes_in(path: Path, task: str) -> list[str]:
-    """Returns the names of the classes, read from `path` for images; ["score"] for scores."""
+    """Returns the class names, which are read from `path` for images, or ["score"] for scores."""
     if TASKS[task].form == "images":
         return open_images(path).classes
     return list(TASKS[task].labels or ("score",))
 
 
 def read_examples(path: Path, task: str, classes: Sequence[str] | None = None) -> list[Example]:
-    """Reads all rows of a folder, or of a file whose cells are separated by tabs and not quoted.
+    """Reads all examples from a folder, or from a table with unquoted cells separated by tabs.
 
-    Classes of images are numbered in the order of `classes`, by default all classes in `path`.
+    Classes of images are numbered in the order of `classes`, which defaults to all classes in
+    `path`.
     """
     spec = TASKS[task]
     if spec.held_out:
@@ -222,7 +223,7 @@ def _example(
 
 
 def _read_texts(path: Path, classes: Sequence[str]) -> Iterator[tuple[str, int]]:
-    """Yields the text (see `text_of`) and class of each .txt file in the folders of the classes."""
+    """Yields the text (see `text_of`) and the class index of each .txt file in class folders."""
     folders = {entry.name for entry in path.glob("[!.]*") if entry.is_dir()} - {_UNLABELED}
     if folders != {*classes}:
         raise ValueError(
@@ -240,7 +241,7 @@ def _read_texts(path: Path, classes: Sequence[str]) -> Iterator[tuple[str, int]]
 
 
 def _read_gray(path: Path, classes: Sequence[str]) -> Iterator[tuple[str, int]]:
-    """Yields the gray levels of each image, row by row (see `text_of`), and its class."""
+    """Yields the gray levels of each image, row by row, as text (see `text_of`), and its class."""
     from PIL import Image
 
     images = open_images(path, classes=classes)

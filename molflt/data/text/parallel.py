@@ -35,9 +35,9 @@ class ParallelText(NamedTuple):
 class Pairs(Dataset[_Item]):
     """Token ids of sentences and of their translations.
 
-    Pairs with more than `length` tokens in a sentence, including the end token, are left out;
-    `left_out` is their number. `sizes` contains the number of tokens in the longer sentence of each
-    pair.
+    Pairs in which a sentence has more than `length` tokens, including the end token, are left out;
+    `left_out` is the number of these pairs. `sizes` contains the number of tokens in the longer
+    sentence of each remaining pair.
     """
 
     def __init__(self, text: ParallelText, tokenizer: Tokenizer, length: int | None = None) -> None:
@@ -59,7 +59,7 @@ class Pairs(Dataset[_Item]):
         return len(self.pairs)
 
     def __getitem__(self, index: int) -> _Item:
-        """Returns source ids and target ids, each (n,), int64; both end with `end`."""
+        """Returns the source ids and the target ids: two int64 vectors that end with `end`."""
         source, target = self.pairs[index]
         return torch.tensor([*source, self.end]), torch.tensor([self.begin, *target, self.end])
 
@@ -78,7 +78,7 @@ def paired(items: Sequence[_Item], pad: int) -> tuple[Tensor, Tensor, Tensor, Te
 
 
 class ParallelData(TokenizedData[Pairs]):
-    """Sentences and their translations for training, validation and an optional test.
+    """Sentences and their translations for training, validation and, optionally, testing.
 
     `train`, `val` and `test` each specify two UTF-8 files with the same number of lines,
     NAME.SOURCE and NAME.TARGET, plain or compressed (.gz or .xz). For example, data/train with the
@@ -86,14 +86,14 @@ class ParallelData(TokenizedData[Pairs]):
     sides.
 
     Args:
-        train: name of the training files.
+        train: name of the training files, without the extensions.
         val: name of the validation files.
         source: extension of the files to translate from, such as de.
         target: extension of the files to translate to.
         test: name of the files for the final evaluation.
-        length: maximum number of tokens in a sentence; longer pairs are left out of training and
-            validation.
-        batch_size: pairs in a batch, per device.
+        length: maximum number of tokens in a sentence; pairs with longer sentences are left out of
+            training and validation.
+        batch_size: number of pairs in a batch, per device.
         max_tokens: limit on the number of pairs in a batch times the number of tokens in its
             longest sentence; null for no limit.
         bucket: number of random batches that are pooled, sorted by length and divided again.
@@ -143,7 +143,7 @@ class ParallelData(TokenizedData[Pairs]):
 
 
 def read_lines(path: str) -> list[str]:
-    """Reads the lines of a file, one sentence each, and strips white space.
+    """Reads a file with one sentence per line and strips white space at the ends of sentences.
 
     Only a line feed ends a line; other Unicode line breaks occur within sentences.
     """

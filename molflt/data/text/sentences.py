@@ -21,7 +21,7 @@ from molflt.data.text.tokenizer import Tokenizer, TokenizerKind
 __all__ = ["CLASSES", "SentenceData", "Sentences", "TaskName", "padded"]
 
 CLASSES = "classes.json"
-"""file of a run that lists the names of its classes in order, or "score" for scores"""
+"""file in a run that lists the class names in order, or "score" if the labels are scores"""
 
 # The type defines the choices on the command line
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ class Sentences(Dataset[_Item]):
     """Labeled sequences [CLS] first [SEP], or [CLS] first [SEP] second [SEP].
 
     Examples of more than `length` tokens are shortened at the end of the longer sentence, one token
-    at a time; `cut` is the number of these examples.
+    at a time; `cut` is the number of shortened examples.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Sentences(Dataset[_Item]):
         return len(self.rows)
 
     def __getitem__(self, index: int) -> _Item:
-        """Returns ids and types, each (tokens,), and the class or score as a float64 scalar."""
+        """Returns ids (tokens,), types (tokens,), and the class or score as a float64 scalar."""
         ids, first = self.rows[index]
         types = torch.arange(len(ids)) >= first
         label = torch.tensor(self.labels[index], dtype=torch.float64)
@@ -72,14 +72,14 @@ class Sentences(Dataset[_Item]):
 
 
 def padded(items: Sequence[_Item], pad: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Collates items into ids, types and a mask, each (batch, longest), and labels (batch,)."""
+    """Collates items into ids, types and masks, each (batch, longest), and labels (batch,)."""
     tokens, types, labels = zip(*items, strict=True)
     there = padded_rows([torch.ones_like(row) for row in tokens], 0).bool()
     return padded_rows(tokens, pad), padded_rows(types, 0), there, torch.stack(labels)
 
 
 class SentenceData(TokenizedData[Sentences]):
-    """Training and validation rows of a task from GLUE or Long Range Arena.
+    """Training and validation examples of a task from GLUE or Long Range Arena.
 
     Tables are the published tab-separated files, plain or compressed (.gz or .xz):
     ROOT/SST-2/train.tsv and dev.tsv, or ROOT/SST-2.train.tsv. IMDb reviews are in the folders pos
@@ -87,8 +87,8 @@ class SentenceData(TokenizedData[Sentences]):
     with one folder per class, or in ROOT/Image/train-images-idx3-ubyte.
 
     Args:
-        task: name of the task, CoLA, SST-2, MRPC, STS-B, QQP, MNLI, QNLI or RTE from GLUE; or
-            ListOps, IMDb or Image.
+        task: name of the task: CoLA, SST-2, MRPC, STS-B, QQP, MNLI, QNLI or RTE from GLUE, or
+            ListOps, IMDb or Image from Long Range Arena.
         root: folder with the files of the tasks.
         tokenizer: tokenizer.json, or a folder that contains it; see
             `molflt.data.text.datamodule.TokenizedData`.
@@ -98,7 +98,7 @@ class SentenceData(TokenizedData[Sentences]):
             examples are shortened.
         val_fraction: share of the training rows of IMDb or Image to validate on, taken from the end
             of each class; null means 0.1. Other tasks have validation files.
-        batch_size: sentences or pairs in a batch, per device.
+        batch_size: number of sentences or pairs in a batch, per device.
         tokens: further arguments of `molflt.data.text.datamodule.TokenizedData`.
     """
 

@@ -18,7 +18,7 @@ _SPLITS = {"train": "train", "val": "validation", "test": "test"}
 
 
 class Record(NamedTuple):
-    """Sequence of a FASTA file."""
+    """Sequence from a FASTA file."""
 
     header: str  # text after the >
     residues: str  # upper-case letters
@@ -30,7 +30,7 @@ class Record(NamedTuple):
 
 
 def _text_blocks(source: str, level: _Level = "word", use: str = "train") -> Iterator[bytes | str]:
-    """Returns the pieces of a text for `Vocabulary`."""
+    """Returns a text in pieces that `Vocabulary.encode_blocks` accepts."""
     if level == "byte":
         return _raw(source, use)
     if level == "protein":

@@ -1,4 +1,4 @@
-"""``molflt data split``: training, validation and test sets of a FASTA file."""
+"""``molflt data split``: training, validation and test sets from a FASTA file."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ def split(
     clusters: Path | None = None,
     seed: int = 0,
 ) -> None:
-    """Splits a FASTA file by record, or by clusters of similar records.
+    """Splits a FASTA file by sequence, or by clusters of similar sequences.
 
     Writes train.fasta, val.fasta and test.fasta. Each cluster goes to one file only; without
     clusters, all copies of a sequence go to the same file. Similar sequences in different files
-    make a model look better than it is. To avoid this, pass clusters, such as those of MMseqs2 at
-    30 % identity.
+    make a model look better than it is. To avoid this, pass clusters, for example from MMseqs2 at
+    30 % sequence identity.
 
     Args:
         src: FASTA file, plain or compressed (.gz or .xz).
         dst: folder to write to; existing files are replaced.
         val_fraction: maximum share of the records for validation.
         test_fraction: maximum share of the records for testing; 0 writes no test file.
-        clusters: file with one line per record: its name, a tab, and the name of its cluster.
+        clusters: file with one line per record: the record's name, a tab, and the cluster's name.
         seed: seed of the random split.
     """
     shares = {"val": val_fraction, "test": test_fraction}
@@ -98,7 +98,7 @@ def _read_clusters(path: Path, records: list[Record]) -> list[bytes]:
 def _sides(
     groups: list[bytes], shares: dict[str, float], seed: int, source: str
 ) -> dict[bytes, str]:
-    """Assigns groups in random order to the first set with enough space, or else to training."""
+    """Assigns each group, in random order, to the first set with enough space, or to training."""
     sizes = Counter(groups)
     names = sorted(sizes)
     left = {use: share * len(groups) for use, share in shares.items()}

@@ -43,13 +43,13 @@ class Tokenizer:
         name: name of the file, for messages.
 
     Attributes:
-        pad: id of padding.
-        unk: id of unknown text; None if every text can be encoded.
+        pad: id of the padding token.
+        unk: id of the token for unknown text; None if every text can be encoded.
         cls: id of the first token of a sequence.
         sep: id of the token after a sentence.
         mask: id of the token that replaces masked tokens.
         special: sorted ids of all special tokens.
-        fixed: key of these tokens in `molflt.data.text.vocabulary.FIXED`; None if learned.
+        fixed: key of the vocabulary in `molflt.data.text.vocabulary.FIXED`; None if it is learned.
         letters: ids of residues by letter; None if the tokens are not residues.
     """
 
@@ -93,8 +93,9 @@ class Tokenizer:
         """Learns the subwords of a text, or returns a tokenizer with a fixed vocabulary.
 
         Subwords are WordPiece as in BERT (arXiv:1810.04805), Unigram as in SentencePiece
-        (arXiv:1808.06226), or byte pair encoding (arXiv:1508.07909) with marked spaces, from which
-        decoding restores the text. Repeated training may assign different ids to rare subwords.
+        (arXiv:1808.06226), or byte pair encoding (arXiv:1508.07909) with marks for spaces, which
+        allow decoding to restore the text. Repeated training may assign different ids to rare
+        subwords.
 
         Args:
             kind: "wordpiece", "unigram", "bpe", or a key of `molflt.data.text.vocabulary.FIXED`.
@@ -140,8 +141,8 @@ class Tokenizer:
         Args:
             texts: texts to encode; for byte tokens, from `molflt.data.text.vocabulary.text_of`.
             source: name of the texts, for messages.
-            special: recognize [MASK] even if the tokens are bytes; for other tokens, it is always
-                recognized.
+            special: recognize [MASK] even if the tokens are bytes; for other kinds of tokens,
+                [MASK] is always recognized.
         """
         if self._bytes is not None and not special:
             raw = (text.encode("utf-8", "surrogateescape") for text in texts)
@@ -165,7 +166,7 @@ class Tokenizer:
         return [one.ids for one in found]
 
     def encode_blocks(self, blocks: Iterable[str], source: str = "") -> np.ndarray:
-        """Returns the ids (tokens,), int32, of a text that is given in pieces of whole lines.
+        """Encodes a text, given in pieces of whole lines, as int32 ids (tokens,).
 
         With a fixed vocabulary, [SEP] follows each nonblank line. Only byte tokens preserve white
         space, and only a line feed ends a line of bytes.
@@ -196,24 +197,24 @@ class Tokenizer:
 
     @property
     def ignores_case(self) -> bool:
-        """True if upper-case letters are encoded as lower case and never decoded."""
+        """True if upper-case letters are encoded as lower-case letters."""
         normalizer = self._inner.normalizer
         return normalizer is not None and bool(
             normalizer.normalize_str("A") == normalizer.normalize_str("a")
         )
 
     def token(self, index: int) -> str:
-        """Returns the token with an id."""
+        """Returns the token with the id `index`."""
         return str(self._inner.id_to_token(index))
 
 
 def find_tokenizer(path: Path) -> tuple[bytes, str]:
-    """Returns the content and the name of a tokenizer file, which may be in a model folder."""
+    """Returns the content and the name of a tokenizer file; `path` may be the folder of a model."""
     path = Path(path)
     inside = path / TOKENIZER if path.is_dir() else path
     if inside.is_file():
         return inside.read_bytes(), str(inside)
-    config = path / "config.json"  # of an export
+    config = path / "config.json"  # of an exported model
     with contextlib.suppress(OSError, ValueError, LookupError, AttributeError, TypeError):
         found = json.loads(config.read_bytes())["files"][TOKENIZER]
         return json.dumps(found, ensure_ascii=False, indent=0).encode(), f"{config}: {TOKENIZER}"

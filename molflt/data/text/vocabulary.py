@@ -1,4 +1,4 @@
-"""Vocabularies of words and characters, and fixed vocabularies of bytes, residues and ListOps."""
+"""Vocabularies of words and characters, and fixed vocabularies (bytes, residues and ListOps)."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ BYTES = tuple(chr(b) if b in _VISIBLE else chr(256 + _OTHER.index(b)) for b in r
 """visible character for each byte, as in GPT-2 and the pre-tokenizer ByteLevel"""
 
 FIXED = {"protein": tuple(RESIDUES), "listops": LISTOPS, "byte": BYTES}
-"""tokens by tokenizer kind, without special tokens"""
+"""tokens of each tokenizer kind, without special tokens"""
 
 _Level = Literal["word", "char", "byte", "protein"]
 _UNK, _EOS = "<unk>", "<eos>"
@@ -40,17 +40,17 @@ _FIXED_LEVELS = {"byte": [*map(chr, range(256)), _EOS], "protein": [*RESIDUES, _
 
 
 class Vocabulary:
-    """Tokens of a text by id, most frequent first.
+    """Tokens of a text and their ids, in order of decreasing frequency.
 
-    Words are separated by white space, and each line, even an empty line, ends with `<eos>`. Tokens
-    are counted in this way for perplexities on WikiText-2 and -103 (AWD-LSTM, fairseq). Characters
-    are code points, including line breaks. The id of a byte is its value, and 256 is `<eos>`. The
-    tokens of proteins are residues, and each sequence ends with `<eos>`. The levels "byte" and
-    "protein" do not have `<unk>`.
+    Words are separated by white space, and each line, even an empty line, ends with `<eos>`. The
+    usual perplexities on WikiText-2 and -103 count tokens in this way (AWD-LSTM, fairseq).
+    Characters are code points, including line breaks. The id of a byte is its value, and 256 is
+    `<eos>`. The tokens of proteins are residues, and each sequence ends with `<eos>`. The levels
+    "byte" and "protein" do not have `<unk>`.
 
     Args:
         level: "word", "char", "byte" or "protein".
-        tokens: tokens by id.
+        tokens: tokens in the order of their ids.
     """
 
     def __init__(self, level: _Level, tokens: list[str]) -> None:
@@ -74,7 +74,7 @@ class Vocabulary:
     def count(
         cls, level: _Level, blocks: Iterable[bytes | str], min_count: int = 1
     ) -> tuple[Vocabulary, np.ndarray]:
-        """Returns the vocabulary of a text and the ids (tokens,), int32, of its tokens.
+        """Returns the vocabulary of a text and the int32 ids of its tokens, of shape (tokens,).
 
         See `encode_blocks` for `blocks`. Tokens with fewer than `min_count` occurrences become
         <unk>.
@@ -96,7 +96,7 @@ class Vocabulary:
         return vocabulary, new[ids]
 
     def encode_blocks(self, blocks: Iterable[bytes | str]) -> np.ndarray:
-        """Returns the ids (tokens,), int32, of a text given in pieces that do not split words.
+        """Encodes a text, given in pieces that do not split words, as int32 ids (tokens,).
 
         Pieces are bytes at level "byte", and strings at other levels.
         """
@@ -112,7 +112,7 @@ class Vocabulary:
         return found
 
     def encode(self, text: str) -> Tensor:
-        """Returns the ids (tokens,), int64, of a text; does not append `<eos>`."""
+        """Encodes a text as int64 ids (tokens,), without appending `<eos>`."""
         return torch.from_numpy(self.encode_blocks([text]).astype(np.int64))
 
     def decode(self, ids: Iterable[int] | Tensor) -> str:
