@@ -12,16 +12,19 @@ Writes gpu.json and gpu.md. The exit status is 1 if a difference exceeds its bou
 """
 
 import copy
+import io
 import itertools
 import json
+import os
 import signal
-import subprocess
 import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import redirect_stderr, redirect_stdout
 from functools import partial
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import torch
@@ -37,6 +40,7 @@ from torch_geometric.data import Batch
 import molflt
 from molflt.attention import FEATURE_MAPS
 from molflt.attention.mixing.ragged import expect_triton
+from molflt.commands import cli
 from molflt.graph import EnergyRegressor, GraphAttention, Potential
 
 SAMPLE = Path(__file__).resolve().parents[1] / "datasets" / "chgnet-sample" / "val_id.safetensors"
@@ -175,23 +179,25 @@ def measured(work: Callable[[], None], device: str, tiny: bool) -> tuple[float, 
 
 def resume(device: str, folder: Path) -> float:
     """Returns the largest difference in weights between a resumed and an uninterrupted run."""
-    accelerator = "gpu" if device == "cuda" else "cpu"
-    words = [sys.executable, "-m", "molflt", "train", "--config", "demo"]
+    words = ["train", "--config", "demo", "--data.root", str(SAMPLE), "--data.val_fraction", "0.1"]
     words += ["--trainer.max_steps", "24", "--trainer.val_every", "24", "--data.batch_size", "4"]
-    words += ["--trainer.checkpoint_every", "2", "--trainer.accelerator", accelerator]
-    words += ["--model.layers", "1", "--data.root", str(SAMPLE), "--data.val_fraction", "0.1"]
+    words += ["--trainer.checkpoint_every", "2", "--model.layers", "1"]
+    words += ["--trainer.accelerator", "gpu" if device == "cuda" else "cpu"]
     runs = folder / "whole", folder / "resumed"
-    subprocess.run([*words, "--run", str(runs[0])], check=True, capture_output=True)
-    quiet = subprocess.DEVNULL
-    started = subprocess.Popen([*words, "--run", str(runs[1])], stdout=quiet, stderr=quiet)
-    while started.poll() is None and not (runs[1] / "checkpoints" / "last.ckpt").exists():
-        time.sleep(0.05)
-    started.send_signal(signal.SIGTERM)
-    started.wait()
-    again = [*words[:4], "--resume", str(runs[1])]
-    subprocess.run(again, check=True, capture_output=True)
+    with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+        cli.main([*words, "--run", str(runs[0])])
+        Thread(target=interrupt, args=[runs[1] / "checkpoints" / "last.ckpt"], daemon=True).start()
+        cli.main([*words, "--run", str(runs[1])])
+        cli.main(["train", "--resume", str(runs[1])])
     one, other = (load_file(run / "checkpoints" / "last.safetensors") for run in runs)
     return max(float((one[k].double() - other[k].double()).abs().max()) for k in one)
+
+
+def interrupt(checkpoint: Path) -> None:
+    """Stops the training run of this process after its first checkpoint."""
+    while not checkpoint.exists():
+        time.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def page(found: dict[str, Any]) -> str:

@@ -1,6 +1,5 @@
 """Two processes on the CPU give the same metrics, steps and resumed runs as one process."""
 
-import shutil
 import signal
 from types import SimpleNamespace
 
@@ -11,7 +10,6 @@ from tiny_run import (
     assert_same_state,
     last_state,
     logged,
-    process,
     python,
     start,
     table,
@@ -36,19 +34,13 @@ STILL = [
 ]
 
 
-def finish(*words):
-    running = process(*words)
-    _, errors = running.communicate(timeout=3000)
-    assert running.returncode == 0, errors
-
-
 @pytest.fixture(scope="module")
 def both(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ddp")
     data = write_data(folder / "data", train=24, val=21)  # the last of 6 val batches has one system
     start(data, folder / "one", *STILL, "--data.batch_size=4")
     words = ["--trainer.devices=2", "--trainer.strategy=ddp"]
-    finish(*arguments(data, folder / "two", *STILL, *words))
+    python("-m", "molflt", "train", *arguments(data, folder / "two", *STILL, *words))
     return folder / "one", folder / "two"
 
 
@@ -72,31 +64,6 @@ def test_two_processes_train_on_twice_as_many_systems(both):
     start(one.parent / "data", long, *STILL, *words)
     key = "train_mae_eV"
     assert logged(two, key)[-1] == pytest.approx(logged(long, key)[-1], rel=1e-9)
-
-
-def test_two_processes_with_two_batches_each_take_the_step_of_four(both):
-    """Some parameters are frozen; processes do not exchange them."""
-    folder = both[0].parent
-    words = ["--task.lr=1e-2", "--trainer.precision=64-true", "--trainer.max_steps=3"]
-    words += ["--trainer.num_sanity=0", "--task.freeze=[embedding.*]"]
-    start(folder / "data", folder / "four", *words, "--trainer.accumulate=4")
-    words += ["--trainer.accumulate=2", "--trainer.devices=2", "--trainer.strategy=ddp"]
-    finish(*arguments(folder / "data", folder / "pairs", *words))
-    one, two = (last_state(folder / name)["state_dict"] for name in ("four", "pairs"))
-    for name, tensor in one.items():
-        assert torch.allclose(tensor, two[name], rtol=0, atol=1e-6), name
-    still = last_state(both[0])["state_dict"]
-    assert (
-        max(float((one[name].double() - still[name].double()).abs().max()) for name in one) > 1e-3
-    )
-
-
-def test_torchrun_resumes_a_run_started_by_lightning(both):
-    run = shutil.copytree(both[1], both[1].parent / "resumed")
-    train = ["-m", "--", "molflt", "train", "--resume", str(run), "--trainer.max_steps=8"]
-    words = ["-m", "torch.distributed.run", "--nproc-per-node=2", *train]
-    python(*words)
-    assert last_state(run)["global_step"] == 8 and not (run / ".lock").exists()
 
 
 def test_a_signal_during_communication_is_not_lost(tmp_path):
@@ -132,20 +99,36 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
-def test_a_killed_rank_ends_the_others_and_resuming_is_exact(tmp_path):
-    data = write_data(tmp_path / "data", train=24, val=21)
-    words = ["--trainer.devices=2", "--trainer.max_steps=6", "--trainer.checkpoint_every=3"]
-    words += ["--task.lr=1e-2", "--trainer.num_sanity=0"]
-    killed, whole = tmp_path / "killed", tmp_path / "whole"
+def test_a_killed_rank_ends_the_others_and_torchrun_resumes_exactly(both, tmp_path):
+    """Two processes with two batches each also take the steps of one process with four batches.
+
+    Some parameters are frozen; processes do not exchange them.
+    """
+    data, killed, whole, four = (
+        both[0].parent / "data",
+        *(tmp_path / name for name in ("killed", "whole", "four")),
+    )
+    words = ["--task.lr=1e-2", "--trainer.precision=64-true", "--trainer.max_steps=6"]
+    words += ["--trainer.num_sanity=0", "--task.freeze=[embedding.*]"]
+    words += ["--trainer.checkpoint_every=3"]
+    two = [*words, "--trainer.accumulate=2", "--trainer.devices=2"]
     (tmp_path / "train.py").write_text(KILLED)
-    command = [tmp_path / "train.py", "train", *arguments(data, killed, *words)]
+    command = [tmp_path / "train.py", "train", *arguments(data, killed, *two)]
     done = python(*command, cwd=tmp_path, status=2)
     errors = [line for line in done.stderr.splitlines() if line.startswith("molflt: error: ")]
     assert len(errors) == 1 and f"--resume {killed}" in errors[0]
     assert last_state(killed)["global_step"] == 3 and not list(tmp_path.glob("*.log"))
-    for arguments_of in (["--resume", str(killed)], arguments(data, whole, *words)):
-        finish(*arguments_of)
+    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node=2"]
+    python(*torchrun, "-m", "--", "molflt", "train", "--resume", killed)
+    assert not (killed / ".lock").exists()
+    python("-m", "molflt", "train", *arguments(data, whole, *two))
     assert_same_state(killed, whole)
+    start(data, four, *words, "--trainer.accumulate=4")
+    expected, start_of = (last_state(run)["state_dict"] for run in (four, both[0]))
+    for name, tensor in last_state(whole)["state_dict"].items():
+        assert torch.allclose(expected[name], tensor, rtol=0, atol=1e-6), name
+    moved = [(expected[name].double() - start_of[name].double()).abs().max() for name in start_of]
+    assert max(moved) > 1e-3
 
 
 def test_ranks_share_trained_elements():

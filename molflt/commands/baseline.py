@@ -9,7 +9,7 @@ import multiprocessing
 import signal
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from functools import partial
 from importlib.metadata import packages_distributions, version
 from pathlib import Path
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 __all__ = ["baseline"]
 
 _PARTS = ("whole", "slab", "adsorbate")
-_made: dict[str, Any] = {}  # the calculator of a worker process
+_made: dict[str, Any] = {}  # the calculator of this process
 
 
 def baseline(
@@ -93,7 +93,7 @@ def baseline(
         expect_writable(path, *files_of(src))
     dataset = open_dataset(src, reading=Reading(energy_key, tags))
     make = partial(calculator_named, calculator, device or "auto")
-    make()  # errors are reported here, not in each process
+    _made["calculator"] = make()  # errors are reported here, not in each process
     steps = f"{relax_steps} steps" + f" to {fmax:g} eV/Å" * (relax_steps > 0)
     label = f"{calculator} {_version(calculator)}, {steps}"
     label += "" if subtract_adsorbate else ", adsorbates not subtracted"
@@ -162,7 +162,9 @@ def _digest(atoms: Atoms) -> str:
     return hashlib.sha256(b"".join([*content, charge])).hexdigest()[:16]
 
 
-def _pool(workers: int, make: Callable[[], Any]) -> ProcessPoolExecutor:
+def _pool(workers: int, make: Callable[[], Any]) -> Executor:
+    if workers == 1:
+        return ThreadPoolExecutor(1)
     threads = max(1, torch.get_num_threads() // workers)
     spawn = multiprocessing.get_context("spawn")
     return ProcessPoolExecutor(workers, spawn, initializer=_begin, initargs=(make, threads))
