@@ -68,8 +68,8 @@ def fit(
             precision=options.precision,
             accelerator="cuda" if computes_on(options.accelerator)[0] == "GPU" else "cpu",
             devices=options.devices,
-            # Buffers change identically on all ranks; broadcasting them would hang if a rank has
-            # one validation batch less
+            # Buffers change identically on all ranks; broadcasting them would hang if one rank had
+            # fewer validation batches than the others
             strategy=DDPStrategy(broadcast_buffers=False) if ddp else "auto",
             use_distributed_sampler=False,
             gradient_clip_val=options.gradient_clip,
@@ -109,7 +109,7 @@ def fit(
 
 
 def _stop_others(trainer: pl.Trainer) -> None:
-    """Ends the processes that Lightning started; its observer would also kill this process."""
+    """Kills the processes that Lightning started; its observer would also kill this process."""
     launcher: Any = trainer.strategy.launcher
     if launcher is not None:
         launcher.kill(signal.SIGKILL)

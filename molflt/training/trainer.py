@@ -42,8 +42,8 @@ class TrainerOptions:
         num_sanity: number of validation batches to run before training, as a check.
         accumulate: number of batches whose gradients are averaged for one step. A step is then
             equivalent to a step with a larger batch but needs only the memory of one small batch.
-        patience: number of validations without improvement after which training stops; null to
-            never stop early.
+        patience: number of validations without improvement after which training stops; null
+            disables early stopping.
         logger: csv writes only metrics.csv; tensorboard also writes TensorBoard files to the run
             folder; wandb also sends the rows to Weights & Biases.
     """
