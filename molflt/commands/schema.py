@@ -84,7 +84,7 @@ def _of_recipe(name: str) -> _Schema:
 
 
 def _groups(found: _Schema, prefix: str = "") -> Iterator[tuple[str, _Schema]]:
-    """Yields prefix and properties of each object in a schema, and removes its ``required``."""
+    """Yields the prefix and properties of each object in a schema; removes its key ``required``."""
     found.pop("required", None)
     if "properties" in found:
         yield prefix, found["properties"]

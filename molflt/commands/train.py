@@ -162,7 +162,7 @@ def _counted(model: nn.Module) -> str:
 
 @contextmanager
 def _one_line_warnings(folder: RunFolder) -> Iterator[None]:
-    """Prints each warning on one line; skips warnings that differ only in numbers."""
+    """Prints warnings on one line each; skips warnings equal to earlier ones except for numbers."""
     shown: set[str] = set()
 
     def show(message: Warning | str, *_: object, **__: object) -> None:
