@@ -66,7 +66,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 def outputs(model: nn.Module, batch: Batch, x: Tensor | None) -> list[Tensor]:
     """Returns the outputs of a model, followed by gradients.
 
-    The sum of squares of the outputs is differentiated by the positions and the weights.
+    The gradients are those of the sum of squared outputs with respect to positions and weights.
     """
     batch.pos.requires_grad_()
     if x is None:
@@ -82,7 +82,7 @@ def outputs(model: nn.Module, batch: Batch, x: Tensor | None) -> list[Tensor]:
 
 
 def difference(found: list[Tensor], expected: list[Tensor]) -> float:
-    """Returns the largest relative difference; ignores tensors that are only rounding errors."""
+    """Returns the largest relative difference; ignores tensors as small as rounding errors."""
     least = 1e-8 * max(float(each.abs().max()) for each in expected if each.numel())
     pairs = zip(found, expected, strict=True)
     pairs = [(a, b) for a, b in pairs if b.numel() and b.abs().max() > least]
@@ -133,7 +133,7 @@ def without_kernels() -> str:
 
 
 def kernels(device: str, tiny: bool) -> Iterator[Row]:
-    """Yields rows with the time and memory of forward passes, alone or with a backward pass."""
+    """Yields rows with the time and memory of forward passes with and without backward passes."""
     if without_kernels():
         return
     sizes, heads, features, nodes = ([(2, 9)], 1, 8, 2) if tiny else (SIZES, 8, 64, 16)

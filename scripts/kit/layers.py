@@ -126,7 +126,7 @@ def one_pass(study: Study, name: str, causal: bool, length: int, which: str) -> 
 
 
 def resident(field: str) -> float:
-    """Returns resident memory of this process in MiB; the field is VmRSS (now) or VmHWM (peak)."""
+    """Returns the resident memory of this process in MiB: VmRSS (current) or VmHWM (peak)."""
     found = re.search(rf"{field}:\s+(\d+) kB", Path("/proc/self/status").read_text())
     return int(found[1]) / 1024 if found else math.nan
 
@@ -140,7 +140,7 @@ def growth(work: Callable[[], object]) -> float:
 
 
 def cost(module: str, name: str, causal: bool, length: int, which: str) -> dict[str, Any]:
-    """Returns time and memory of one pass and peak memory of the process, or an error message."""
+    """Returns time and memory of a pass and the peak memory of the process, or an error message."""
     torch.set_num_threads(1)
     study: Study = import_module(module).STUDY
     try:
@@ -230,7 +230,7 @@ def row(key: Key, found: Mapping[str, Any], seconds: list[float]) -> Row:
 def curve(
     rows: Rows, name: str, quantity: str, causal: bool = False, which: str = TRAINING
 ) -> list[tuple[float, float]]:
-    """Returns pairs of a measured length and its median time in s, or its peak memory in MiB."""
+    """Returns pairs: a measured length, and its median time in s or its peak memory in MiB."""
     return [
         (r["length"], statistics.median(r["seconds"]) if quantity == "seconds" else r["peak_MiB"])
         for r in rows
