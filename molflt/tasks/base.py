@@ -140,7 +140,7 @@ class Task(ABC, Generic[_Batch, _Data]):
 
     @abstractmethod
     def loss(self, batch: _Batch, progress: float) -> tuple[Tensor, _Sums]:
-        """Returns the loss and sums of a batch; `progress` is the fraction of completed steps."""
+        """Returns the loss and sums of a training batch; `progress` is the share of steps done."""
 
     def judge(self, batch: _Batch) -> _Sums:
         """Returns the sums of a validation batch; by default, they are computed as in training."""
@@ -159,7 +159,7 @@ class Task(ABC, Generic[_Batch, _Data]):
         return ""
 
     def summarize(self, totals: Tensor) -> dict[str, float]:
-        """Computes the metrics from the sums over all batches; `totals` has shape (fields,)."""
+        """Computes the metrics from `totals`, the sums (fields,) over all batches."""
         make: Callable[..., _Sums] = self.sums
         return make(*totals).metrics()
 

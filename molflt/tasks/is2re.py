@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = ["IS2RETask"]
 
-_AT_ONCE = 32  # structures predicted at once
+_AT_ONCE = 32  # number of structures predicted at once
 _LEAST_SCALE = 0.5  # scale of initial predictions below which a warning is issued
 
 
@@ -203,9 +203,9 @@ class IS2RETask(OfStructures, Task["Batch", "IS2REData"]):
     def _scaled(self, data: "IS2REData", of_adsorbates: bool) -> "NDArray[np.float64]":
         """Scales the initial readout to fit the labels; returns the scaled predictions in eV.
 
-        The predictions are those for the training set. The scale and the element energies are
-        fitted together by ridge regression. The penalty corresponds to a prior of 1 ± 0.3 for the
-        scale and to residuals of 0.3 eV.
+        Predictions are computed for the training set. The scale and the element energies are fitted
+        together by ridge regression. The penalty corresponds to a prior of 1 ± 0.3 for the scale
+        and to residuals of 0.3 eV.
         """
         if data.initial is None:
             raise ValueError(
@@ -269,7 +269,7 @@ class IS2RETask(OfStructures, Task["Batch", "IS2REData"]):
 
 
 def _goal(batch: "Batch") -> tuple[Tensor, Tensor]:
-    """Returns displacements (atoms, 3) in Å, and a mask: True for free atoms with known values."""
+    """Returns target displacements (atoms, 3) in Å, and a mask of the free atoms with a target."""
     target = batch.pos_relaxed - batch.pos
     return target, torch.isfinite(target).all(dim=1) & ~batch.fixed
 
