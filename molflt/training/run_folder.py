@@ -399,7 +399,7 @@ def best_of(run: Path) -> Best | None:
 
 
 def steps_of(run: Path, weights: str = "last") -> int:
-    """Reads the step of the "last" or "best" weights from the file header; 0 without this file."""
+    """Reads the step of the "last" or "best" weights from their header; 0 if they are missing."""
     path = Path(run) / "checkpoints" / f"{weights}.safetensors"
     return int(_number(path, "step")) if path.is_file() else 0
 

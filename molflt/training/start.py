@@ -69,7 +69,7 @@ def _inits(words: list[str]) -> list[str]:
 
 
 def _values_in(key: str, files: Sequence[str]) -> list[str]:
-    """Returns the values of `key` in YAML files or run folders; those of "init" become absolute."""
+    """Returns the values of `key` in YAML files or run folders; "init" values become absolute."""
     found = []
     for name in files:
         # errors are reported by the parser
@@ -380,7 +380,7 @@ def _transfer(source: Saved, model: nn.Module, files: Mapping[str, bytes]) -> di
 
 
 def _is_same(kept: object, content: bytes) -> bool:
-    """Returns True if `kept` is the SHA-256 digest of `content`, or the value of its JSON."""
+    """Returns True if `kept` is the SHA-256 digest of `content`, or `content` parsed as JSON."""
     if isinstance(kept, str):
         return kept == hashlib.sha256(content).hexdigest()
     return kept is not None and kept == json.loads(content)

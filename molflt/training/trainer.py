@@ -110,4 +110,4 @@ def computes_on(accelerator: str) -> tuple[str, int]:
     gpus = torch.cuda.device_count()
     if accelerator == "gpu" or (accelerator == "auto" and gpus):
         return "GPU", gpus
-    return "core", max(2, os.cpu_count() or 1)  # two processes may share one core, to try DDP
+    return "core", max(2, os.cpu_count() or 1)  # two processes may share a core, to test DDP
