@@ -42,7 +42,7 @@ _Sized = TypeVar("_Sized", bound=Sized)
 def chosen_splits(
     there: Collection[str], splits: Sequence[str] | None, usual: Sequence[str], other: Path | None
 ) -> list[str]:
-    """Returns `splits`, or `usual` if it is empty; raises ValueError if the run lacks any of them.
+    """Returns `splits`, or `usual` if it is empty; raises ValueError for splits that do not exist.
 
     `there` contains the splits of the run. `other` is the value of --data, which conflicts with
     `splits`.

@@ -27,7 +27,7 @@ ENSEMBLE = "ensemble"
 """Name of the subfolder of the first run that contains the files of the ensemble."""
 
 _RECIPE = "is2re"
-_COMPARED = 256  # structures on which references are compared
+_COMPARED = 256  # number of structures for which references are compared
 _NEGLIGIBLE = 0.01  # negligible difference between references, in eV per atom
 
 

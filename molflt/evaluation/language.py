@@ -237,9 +237,9 @@ def _targets(task: MaskedTask, loader: Iterable[Sequence[Tensor]]) -> NDArray[np
 class Residues:
     """Metrics of residues for the model and, if the training file exists, for a unigram model.
 
-    The probability of id i in the unigram model is (n_i + 1) / (n + m), where n_i and n count id i
-    and all ids in the training file, and m is the number of ids that can be predicted. `read`
-    returns the token ids of this file, `source`, and `possible` is a mask (ids,) of these m ids.
+    The unigram model predicts id i with probability (n_i + 1) / (n + m), where m is the number of
+    possible ids, and n_i and n are the counts of id i and of all possible ids in the training file,
+    `source`. `read` returns the ids of this file. `possible` is a mask (ids,) of the possible ids.
     """
 
     def __init__(
@@ -255,7 +255,7 @@ class Residues:
     def judge(
         self, perplexity: float | None, accuracy: float | None, targets: NDArray[np.integer]
     ) -> dict[str, float | None]:
-        """Returns the metrics of both models; `targets` contains the ids of the residues."""
+        """Returns the metrics of the model and the unigram model; `targets` are ids of residues."""
         metrics: dict[str, float | None] = {
             "residue_perplexity": perplexity,
             "residue_accuracy_percent": accuracy,

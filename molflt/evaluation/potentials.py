@@ -177,7 +177,7 @@ class Points(NamedTuple):
     """Predictions of a potential for the structures of one source, in the order of the source."""
 
     energies: Predictions
-    force_mae: _Numbers  # (systems,), MAE of the forces of each structure in eV/Å, or NaN
+    force_mae: _Numbers  # (systems,), force MAE of each structure in eV/Å; NaN without labels
     metrics: dict[str, float]  # metrics over all structures, as in training
     elements: NDArray[np.int64]  # (atoms,), atomic numbers of the atoms with force labels
     forces: _Numbers  # (2, atoms, 3), labels and predictions for these atoms, in eV/Å

@@ -60,7 +60,7 @@ FIGURES = {
 
 Provenance = dict[str, object]
 """Content of results_of.json: checkpoint, weights (sorted SHA-256 digests), data (None for the data
-of the run, otherwise a description) and given (value of --data, or None)."""
+of the run, otherwise a description of the data) and given (value of --data, or None)."""
 
 Results = dict[str, dict[str, float | None]]
 """Values of metrics by split and name; None if a metric is undefined or unknown."""
@@ -132,7 +132,7 @@ def write_results(
 
     The files are moved from the folder `made` to `out` and replace those of an earlier evaluation.
     Metrics that JSON cannot represent, such as an infinite perplexity, become None. `options`
-    contains the value of --data, with the key data, and the options for reading these data.
+    contains the value of --data under the key data, and the options for reading these data.
     """
     own, data = config["data"], options.get("data")
     known = {

@@ -54,7 +54,7 @@ def evaluate(
     Args:
         batch_size: number of sentences per batch.
         beam: number of hypotheses per sentence; 1 selects the most probable token at each step.
-        length_penalty: power of the number of tokens by which log p of a translation is divided.
+        length_penalty: log p of a translation is divided by (number of tokens) ** length_penalty.
         which: see `molflt.evaluation.common.named_sources`.
 
     Returns:
