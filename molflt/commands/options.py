@@ -59,7 +59,7 @@ def parse(parser: ArgumentParser, words: Sequence[str]) -> Namespace:
     from molflt.training.config import check_values  # loads jsonargparse
 
     parser.exit_on_error = False
-    parser.allow_abbrev = False  # an abbreviation would turn a typo into another option
+    parser.allow_abbrev = False  # an abbreviation would turn a typo into a different option
     show_usage(parser)
     words = normalized(words, parser)
     try:
