@@ -64,7 +64,7 @@ class Calculator(AseCalculator):
         source: any source of a potential that `molflt.load` accepts; a potential returned by
             `molflt.load`; or a module.
         checkpoint: best (the default), last, or a safetensors file; only for a run.
-        device: auto, cpu, cuda or cuda:N; by default the device of the module, or else auto.
+        device: auto, cpu, cuda or cuda:N; defaults to the device of a module, otherwise to auto.
         dtype: precision of the computation; float32 halves the time, with rounding errors of
             about 1e-5 eV/Å in forces.
         slab_stress: also compute the stress of structures that are not periodic along all axes: the

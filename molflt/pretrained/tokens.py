@@ -180,8 +180,8 @@ class ImageLabeler(_Classifier):
         """Returns the class of each image.
 
         Args:
-            images: (n, channels, side, side), of the same size as the training images; uint8, or
-                floating point in [0, 1].
+            images: uint8 or floating-point images (n, channels, side, side) of the same size as the
+                training images; floating-point values must be in [0, 1].
             batch_size: number of images in a batch.
         """
         given = torch.as_tensor(images)
@@ -257,7 +257,7 @@ class SentenceLabeler(_Tokenized, _Classifier):
         Args:
             sentences: texts, or pairs of texts for a task on pairs.
             length: maximum number of tokens, including special tokens; longer texts are truncated
-                with a warning. The default is the maximum of the model.
+                with a warning. The default is the maximum length of the model.
             batch_size: number of sentences in a batch.
         """
         name = str(self.trained.task.get("name"))
