@@ -66,7 +66,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 def outputs(model: nn.Module, batch: Batch, x: Tensor | None) -> list[Tensor]:
     """Returns the outputs of a model, followed by gradients.
 
-    The gradients are those of the sum of squared outputs with respect to positions and weights.
+    The sum of the squared outputs is differentiated with respect to positions and weights.
     """
     batch.pos.requires_grad_()
     if x is None:
@@ -90,7 +90,7 @@ def difference(found: list[Tensor], expected: list[Tensor]) -> float:
 
 
 def numbers(device: str, tiny: bool) -> Iterator[Row]:
-    """Yields a row for each case and precision with the difference from float64 on the CPU."""
+    """Yields a row for each case and precision, with the difference from float64 on the CPU."""
     builds: dict[str, Callable[[], nn.Module]] = {}
     for name, options in LAYERS.items():
         if options.get("mixing") == "triton" and without_kernels():
@@ -133,7 +133,7 @@ def without_kernels() -> str:
 
 
 def kernels(device: str, tiny: bool) -> Iterator[Row]:
-    """Yields rows with the time and memory of forward passes with and without backward passes."""
+    """Yields rows with the time and memory of a forward pass, with or without a backward pass."""
     if without_kernels():
         return
     sizes, heads, features, nodes = ([(2, 9)], 1, 8, 2) if tiny else (SIZES, 8, 64, 16)

@@ -51,7 +51,7 @@ def evaluation(options: argparse.Namespace) -> tuple[str, ...]:
 
 
 def of_adam(options: argparse.Namespace) -> dict[str, dict]:
-    """Returns curves, final loss and learning rate of Adam by task; caches them in adam.json."""
+    """Returns Adam's curves, final loss and learning rate by task; caches them in adam.json."""
     path = options.out / "adam.json"
     asked = {"steps": options.steps, "repeats": options.repeats, "tasks": options.tasks}
     asked["data"] = options.images

@@ -67,7 +67,7 @@ def correlation(a: NDArray[np.float64], b: NDArray[np.float64]) -> float:
 
 
 def agreement(rows: Rows) -> dict[str, float]:
-    """Computes correlations and errors in eV, with and without subtracting means of adsorbates."""
+    """Computes correlations and errors in eV, also after subtracting the mean of each adsorbate."""
     dft, energy = (np.array([float(row[key]) for row in rows]) for key in ("dft", "energy"))
     adsorbate = np.array([row["adsorbate"] for row in rows])
     apart = [

@@ -1,4 +1,4 @@
-"""Error of a mask in three dimensions and its scatter under rotations, for each node rule.
+"""Error of a three-dimensional mask and its scatter under rotations, for each node rule.
 
 The mask is exp(-|z|^2 / 2 s^2), and positions are uniform in a ball of diameter 2 R. Random rules
 draw nodes from the spectral density of the mask, which is the optimal density. `suggest_nodes`

@@ -70,7 +70,7 @@ def drawn(kind: str, tokens: int, dim: int, generator: torch.Generator) -> list[
 
 
 def results(mix: Mix, inputs: list[Tensor], temperature: float) -> list[Tensor]:
-    """Returns the output, and gradients with respect to all inputs and to queries and keys only.
+    """Returns the output and two sets of gradients: for all inputs, and for queries and keys only.
 
     Each of the three results is a tensor (heads, number of values).
     """

@@ -38,7 +38,7 @@ class Points:
 
 
 def write_csv(path: Path, rows: Rows) -> None:
-    """Writes rows to a CSV file: floats with six digits, and lists separated by spaces.
+    """Writes rows to a CSV file; floats have six digits, and list items are separated by spaces.
 
     Each key that occurs in any row becomes a column.
     """
