@@ -99,7 +99,7 @@ def _of_mean(runs: list[Path], splits: list[str]) -> list[object]:
 
 
 def draw(rows: Rows, measure: str, png: Path) -> None:
-    """Draws the mean and spread of each variant on the first split, with the best on top."""
+    """Draws the mean and spread of each variant on the first split, with the best one on top."""
     split, variants = rows[0]["split"], names(rows, "variant")
     found = {name: values(rows, measure, variant=name, split=split) for name in variants}
     panel = {

@@ -27,7 +27,7 @@ from molflt.plots.figure import picture
 
 
 def simulate(options: argparse.Namespace) -> Rows:
-    """Returns rows with time, energies and temperature, for the start and every `every`-th step."""
+    """Returns rows of time, energies and temperature at the start and after every `every` steps."""
     steps = round(options.ps * 1e3 / options.timestep) if options.timestep > 0 else 0
     if not 0 < options.every <= steps:
         raise ValueError(

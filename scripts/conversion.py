@@ -34,7 +34,7 @@ DEGREES = 2, 3
 
 
 def converted(model: nn.Module, options: dict[str, Any], draw: int, **own: object) -> nn.Module:
-    """Returns a model with the same weights and attention options `own`; `draw` is the seed."""
+    """Returns a model with the same weights but attention options `own`; `draw` is the seed."""
     torch.manual_seed(draw)
     given = {**options, "vocabulary": model.vocabulary, **own}
     if isinstance(model, EncoderDecoder):

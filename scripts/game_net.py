@@ -88,7 +88,7 @@ def _texts(path: Path) -> dict[str, str]:
 
 
 def _record(system: System, files: Mapping[str, str], tables: Tables) -> Data:
-    """Returns a record; its energies are relative to the clean surface and the molecule."""
+    """Returns the record of a system, with energies relative to the surface and the molecule."""
     path = f"{system.family}/structures/{system.name}"
     start, end = (read_vasp_configuration(io.StringIO(files[path + kind])) for kind in (START, END))
     slab = float(tables[RELAXED][f"{system.metal.lower()}-0000"])

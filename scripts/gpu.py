@@ -70,7 +70,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 def outputs(model: nn.Module, batch: Batch, x: Tensor | None) -> list[Tensor]:
     """Returns the outputs of a model, followed by gradients.
 
-    The sum of squares of the outputs is differentiated by the positions and the weights.
+    The sum of the squared outputs is differentiated with respect to positions and weights.
     """
     batch.pos.requires_grad_()
     if x is None:
@@ -86,7 +86,7 @@ def outputs(model: nn.Module, batch: Batch, x: Tensor | None) -> list[Tensor]:
 
 
 def difference(found: list[Tensor], expected: list[Tensor]) -> float:
-    """Returns the largest relative difference; ignores tensors that are only rounding errors."""
+    """Returns the largest relative difference; ignores tensors as small as rounding errors."""
     least = 1e-8 * max(float(each.abs().max()) for each in expected if each.numel())
     pairs = zip(found, expected, strict=True)
     pairs = [(a, b) for a, b in pairs if b.numel() and b.abs().max() > least]
@@ -94,7 +94,7 @@ def difference(found: list[Tensor], expected: list[Tensor]) -> float:
 
 
 def numbers(device: str, tiny: bool) -> Iterator[Row]:
-    """Yields a row for each case and precision with the difference from float64 on the CPU."""
+    """Yields a row for each case and precision, with the difference from float64 on the CPU."""
     builds: dict[str, Callable[[], nn.Module]] = {}
     for name, options in LAYERS.items():
         if options.get("mixing") == "triton" and without_kernels():
@@ -137,7 +137,7 @@ def without_kernels() -> str:
 
 
 def kernels(device: str, tiny: bool) -> Iterator[Row]:
-    """Yields rows with the time and memory of forward passes, alone or with a backward pass."""
+    """Yields rows with the time and memory of a forward pass, with or without a backward pass."""
     if without_kernels():
         return
     sizes, heads, features, nodes = ([(2, 9)], 1, 8, 2) if tiny else (SIZES, 8, 64, 16)

@@ -28,7 +28,7 @@ from molflt.data.structures.splits import VAL_SPLITS
 from molflt.data.structures.systems import SYSTEMS
 from molflt.metrics import EWT_THRESHOLD
 
-Energies = dict[str, dict[int, tuple[float, float]]]  # split -> sid -> (energy, label), eV
+Energies = dict[str, dict[int, tuple[float, float]]]  # split -> sid -> (energy, label) in eV
 
 NEW = {"val_ood_ads": "family", "val_ood_cat": "metal"}  # split -> new property
 

@@ -85,7 +85,7 @@ def make(
     max_length: int = 2000,
     seed: int = 0,
 ) -> None:
-    """Draw ListOps expressions; the default numbers and lengths are those of Long Range Arena.
+    """Draw ListOps expressions, by default as many and as long as in Long Range Arena.
 
     Writes train.tsv, val.tsv and test.tsv with the columns Source and Target. All expressions are
     distinct.

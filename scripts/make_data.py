@@ -71,7 +71,7 @@ def make(
     or `val` adds systems.
 
     Args:
-        directory: folder for train.safetensors, val_id.safetensors, ..., systems.csv, made.json.
+        directory: folder for train.safetensors, val_id.safetensors, ..., systems.csv and made.json.
         calculator: emt, an empirical potential for seven of the metals (about one system per
             second), or chgnet, a learned potential for all metals (several seconds per system;
             pip install molflt[chgnet]).

@@ -45,7 +45,7 @@ def cited(paper: str) -> str:
 
 
 def abilities(cls: object) -> str:
-    """Returns the kinds of attention a position supports, or "potentials" for suitable maps."""
+    """Returns the kinds of attention that a class supports, or "potentials" for suitable maps."""
     if getattr(cls, "smooth", False) and getattr(cls, "positive_kernel", False):
         return "potentials"
     mixings = getattr(cls, "mixings", ())

@@ -28,7 +28,7 @@ SPLITS = ("train", "val_id")
 def shifted(record: Data, reference: float, sid: int) -> Data:
     """Returns a copy of a record with `reference` subtracted from its energies and a new sid.
 
-    Missing relaxed positions are replaced by the positions.
+    Missing relaxed positions are replaced by the initial positions.
     """
     record = record.clone()
     record.sid = sid

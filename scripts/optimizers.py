@@ -35,7 +35,7 @@ ADAM = "Adam, tuned"
 
 
 def digest_of(images: LabeledImages) -> str:
-    """Returns the sha256 of images and their labels, which may be in a separate file."""
+    """Returns the SHA-256 digest of images and their labels, which may be in a separate file."""
     found = hashlib.sha256()
     for image, label in (images[i] for i in range(len(images))):
         found.update(image.numpy().tobytes() + f" {int(label)} ".encode())
@@ -51,7 +51,7 @@ def evaluation(options: argparse.Namespace) -> tuple[str, ...]:
 
 
 def of_adam(options: argparse.Namespace) -> dict[str, dict]:
-    """Returns curves, final loss and learning rate of Adam on each task; adam.json is a cache."""
+    """Returns Adam's curves, final loss and learning rate by task; caches them in adam.json."""
     path = options.out / "adam.json"
     asked = {"steps": options.steps, "repeats": options.repeats, "tasks": options.tasks}
     asked["data"] = options.images

@@ -15,14 +15,14 @@ commas.
 Each job has one thread and --minutes of CPU time for training; evaluation is not counted. Learning
 rates decrease with the used fraction of this time, and the last weights are evaluated. All networks
 use the batches, targets, loss, optimizer, gradient clipping and selection of atoms of --config. The
-inputs of the networks are elements, tags and edges to periodic images. Unless set by options after
---, peers use their usual learning rates, and DimeNet++ uses batches of 8. Averages of weights use
-the decay of --config but cover at most a tenth of the steps. Tuning tries three learning rates.
-With --tune-most, it tries more rates while the best rate is the largest or the smallest. Standard
-errors of differences include the spread over seeds and systems. Systems are treated as independent
-unless they have the same value in a column of DIR/systems.csv (--alike molecule metal). Writes
-comparison.md, comparison.csv, error-cpu.png, error-size.png, and predictions to jobs/. After an
-interruption, the same command continues.
+inputs of the networks are elements, tags and edges to periodic images. Unless options after -- set
+other values, peers use their usual learning rates, and DimeNet++ uses batches of 8. Averages of
+weights use the decay of --config but cover at most a tenth of the steps. Tuning tries three
+learning rates. With --tune-most, it tries more rates while the best rate is the largest or the
+smallest. Standard errors of differences include the spread over seeds and systems. Systems are
+treated as independent unless they have the same value in a column of DIR/systems.csv (--alike
+molecule metal). Writes comparison.md, comparison.csv, error-cpu.png, error-size.png, and
+predictions to jobs/. After an interruption, the same command continues.
 """
 
 import argparse

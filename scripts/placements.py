@@ -39,7 +39,7 @@ from molflt.data.structures.splits import VAL_SPLITS
 
 TOLERANCE = 0.05  # eV/Å
 STEPS = 200
-TOP, NEAR = 5, 0.1  # number of placements to compute instead of all; eV from the best
+TOP, NEAR = 5, 0.1  # number of selected placements; tolerance of the best energy in eV
 
 
 def pairs(data: Path, count: int, seed: int) -> list[Atoms]:

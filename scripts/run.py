@@ -100,7 +100,7 @@ def write(benchmark: Any, name: str, rows: Rows, out: Path | None) -> bool:
 
 
 def parse(words: Sequence[str]) -> tuple[str, argparse.Namespace, Mapping[str, Any]]:
-    """Returns the name, the options of this script, and the arguments of `measure`."""
+    """Returns the name of the benchmark, this script's options, and the arguments of `measure`."""
     parser = described(f"{__doc__}\n{titles()}", "run.py")
     parser.add_argument("name", choices=benchmarks(), metavar="NAME")
     name = parser.parse_args(words[:1]).name

@@ -123,7 +123,7 @@ def pair(one: System, other: System) -> tuple[Atoms, Atoms, Atoms] | None:
 
 
 def pairs(systems: Sequence[System]) -> list[tuple[Atoms, Atoms, Atoms]]:
-    """Returns `pair` of each system and the next system on the same slab, if it is not None."""
+    """Applies `pair` to each system and the next system on the same slab; omits failures (None)."""
 
     def same(one: Atoms, other: Atoms) -> bool:
         ends = [np.concatenate((slab.positions, slab.cell.array)) for slab in (one, other)]

@@ -177,7 +177,7 @@ def _begin(make: Callable[[], Any], threads: int) -> None:
 
 
 def _energy(atoms: Atoms, fmax: float, steps: int) -> tuple[float, str]:
-    """Returns the energy in eV, or NaN if the calculator fails, and the reason for a failure."""
+    """Returns the energy in eV (NaN if the calculator fails) and the reason if it is not finite."""
     try:
         if not steps:
             atoms.calc = _made["calculator"]
@@ -195,7 +195,7 @@ def _computed(
     submit: Callable[[Atoms], Future[tuple[float, str]]],
     subtracted: Sequence[str],
 ) -> Iterator[dict[str, str]]:
-    """Yields the missing rows; parts that occur several times are computed once."""
+    """Yields the missing rows; parts that occur several times are computed only once."""
     parts: dict[str, Future[tuple[float, str]]] = {}
     waiting: deque[tuple[dict[str, str], dict[str, Future[tuple[float, str]]]]] = deque()
     for index in [i for i in range(len(dataset)) if i not in known]:

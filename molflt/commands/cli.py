@@ -1,4 +1,4 @@
-"""The ``molflt`` command: finds the function of a command, parses its options and calls it.
+"""The ``molflt`` command: parses the options of a subcommand and calls its function.
 
 The options of a command are the arguments of its function, and the help texts come from its
 docstring. Heavy modules are imported only when a command needs them, which keeps ``molflt --help``
@@ -34,9 +34,10 @@ class Command(NamedTuple):
     """A command of ``molflt``."""
 
     summary: str
-    """its line in ``molflt --help``"""
+    """description of the command in ``molflt --help``"""
     function: str = "molflt.commands.{0}:{0}"
-    """``module:function``, with {0} for the last name; the function arguments are the options"""
+    """``module:function``, where {0} stands for the last word of the command; the arguments of the
+    function are the options"""
     has_parser: bool = False
     """True if `build_parser` in the module of the function returns the parser"""
     places: Mapping[str, str] = {}

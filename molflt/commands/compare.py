@@ -134,7 +134,7 @@ def _marked(
 
 
 def _cell(value: object) -> str:
-    """Formats a value; of a long text, keeps only the end, because paths differ at the end."""
+    """Formats a value; keeps only the end of a long text, because paths differ at the end."""
     text = "-" if value is None else value if isinstance(value, str) else shown(value)
     return text if len(text) <= _WIDEST else f"…{text[1 - _WIDEST :]}"
 

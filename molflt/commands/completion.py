@@ -61,7 +61,7 @@ def _script(shell: str) -> str:
 
 
 def _merged(path: tuple[str, ...]) -> ArgumentParser:
-    """Returns a parser with the options of all recipes; types are unions over recipes."""
+    """Returns a parser with the options of all recipes; types are unions over the recipes."""
     from shtab import FILE
 
     merged = ArgumentParser()

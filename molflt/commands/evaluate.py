@@ -40,7 +40,7 @@ def evaluate(
     Args:
         run: folder of a training run; its recipe determines the other options.
         checkpoint: best, last, or a safetensors file.
-        out: folder to write; by default the run folder, or its subfolder ensemble with `also`.
+        out: folder to write to; by default the run folder or, with `also`, its subfolder ensemble.
         device: auto, cpu, cuda or cuda:N.
         also: further runs that form an ensemble with `run` (energies only). The ensemble predicts
             the mean, and its spread is calibrated as an uncertainty.
@@ -77,7 +77,7 @@ def evaluate(
 
 
 def build_parser(words: Sequence[str] = ()) -> ArgumentParser:
-    """Returns the parser of ``molflt evaluate`` for the recipe of the run that `words` name."""
+    """Returns the parser of ``molflt evaluate`` for the recipe of the run named in `words`."""
     return recipe_parser(_recipe_of_run(words))
 
 

@@ -30,7 +30,7 @@ def export(
 
     Args:
         run: folder of a training run, or an exported model.
-        out: folder to write, or hf:OWNER/NAME to upload it to the Hugging Face Hub.
+        out: folder to write to, or hf:OWNER/NAME to upload the model to the Hugging Face Hub.
         about: one line about the model: the predicted quantity; for energies also the structures,
             the references and the level of theory.
         license: license of the weights, as named on the Hub, such as mit or cc-by-4.0.

@@ -52,7 +52,7 @@ def inspect(
         plot: figure to write (.png, .svg or .pdf), with a histogram of the energies and a structure
             seen from the top and from the side.
         limit: number of structures to read, starting with the first.
-        skip_bad: has no effect; accepted for older scripts.
+        skip_bad: has no effect; accepted for compatibility with older scripts.
         energy_key: name of the energy (in eV) in a file that ASE reads; by default y_relaxed or, if
             it is missing, energy.
         tags: meaning of tags in a file that ASE reads: oc20 (0 subsurface, 1 surface, 2 adsorbate)

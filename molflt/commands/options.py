@@ -1,4 +1,4 @@
-"""Parsing of command lines with jsonargparse and readable errors.
+"""Parsing of command lines with jsonargparse, with readable error messages.
 
 jsonargparse reads ``--skip_bad=true`` and ``--splits=[a,b]``; users type ``--skip-bad`` and
 ``--splits a b``.
@@ -47,7 +47,7 @@ def expect_ending(out: Path | None, *endings: str) -> None:
 
 
 def refuse_idle(run: str, kind: str, options: Mapping[str, object]) -> None:
-    """Raises ValueError for the first option that is set; `kind` says why it has no effect."""
+    """Raises ValueError for the first option that is set; `kind` explains why it has no effect."""
     for name, value in options.items():
         if value is not None:
             word = f"--{name.replace('_', '-')}" + ("" if value is True else f" {value}")
@@ -55,11 +55,11 @@ def refuse_idle(run: str, kind: str, options: Mapping[str, object]) -> None:
 
 
 def parse(parser: ArgumentParser, words: Sequence[str]) -> Namespace:
-    """Parses command-line words; raises ValueError with the first invalid option or key."""
+    """Parses command-line words; raises ValueError for the first invalid option or key."""
     from molflt.training.config import check_values  # loads jsonargparse
 
     parser.exit_on_error = False
-    parser.allow_abbrev = False  # an abbreviation would turn a typo into another option
+    parser.allow_abbrev = False  # an abbreviation would turn a typo into a different option
     show_usage(parser)
     words = normalized(words, parser)
     try:
@@ -108,7 +108,7 @@ def show_usage(parser: ArgumentParser) -> None:
 
 
 def did_you_mean(word: str, names: Sequence[str]) -> str:
-    """Returns ``; did you mean ...?`` if a name or its last part is similar, otherwise ""."""
+    """Returns ``; did you mean ...?`` if `word` resembles a name or its last part, otherwise ""."""
     close = difflib.get_close_matches(word, names, 1, 0.7)
     if not close:
         last = {name.rpartition(".")[2].removeprefix("--"): name for name in names}

@@ -79,7 +79,7 @@ def predict(
             with the predicted energy and, for a potential, the forces. By default the CSV is
             printed.
         checkpoint: best (the default), last, or a safetensors file; only for a run.
-        batch_size: structures, sentences or images in a batch.
+        batch_size: number of structures, sentences or images per batch.
         device: auto, cpu, cuda or cuda:N.
         skip_bad: skip and list invalid structures; only for energy models.
         also: further runs that form an ensemble with `run`; only for energy models. The output
@@ -172,7 +172,7 @@ def _label(
 
 
 def merge(out: Path) -> None:
-    """Joins the files written by all N calls of molflt predict --shard I/N and keeps them.
+    """Joins the files written by all N calls of molflt predict --shard I/N; the files are kept.
 
     The result equals the file that a single process would have written. If a shard is missing or
     damaged, the error names it and the command that recreates it.

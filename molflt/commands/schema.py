@@ -25,7 +25,7 @@ _SET_BY_USER = {"image_generation": {"dim"}}  # exceptions to the above, by reci
 def schema(out: Path | None = None) -> None:
     """Writes the JSON Schema of configurations, which lets editors complete and check them.
 
-    It contains the keys of every recipe with their help, types, choices, ranges and defaults. A
+    It contains the keys of every recipe with help texts, types, choices, ranges and defaults. A
     configuration refers to it in its first line: # yaml-language-server: $schema=molflt.schema.json
 
     Args:
@@ -84,7 +84,7 @@ def _of_recipe(name: str) -> _Schema:
 
 
 def _groups(found: _Schema, prefix: str = "") -> Iterator[tuple[str, _Schema]]:
-    """Yields prefix and properties of each object in a schema, and removes its ``required``."""
+    """Yields the prefix and properties of each object in a schema; removes its key ``required``."""
     found.pop("required", None)
     if "properties" in found:
         yield prefix, found["properties"]

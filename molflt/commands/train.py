@@ -46,7 +46,7 @@ def train(
     (to resume), last.safetensors and best.safetensors (weights; best by validation).
 
     Args:
-        run: folder to write or to resume; by default a new folder named after the recipe.
+        run: folder to write to or to resume; by default a new folder named after the recipe.
         seed: seed of weights, batches and dropout.
         recipe: name of the recipe.
         model: arguments of the recipe's model; sizes that depend on the data are None.
@@ -162,7 +162,7 @@ def _counted(model: nn.Module) -> str:
 
 @contextmanager
 def _one_line_warnings(folder: RunFolder) -> Iterator[None]:
-    """Prints each warning on one line; skips warnings that differ only in numbers."""
+    """Prints each warning on one line; skips repetitions that differ only in numbers."""
     shown: set[str] = set()
 
     def show(message: Warning | str, *_: object, **__: object) -> None:

@@ -2,7 +2,7 @@
 
 The method is split conformal prediction (Papadopoulos et al. 2002; Lei et al., arXiv:1604.04173)
 with the score |error| / sqrt(spread² + floor²). It makes no assumption about the distribution of
-the errors. Half of a split is used for the calibration, and all other systems for its evaluation.
+the errors. Half of a split is used for calibration; all other systems are used to evaluate it.
 Structures with elements that do not occur in the training data are calibrated separately, because
 the members agree on wrong energies for such structures.
 """
@@ -69,7 +69,7 @@ class Calibration:
         floor: spread in eV that is added in quadrature, because members may agree by chance.
         split: name of the split that was used for the calibration.
         systems: number of systems that were used for the calibration.
-        members: sha256 of the weights of each member, sorted.
+        members: SHA-256 digests of the members' weights, sorted.
         new: calibration for structures with elements that do not occur in the training data; None
             if too few such systems with labels were evaluated.
     """
@@ -93,7 +93,7 @@ class Calibration:
             error: (systems,), signed errors of the ensemble's energies in eV.
             spread: (systems,), standard deviations over the members in eV.
             split: name of the split that contains the systems.
-            members: sha256 of the weights of each member.
+            members: SHA-256 digest of each member's weights.
         """
         if len(error) < _LEAST:
             raise ValueError(
@@ -113,7 +113,7 @@ class Calibration:
         return Calibration(factor, float(floor), split, len(error), tuple(sorted(members)))
 
     def uncertainty(self, spread: _Array, new: NDArray[np.bool_] | bool = False) -> _Array:
-        """Returns uncertainties in eV; NaN for new elements if the calibration excludes them.
+        """Returns uncertainties in eV, with NaN for new elements if the calibration excludes them.
 
         `spread` contains standard deviations over the members, in eV, of shape (systems,). `new` is
         True for structures with elements that do not occur in the training data.
@@ -190,7 +190,7 @@ def _interval_score(error: _Array, width: _Array) -> float:
 
 
 def is_set_aside(sid: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """Returns a mask that selects half of the systems for the calibration, by a hash of the sid."""
+    """Selects half of the systems for the calibration by a hash of their sids; returns a mask."""
     digests = (hashlib.blake2b(f"{_SEED}:{one}".encode(), digest_size=1) for one in sid.tolist())
     return np.array([digest.digest()[0] % 2 == 0 for digest in digests], dtype=bool)
 
@@ -298,7 +298,7 @@ def _aside(part: Predictions) -> NDArray[np.bool_]:
 def _with_new(
     calibration: Calibration, found: Mapping[str, Predictions]
 ) -> tuple[Calibration, dict[str, _Array]]:
-    """Returns a calibration that includes new elements, and uncertainties by split, in eV.
+    """Extends a calibration to new elements if possible; also returns uncertainties in eV by split.
 
     The uncertainty of a system with new elements is computed with a calibration that is fitted to
     systems with different new elements.
@@ -379,8 +379,8 @@ def uncertainty_of(
 ) -> dict[str, _Array]:
     """Returns the columns spread_eV and, with a calibration, uncertainty_eV of an ensemble.
 
-    Other models have neither column. Uncertainties are NaN for new elements if the calibration does
-    not include a factor for them.
+    For other models, the result is empty. Uncertainties are NaN for new elements if the calibration
+    does not include a factor for them.
     """
     if not isinstance(model, EnsembleRegressor):
         return {}

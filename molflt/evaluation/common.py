@@ -42,9 +42,10 @@ _Sized = TypeVar("_Sized", bound=Sized)
 def chosen_splits(
     there: Collection[str], splits: Sequence[str] | None, usual: Sequence[str], other: Path | None
 ) -> list[str]:
-    """Returns `splits`, by default `usual`; raises ValueError if the run does not have them.
+    """Returns `splits`, or `usual` if it is empty; raises ValueError for splits that do not exist.
 
-    `there` contains the splits of the run. `other` is the value of --data, which excludes `splits`.
+    `there` contains the splits of the run. `other` is the value of --data, which conflicts with
+    `splits`.
     """
     if splits and other is not None:
         raise ValueError("expected either --splits or --data; got both")
@@ -82,7 +83,7 @@ def named_images(
     splits: list[str] | None = None,
     data: Path | None = None,
 ) -> tuple[_Images, dict[str, LabeledImages]]:
-    """Sets up the data of a run; also returns the images to evaluate, keyed by name.
+    """Returns the data of a run after setup, and the images to evaluate, keyed by name.
 
     The images are processed as in validation. If `data` is set, it replaces the data of the run.
 
@@ -107,7 +108,7 @@ def evaluate(
 ) -> Evaluation:
     """Evaluates a run with the metrics of its task on the validation set, as in training.
 
-    It is used for recipes without their own evaluation function.
+    This function is used for recipes that do not have their own evaluation function.
 
     Args:
         batch_size: number of items per batch; defaults to the value used in training.
@@ -149,7 +150,7 @@ def batches(
 
 
 def _on(device: torch.device, batch: Any) -> Any:
-    """Moves a batch, a tensor or a list of tensors to a device."""
+    """Moves a batch to a device; in tuples and lists, moves each part."""
     if isinstance(batch, tuple | list):
         return [_on(device, part) for part in batch]
     return batch.to(device) if hasattr(batch, "to") else batch
@@ -162,7 +163,7 @@ def expect_finite(name: str, values: Tensor, what: str = "the probability of a t
 
 
 def total_of(task: Task[Any, Any], source: Iterable[object], name: str, batch: str) -> Tensor:
-    """Returns the sums of a task over all batches, (fields,), as expected by `Task.summarize`."""
+    """Returns the sums of a task over all batches: a tensor (fields,) for `Task.summarize`."""
     total = torch.zeros((), dtype=torch.float64)
     with batches(source, task.model, name, batch) as loaded:
         for one in loaded:
@@ -212,7 +213,7 @@ def draw_encoding(
     """Plots a relative encoding against the token offset, unless it is None or has no bias.
 
     `tokens` is the number of tokens along each axis, `scale` is the distance between neighboring
-    tokens, and `what` is the name of a token in the label.
+    tokens, and `what` is the word for tokens in the axis label.
     """
     if position is not None and plots.has_bias(position):
         unit = what if scale == 1 else f"{1 / scale:g} {what}"

@@ -1,4 +1,4 @@
-"""Evaluation of energy regressors: MAE and EwT, errors by group, figures, submissions."""
+"""Evaluation of energy regressors: MAE and EwT, errors by group, figures and submissions."""
 
 from __future__ import annotations
 
@@ -267,7 +267,7 @@ def _write_arrays(path: Path, found: Mapping[str, Predictions]) -> None:
 
 
 def submission_splits(path: Path, splits: Sequence[str]) -> dict[str, str]:
-    """Maps each split of the leaderboard to the split of the data set to submit for it."""
+    """Maps each leaderboard split to the split of the data set that is submitted for it."""
     if path.suffix != ".npz":
         raise ValueError(f"{path}: expected a submission that ends in .npz; got {path.suffix!r}")
     for group in (TEST_SPLITS, VAL_SPLITS):

@@ -27,8 +27,8 @@ ENSEMBLE = "ensemble"
 """Name of the subfolder of the first run that contains the files of the ensemble."""
 
 _RECIPE = "is2re"
-_COMPARED = 256  # structures on which references are compared
-_NEGLIGIBLE = 0.01  # negligible difference between references, eV per atom
+_COMPARED = 256  # number of structures for which references are compared
+_NEGLIGIBLE = 0.01  # negligible difference between references, in eV per atom
 
 
 class EnsembleRegressor(nn.Module):
@@ -39,7 +39,7 @@ class EnsembleRegressor(nn.Module):
         data: training data by run, if known.
 
     Attributes:
-        weights: sha256 of the weights of each member.
+        weights: SHA-256 digest of each member's weights.
     """
 
     def __init__(
@@ -56,9 +56,9 @@ class EnsembleRegressor(nn.Module):
         """Predicts a batch; see `molflt.graph.EnergyRegressor`.
 
         Returns:
-            "energy", (graphs,), the mean over members in eV, and "energy_by_member", (graphs,
-            members), in eV. If all members predict these outputs, also the means over members of
-            "displacement", (atoms, 3), in Å, and "adsorbate_energy", (atoms,), in eV.
+            "energy" (graphs,), the mean over members, and "energy_by_member" (graphs, members),
+            both in eV. If all members predict these outputs, also the means over members of
+            "displacement" (atoms, 3), in Å, and "adsorbate_energy" (atoms,), in eV.
         """
         found = [member(batch) for member in self.members]
         by_member = torch.stack([out["energy"].double() for out in found], dim=1)
@@ -117,7 +117,7 @@ def load_ensemble(
 
 
 def digest_of(model: nn.Module) -> str:
-    """Returns the sha256 of the parameters, without buffers, which differ between versions."""
+    """Returns the SHA-256 digest of the parameters; excludes buffers, which vary by version."""
     digest = hashlib.sha256()
     for name, weight in sorted(model.named_parameters()):
         digest.update(f"{name} {tuple(weight.shape)} ".encode())
@@ -128,9 +128,9 @@ def digest_of(model: nn.Module) -> str:
 def expect_same_totals(ensemble: EnsembleRegressor, dataset: Structures) -> None:
     """Raises ValueError if members were trained on different kinds of energies.
 
-    The compositions in the training data may not determine each reference. Therefore, the sums of
-    the references and the mean are compared for the structures to predict. If only some members add
-    a baseline, the sums include it.
+    The compositions in the training data may not determine each reference. Therefore, the totals
+    (references plus mean) are compared for the structures to predict. If only some members add a
+    baseline, their totals include it.
     """
     indices = np.unique(np.linspace(0, len(dataset) - 1, _COMPARED).astype(np.int64))
     atoms = torch.from_numpy(dataset.compositions(indices, by_contact(ensemble)[0]))
@@ -157,7 +157,7 @@ def expect_same_totals(ensemble: EnsembleRegressor, dataset: Structures) -> None
 
 
 def _totals(model: nn.Module, atoms: Tensor, baseline: Tensor) -> tuple[Tensor, float]:
-    """Returns the sums, of shape (structures,), and the expected deviation from labels, in eV."""
+    """Returns totals (structures,) in eV, and their expected deviation from the labels in eV."""
     buffers = dict(model.named_buffers())
     if not {"energy_mean", "energy_std"} <= buffers.keys():
         return atoms.new_zeros(len(atoms)), float("inf")

@@ -55,7 +55,7 @@ class EvaluationData:
             the run without the structures that training omitted.
         skip_bad: omit and list structures that cannot be used.
         energy_key: key of the energy (in eV) in files read by ASE; by default the key used in
-            training, if the source has it; null selects the usual keys, such as energy.
+            training, if the source contains it; null selects the usual keys, such as energy.
         reading: further options for reading files.
 
     Attributes:

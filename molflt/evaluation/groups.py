@@ -52,7 +52,7 @@ def errors_by_group(found: Mapping[str, Predictions]) -> dict[str, dict[str, lis
 
 
 def size_edges(natoms: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Divides sizes at quantiles; returns the start of each range and the end of the last."""
+    """Divides sizes at quantiles; returns the start of each range and the end of the last range."""
     return np.unique(np.quantile(natoms, np.linspace(0, 1, _SIZE_BINS + 1)).astype(int))
 
 

@@ -47,7 +47,7 @@ _BITS = {
     "histogram_bits_per_dim": ("histogram", 3),
     "uniform_bits_per_dim": ("uniform", 3),
 }
-_AT_ONCE = 64  # images in a batch for the histogram
+_AT_ONCE = 64  # number of images per batch for the histogram
 
 
 def evaluate(
@@ -196,9 +196,10 @@ def evaluate_pixels(
 def _histograms(
     own: PixelData | None, options: Mapping[str, object], model: PixelModel
 ) -> tuple[Tensor | None, str]:
-    """Returns -log2 of the frequency of each value at each position, and a line about it.
+    """Returns -log2 of the frequency of each value at each position, and a description of it.
 
-    The first result has the shape (bytes per image, 256); it is None without the training images.
+    The first result has shape (bytes per image, 256); it is None if the training images are
+    missing.
     """
     if own is None:
         own = PixelData(**options)  # type: ignore[arg-type]  # as in `named_images`
@@ -223,7 +224,7 @@ def _histograms(
 def _judge(
     model: PixelModel, images: LabeledImages, tables: Tensor | None, batch_size: int, name: str
 ) -> tuple[Tensor, float | None]:
-    """Returns the mean loss at each position in nats, and the mean bits per byte by `tables`."""
+    """Returns the mean loss at each position in nats, and the mean bits per byte with `tables`."""
     nats, bits = torch.zeros(model.longest, dtype=torch.float64), 0.0
     place = torch.arange(model.longest)
     batch_of = f"{batch_size} images of {model.longest:,} bytes"

@@ -60,7 +60,7 @@ def evaluate(
     batch_size: int = 64,
     **which: Any,
 ) -> Evaluation:
-    """Evaluates a language model: perplexity per token of each text.
+    """Evaluates a language model: the perplexity per token of each text.
 
     Each block has the length used in training and is evaluated without the preceding text, as in
     the literature. Writes losses.png (loss against the position in the block), attention.png (each
@@ -171,7 +171,7 @@ def evaluate_masked(
     writes substitutions.png.
 
     Args:
-        batch_size: number of sequences per batch, among which second parts are exchanged; defaults
+        batch_size: number of sequences per batch, within which second parts are exchanged; defaults
             to the value used in training.
         which: see `molflt.evaluation.common.named_sources`.
 
@@ -225,7 +225,7 @@ def evaluate_masked(
 
 
 def _targets(task: MaskedTask, loader: Iterable[Sequence[Tensor]]) -> NDArray[np.int64]:
-    """Returns the ids (gaps,) of the tokens that are hidden in the gaps of a text."""
+    """Returns the ids (gaps,) of all hidden tokens of a text."""
     found = []
     for batch in loader:
         tokens, types, there = (part.to(common.device_of(task.model)) for part in batch)
@@ -235,11 +235,11 @@ def _targets(task: MaskedTask, loader: Iterable[Sequence[Tensor]]) -> NDArray[np
 
 
 class Residues:
-    """Metrics of residues, also for a unigram model of the training file if this file exists.
+    """Metrics of residues for the model and, if the training file exists, for a unigram model.
 
-    The unigram model uses p_i = (n_i + 1) / (n + ids), which is positive for tokens that do not
-    occur in the file. `read` returns the token ids of the file `source`. `possible`, (ids,), is a
-    mask of the ids that can be predicted.
+    The unigram model predicts id i with probability (n_i + 1) / (n + m), where m is the number of
+    possible ids, and n_i and n are the counts of id i and of all possible ids in the training file,
+    `source`. `read` returns the ids of this file. `possible` is a mask (ids,) of the possible ids.
     """
 
     def __init__(
@@ -255,7 +255,7 @@ class Residues:
     def judge(
         self, perplexity: float | None, accuracy: float | None, targets: NDArray[np.integer]
     ) -> dict[str, float | None]:
-        """Returns the metrics of the model and of the unigram model; `targets` are the residues."""
+        """Returns the metrics of the model and the unigram model; `targets` are ids of residues."""
         metrics: dict[str, float | None] = {
             "residue_perplexity": perplexity,
             "residue_accuracy_percent": accuracy,

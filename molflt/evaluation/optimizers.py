@@ -37,8 +37,8 @@ __all__ = ["Raced", "curve_rows", "evaluate", "evaluate_population", "final_loss
 __all__ += ["tuned_adam"]
 
 _RATES = tuple(round(10 ** (-4 + i / 3), 6) for i in range(10))  # 1e-4 to 0.1
-_END = 0.1  # fraction of the last steps over which the final loss is averaged
-_ROWS = 200  # intervals of a curve in the file
+_END = 0.1  # fraction of the steps, at the end, over which the final loss is averaged
+_ROWS = 200  # maximum number of intervals of a curve in curves.csv
 _REACH = 200  # steps in the figure of the encoding
 _Curve = NDArray[np.float64]
 _Made = Callable[[int, Tensor], Problem]
@@ -52,7 +52,7 @@ _CMA_STEP = 2.0  # initial step size of CMA-ES, usual for BBOB's domain [-5, 5]
 class Raced(NamedTuple):
     """Loss curves of an optimizer on a task."""
 
-    curves: _Curve  # loss before each step, (repeats, steps); infinite after divergence
+    curves: _Curve  # (repeats, steps), loss before each step; infinite after divergence
     setting: str = ""  # tuned learning rate, shown in tables
 
 
@@ -80,7 +80,7 @@ def evaluate(
         repeats: number of optimizations of each task, with different seeds.
         tasks: any of rosenbrock, factorization, deep_network, image_network and image_convolutions;
             by default all, with the image tasks only if `data` is set.
-        data: images: a folder with a subfolder for each class, or an idx file.
+        data: folder of images with a subfolder for each class, or an idx file of images.
         rates: learning rates to try with Adam, by default 10 rates from 1e-4 to 0.1; an empty list
             omits Adam.
 
@@ -163,7 +163,7 @@ def tuned_adam(
 
 
 def _loss_curve(problem: Problem, opened: _Opened, steps: int) -> _Curve:
-    """Returns the loss (steps,) before each step; it is infinite after a divergence."""
+    """Returns the loss before each step, of shape (steps,); infinite after divergence."""
     theta = nn.Parameter(problem.start.detach().clone())
     optimizer = opened([theta])
     curve = np.full(steps, np.inf)
@@ -188,7 +188,7 @@ def final_loss(curves: _Curve) -> tuple[float, float]:
     return (float(10**mean), spread) if math.isfinite(mean) else (math.inf, math.nan)
 
 
-_Ends = Mapping[str, tuple[float, float]]  # by optimizer: mean, and sd or NaN
+_Ends = Mapping[str, tuple[float, float]]  # mean and standard deviation (or NaN) by optimizer
 
 
 def _metrics(ends: _Ends, name: str) -> dict[str, float | None]:
@@ -208,7 +208,7 @@ def _shown(sd: float) -> str:
 
 
 def _intervals(curves: _Curve) -> tuple[_Curve, _Curve]:
-    """Divides curves into intervals; returns middle steps (n,) and mean losses (repeats, n)."""
+    """Divides curves into n intervals; returns middle steps (n,) and mean losses (repeats, n)."""
     steps = curves.shape[1]
     edges = np.linspace(0, steps, min(steps, _ROWS) + 1).round().astype(int)
     means = [curves[:, a:b].mean(axis=1) for a, b in itertools.pairwise(edges)]
@@ -366,7 +366,7 @@ def _uniform(count: int, functions: Functions, generator: torch.Generator) -> Te
 
 
 def _best(values: _Curve) -> _Curve:
-    """Returns an array (runs, evaluations): log10 of the best value up to each evaluation."""
+    """Returns log10 of the best value up to each evaluation, of shape (runs, evaluations)."""
     # NaN from a diverged model does not count as an improvement.
     known = np.where(np.isnan(values), np.inf, values)
     found: _Curve = np.log10(np.maximum(np.minimum.accumulate(known, axis=1), _SMALLEST))

@@ -26,16 +26,16 @@ class Published(NamedTuple):
 
     path: Path  # file with the energies
     rows: dict[str, int]  # row of each system, by name
-    models: dict[str, _Array]  # energies in eV by model name, (systems, training runs)
+    models: dict[str, _Array]  # energies (systems, training runs) in eV, by model name
     systems: dict[int, System]  # systems of the evaluated data set, by sid
 
 
 def read_published(path: Path, root: Path) -> Published:
     """Reads published energies from an npz file.
 
-    The file contains the names of n systems, ``name`` (n,), and the energies predicted by each
-    model in eV, (n,) or (n, k) for k training runs. Integer arrays are ignored. The file
-    systems.csv in the data set `root` contains the same names.
+    The file contains the array ``name`` (n,), with the names of n systems, and an array for each
+    model, with predicted energies in eV: (n,), or (n, k) for k training runs. Arrays that are not
+    floating point are ignored. The file systems.csv in the data set `root` contains the same names.
     """
     arrays = read_arrays(path, ("name",))
     names = arrays["name"]

@@ -1,4 +1,4 @@
-"""Report of a run as one self-contained HTML page, from the template page.html."""
+"""Report of a run as one self-contained HTML page, rendered from the template page.html."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class Page:
         return otherwise
 
     def drawn(self, text: str, draw: Callable[[Path], object]) -> list[_Part]:
-        """Returns a figure with the caption `text`, or an empty list if `draw` fails."""
+        """Returns a list with one figure, captioned `text`; the list is empty if `draw` fails."""
 
         def make() -> list[_Part]:
             with tempfile.TemporaryDirectory() as folder:

@@ -105,7 +105,7 @@ def evaluate(
 
 
 def _baseline(model: nn.Module, points: SinglePoints) -> dict[str, float | None]:
-    """Returns errors of two trivial predictions: energies from the composition, and zero forces."""
+    """Returns the errors of trivial predictions: energies from compositions, and zero forces."""
     references = model.get_buffer("element_energies").cpu().numpy()
     of_elements = points.compositions(np.arange(len(points))) @ references
     rest = (points.y_relaxed - of_elements) / points.natoms
@@ -138,7 +138,7 @@ def _draw(out: Path, found: Mapping[str, Points]) -> None:
 
 
 def _force_errors(found: Mapping[str, Points]) -> dict[str, list[GroupError]]:
-    """Groups force errors, in meV/Å: those of atoms by element, and those of structures by size."""
+    """Groups force errors in meV/Å: errors of atoms by element, errors of structures by size."""
     from ase.data import chemical_symbols
 
     numbers = np.concatenate([part.elements for part in found.values()])
@@ -177,10 +177,10 @@ class Points(NamedTuple):
     """Predictions of a potential for the structures of one source, in the order of the source."""
 
     energies: Predictions
-    force_mae: _Numbers  # (systems,), MAE of each structure in eV/Å; NaN without labels
+    force_mae: _Numbers  # (systems,), force MAE of each structure in eV/Å; NaN without labels
     metrics: dict[str, float]  # metrics over all structures, as in training
-    elements: NDArray[np.int64]  # atomic numbers of the atoms with force labels, (atoms,)
-    forces: _Numbers  # labels and predictions of the same atoms, (2, atoms, 3), eV/Å
+    elements: NDArray[np.int64]  # (atoms,), atomic numbers of the atoms with force labels
+    forces: _Numbers  # (2, atoms, 3), labels and predictions for these atoms, in eV/Å
 
 
 def infer_points(model: nn.Module, dataset: SinglePoints, batch_size: int, name: str) -> Points:

@@ -66,8 +66,8 @@ class Predictions:
         formula: Hill formula of each system.
         adsorbate: Hill formula of the atoms with tag 2 of each system, or "unknown".
         outside: descriptions of how each system differs from the training data.
-        by_atom: requested outputs that the model predicts, for each system: "displacement", (atoms,
-            3) in Å; "embedding", (atoms, dim); "forces", (atoms, 3) in eV/Å.
+        by_atom: requested outputs for each system, if the model predicts them: "displacement"
+            (atoms, 3) in Å, "embedding" (atoms, dim) and "forces" (atoms, 3) in eV/Å.
         slab: elements of the atoms without tag 2 of each system, such as Cu-Pt, or "unknown" if no
             atom has tag 2.
         by_adsorbate: energies of the adsorbates of each system, in eV, which sum to its energy;
@@ -359,7 +359,7 @@ def _outputs(model: nn.Module, batch: Batch, path: Path) -> Mapping[str, Tensor]
 
 
 def _energies(out: Mapping[str, Tensor], batch: Batch, path: Path) -> NDArray[np.float64]:
-    """Returns the energies of each member in eV, (graphs, members); one model is one member."""
+    """Returns energies (graphs, members) in eV; a single model counts as one member."""
     energy: NDArray[np.float64] = out["energy"].double().cpu().numpy()
     if len(bad := np.flatnonzero(~np.isfinite(energy))):
         raise ValueError(

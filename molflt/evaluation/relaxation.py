@@ -45,7 +45,7 @@ class Relaxed(NamedTuple):
     """The result of a relaxation."""
 
     atoms: Atoms
-    """last structure with finite energy and forces, with these results"""
+    """last structure with finite energy and forces; its calculator contains these results"""
     converged: bool
     steps: int
     before: float
@@ -64,7 +64,7 @@ class Relaxed(NamedTuple):
 def readable_structures(paths: Paths, skip_bad: bool, cell: bool) -> tuple[Structures, bool]:
     """Opens the structures to relax; warns if atoms coincide.
 
-    Returns the structures, and True if atoms of any structure coincide.
+    Returns the structures, and a flag that is True if two atoms of a structure coincide.
     """
     dataset = open_structures(paths, skip_bad, ANY_TAGS._replace(keep_atoms=True))
     sids = []

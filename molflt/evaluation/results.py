@@ -59,8 +59,8 @@ FIGURES = {
 
 
 Provenance = dict[str, object]
-"""Content of results_of.json: checkpoint, weights (sorted sha256 digests), data (None: those
-of the run) and given (value of --data, or None)."""
+"""Content of results_of.json: checkpoint, weights (sorted SHA-256 digests), data (None for the data
+of the run, otherwise a description of the data) and given (value of --data, or None)."""
 
 Results = dict[str, dict[str, float | None]]
 """Values of metrics by split and name; None if a metric is undefined or unknown."""
@@ -97,7 +97,7 @@ def results_table(
 
 
 def align(lines: Sequence[Sequence[str]], text_columns: int = 1) -> str:
-    """Aligns the first `text_columns` columns to the left and other columns to the right."""
+    """Formats a table; left-aligns the first `text_columns` columns and right-aligns the others."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     cells = [f"{{:{'<' if i < text_columns else '>'}{n}}}" for i, n in enumerate(widths)]
     return "\n".join("  ".join(cells).format(*line).rstrip() for line in lines)
@@ -132,7 +132,7 @@ def write_results(
 
     The files are moved from the folder `made` to `out` and replace those of an earlier evaluation.
     Metrics that JSON cannot represent, such as an infinite perplexity, become None. `options`
-    contains the value of --data, with the key data, and the options for reading these data.
+    contains the value of --data under the key data, and the options for reading these data.
     """
     own, data = config["data"], options.get("data")
     known = {
@@ -162,7 +162,7 @@ def write_results(
     ]
     for path in [path for name in old for path in out.glob(name)]:
         path.unlink()
-    for name, content in files.items():  # results.json follows the files that it belongs to
+    for name, content in files.items():  # results.json is written after the files it belongs to
         write_atomically(out / name, content)
     return [out / name for name in files]
 

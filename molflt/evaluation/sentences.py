@@ -52,8 +52,8 @@ def evaluate(
         batch_size: number of sentences or pairs per batch.
 
     Returns:
-        For each split, the metrics of the task in percent and n, the number of items. GLUE tasks
-        also return glue_percent, the mean of these metrics, which enters the GLUE average.
+        For each split, the metrics of the task in percent and n, the number of items. For GLUE
+        tasks, also glue_percent, the mean of these metrics, which enters the GLUE average.
     """
     task, length = str(config["data"]["task"]), int(str(config["data"]["length"]))
     tokenizer = common.tokenizer_of(run, model.vocabulary)
@@ -120,7 +120,7 @@ def logits_of(
     batch_size: int,
     name: str,
 ) -> _Numbers:
-    """Returns the logits (items, classes) of sentences or of pairs.
+    """Returns the logits (items, classes) of sentences or sentence pairs.
 
     Inputs of more than `length` tokens are truncated, as in training, with a warning.
     """

@@ -42,7 +42,7 @@ def noted(rows: int, total: int, made: Mapping[str, object]) -> dict[str, object
 
 
 def made_of(model: nn.Module, dataset: Structures, **options: object) -> dict[str, object]:
-    """Returns values that all shards must share: digests of model and data, and `options`."""
+    """Returns values that all shards must share: `options`, and digests of model and data."""
     members = getattr(model, "members", [model])
     weights = hashlib.sha256("".join(sorted(map(digest_of, members))).encode())
     data = hashlib.sha256(dataset.natoms.astype("<i8").tobytes())  # without omitted structures

@@ -54,7 +54,7 @@ def evaluate(
     Args:
         batch_size: number of sentences per batch.
         beam: number of hypotheses per sentence; 1 selects the most probable token at each step.
-        length_penalty: log p of a translation is divided by its number of tokens to this power.
+        length_penalty: log p of a translation is divided by (number of tokens) ** length_penalty.
         which: see `molflt.evaluation.common.named_sources`.
 
     Returns:
@@ -128,7 +128,7 @@ def translate(
     batch_size: int = 64,
     name: str = "sentences",
 ) -> list[str]:
-    """Translates sentences in batches of similar length; returns them in the original order.
+    """Translates sentences in batches of similar length; returns translations in the given order.
 
     See `molflt.sequence.beam_search` for `beam` and `length_penalty`.
     """

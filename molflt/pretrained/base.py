@@ -47,7 +47,7 @@ class Trained(NamedTuple):
     """options of the task; for sentences also its `name`, and for structures the meaning of
     `tags`"""
     results: Mapping[str, object]
-    """split -> metrics; empty before an evaluation"""
+    """metrics by split; empty before an evaluation"""
     files: Mapping[str, object]
     """contents of the small JSON files of the run, by name"""
     about: str | None = None
@@ -79,7 +79,7 @@ def read_trained(
     also: Sequence[str | Path] = (),
     hub: Mapping[str, object] | None = None,
 ) -> Trained:
-    """Reads a trained model; see `molflt.load`, and `find_weights` for `hub`."""
+    """Reads a trained model; see `molflt.load` for the arguments and `find_weights` for `hub`."""
     path, run = find_weights(source, checkpoint, hub)
     if run is None:
         if also or not is_exported(path):

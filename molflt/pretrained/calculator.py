@@ -35,7 +35,7 @@ __all__ = ["Calculator", "calculator_named", "is_class"]
 
 
 def calculator_named(source: str, device: str = "auto") -> Any:
-    """Creates the ASE calculator module:Class, or loads a potential for :class:`Calculator`."""
+    """Creates an ASE calculator from module:Class, or a :class:`Calculator` from a potential."""
     if not is_class(source):
         return Calculator(source, device=device)
     try:
@@ -57,14 +57,14 @@ class Calculator(AseCalculator):
 
     Use it like any ASE calculator: ``atoms.calc = molflt.Calculator("runs/mine")``. For a potential
     with a long-range part, `results` also contains energy_local, energy_near and energy_far, in eV.
-    With power 1, it also contains charges (e) and, without periodic axes, dipole (e Å); see
-    `molflt.graph.Potential.forward`. The total charge is read from ``atoms.info``.
+    With power 1, it also contains charges (in e) and, for structures without periodic axes, dipole
+    (in e Å); see `molflt.graph.Potential.forward`. The total charge is read from ``atoms.info``.
 
     Args:
         source: any source of a potential that `molflt.load` accepts; a potential returned by
             `molflt.load`; or a module.
         checkpoint: best (the default), last, or a safetensors file; only for a run.
-        device: auto, cpu, cuda or cuda:N; by default the device of the module, or else auto.
+        device: auto, cpu, cuda or cuda:N; defaults to the device of a module, otherwise to auto.
         dtype: precision of the computation; float32 halves the time, with rounding errors of
             about 1e-5 eV/Å in forces.
         slab_stress: also compute the stress of structures that are not periodic along all axes: the
@@ -120,7 +120,7 @@ class Calculator(AseCalculator):
         properties: list[str] | None = None,
         system_changes: list[str] = all_changes,
     ) -> None:
-        """Computes the results; see ASE."""
+        """Computes `results`; see `ase.calculators.calculator.Calculator.calculate`."""
         super().calculate(atoms, properties, system_changes)
         given = self.atoms
         assert given is not None  # ASE keeps a copy

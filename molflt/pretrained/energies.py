@@ -70,9 +70,9 @@ class Prediction(NamedTuple):
     outside: tuple[str, ...] = ()
     """differences between the structure or its energy and the training data"""
     embedding: NDArray[np.float32] | None = None
-    """(atoms, dim), or (dim,) if pooled; None by default"""
+    """tokens before the readout, (atoms, dim), or (dim,) if pooled; None by default"""
     forces: NDArray[np.float32] | None = None
-    """(atoms, 3), in eV/Å; None for models that are not potentials"""
+    """forces (atoms, 3) in eV/Å; None for models that are not potentials"""
     by_adsorbate: tuple[float, ...] | None = None
     """energies, in eV, of the adsorbates on a slab, ordered by their first atoms; their sum is the
     energy. None for models that read out all atoms"""
@@ -117,7 +117,7 @@ class EnergyPredictor(Pretrained):
         return super().summary + trained_on + "".join(measured[:1])
 
     def use_compiled(self) -> None:
-        """Switches to the machine code next to an exported model, which only computes energies."""
+        """Switches to the machine code stored with an exported model; it computes only energies."""
         weights = self.trained.path
         if not weights.is_file():
             raise ValueError(f"{weights}: compiled requires an exported model; got a run; {_AGAIN}")
@@ -204,7 +204,7 @@ class EnergyPredictor(Pretrained):
         Args:
             structures: `ase.Atoms`, PyG `Data` or `Batch` (with OC20's tags), a sequence of these,
                 a data set, or one or more names or patterns of files or folders.
-            batch_size: number of structures in a batch.
+            batch_size: number of structures per batch.
             embedding: also return the tokens before the readout: "atoms" for all atoms (0 for atoms
                 that the model omits), or "pooled" for the mean over the atoms that contribute to
                 the energy (atoms with tag > 0 if there are tags; all atoms for a potential).
@@ -355,7 +355,7 @@ def _moved(dataset: Structures, i: int, displacement: NDArray[np.float32]) -> At
 
 
 def _record(weights: Path, package: Path) -> Mapping[str, str]:
-    """Returns properties that must be the same when the machine code is made and loaded."""
+    """Returns properties that must not change between compiling and loading the machine code."""
     found = {
         "torch": torch.__version__,
         "processor": f"{platform.system()} {platform.machine()} "

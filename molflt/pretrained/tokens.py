@@ -31,7 +31,7 @@ from molflt.sequence.pixels import START, PixelModel
 __all__ = ["IMAGES", "GapFiller", "ImageLabeler", "ImageWriter", "Label", "SentenceLabeler"]
 __all__ += ["TextWriter", "Translator"]
 
-IMAGES = 8  # number of generated images by default
+IMAGES = 8  # default number of generated images
 
 
 class Label(NamedTuple):
@@ -123,7 +123,7 @@ class ImageWriter(Pretrained):
 
         Args:
             count: number of new images; has no effect with `given`.
-            given: bytes of images to complete instead, (n, channels, side, side).
+            given: images to complete, as bytes (n, channels, side, side); None for new images.
             rows: number of upper rows of these images to keep; half of the rows by default.
             temperature: values below 1 favor likely bytes; 0 selects the most likely byte.
             top_k: number of most likely bytes to draw from; None for all.
@@ -143,7 +143,7 @@ class ImageWriter(Pretrained):
         return self.model.images_of(values)
 
     def _known(self, count: int, given: Tensor | None, rows: int | None) -> Tensor:
-        """Returns the known bytes of each image, (images, bytes), on the device of the model."""
+        """Returns the known bytes (images, bytes) of each image on the device of the model."""
         device = device_of(self.model)
         if given is None:
             if rows is not None:
@@ -180,8 +180,8 @@ class ImageLabeler(_Classifier):
         """Returns the class of each image.
 
         Args:
-            images: (n, channels, side, side), of the same size as the training images; uint8, or
-                floating point in [0, 1].
+            images: uint8 or floating-point images (n, channels, side, side) of the same size as the
+                training images; floating-point values must be in [0, 1].
             batch_size: number of images in a batch.
         """
         given = torch.as_tensor(images)
@@ -257,7 +257,7 @@ class SentenceLabeler(_Tokenized, _Classifier):
         Args:
             sentences: texts, or pairs of texts for a task on pairs.
             length: maximum number of tokens, including special tokens; longer texts are truncated
-                with a warning. The default is the maximum of the model.
+                with a warning. The default is the maximum length of the model.
             batch_size: number of sentences in a batch.
         """
         name = str(self.trained.task.get("name"))
@@ -311,7 +311,7 @@ class Translator(_Tokenized):
 
 
 def _labels(name: Callable[[int], str], best: tuple[Tensor, Tensor]) -> list[Label]:
-    """Returns labels from `best`: probabilities and class indices, each (n,)."""
+    """Returns labels from `best`, which contains probabilities and class indices, each (n,)."""
     pairs = zip(*(part.tolist() for part in best), strict=True)
     return [Label(name(index), probability) for probability, index in pairs]
 

@@ -25,7 +25,7 @@ __all__ = ["TorchSimModel"]
 
 
 class TorchSimModel(ModelInterface):
-    """Energies, forces and stress of a potential for `torch_sim.integrate`, `optimize`, ...
+    """Energies, forces and stress of a potential, for example for `torch_sim.integrate`.
 
     Args:
         source: see `molflt.Calculator`.
@@ -55,8 +55,8 @@ class TorchSimModel(ModelInterface):
         """Computes all systems of a state.
 
         Returns:
-            "energy": (systems,), in eV; "forces": (atoms, 3), in eV/Å; "stress": (systems, 3, 3),
-            in eV/Å^3. The stress is NaN for systems that are not periodic along all axes, unless
+            "energy" (systems,) in eV, "forces" (atoms, 3) in eV/Å, and "stress" (systems, 3, 3) in
+            eV/Å^3. The stress is NaN for systems that are not periodic along all axes, unless
             `slab_stress` is True.
         """
         from torch_geometric.data import Batch

@@ -35,8 +35,8 @@ class _Sums(Protocol):
 class Task(ABC, Generic[_Batch, _Data]):
     """Base class of tasks: a model, its loss, its metrics and its optimizer.
 
-    Subclasses return the loss of a batch together with sums over its items. Sums of batches and
-    ranks are added, and `metrics()` of the total returns the metrics over all items.
+    Subclasses return the loss of a batch together with sums over its items. The sums are added over
+    all batches and ranks, and `metrics()` of the total computes the metrics over all items.
 
     Args:
         model: the model to train.
@@ -45,7 +45,7 @@ class Task(ABC, Generic[_Batch, _Data]):
         schedule: learning rate after the warm-up: "linear" or "cosine" (decreasing to 0 at the last
             step), "inverse_sqrt" (proportional to 1 / sqrt(step), independent of the number of
             steps), or "constant".
-        optimizer: "adamw" (decoupled weight decay; fairseq and the papers call it Adam), or "adam"
+        optimizer: "adamw" (decoupled weight decay; fairseq and many papers call it Adam), or "adam"
             (weight decay added to the gradient).
         betas: coefficients of Adam's running averages.
         eps: constant added to the denominator of Adam.
@@ -61,7 +61,7 @@ class Task(ABC, Generic[_Batch, _Data]):
     Attributes:
         unit: unit of batch sizes and throughput, such as "atoms".
         sums: class of the sums, a NamedTuple of scalar tensors with `metrics()`.
-        metrics: metrics by name, in the order of tables and figures.
+        metrics: metrics by name, in the order in which tables and figures show them.
         best: validation metric that selects the best weights; see `ranking`.
     """
 
@@ -112,7 +112,7 @@ class Task(ABC, Generic[_Batch, _Data]):
         self.lr_factors = dict(lr_factors or {})
 
     def check_new(self) -> None:
-        """Raises ValueError for options that have no effect; only called for new runs."""
+        """Raises ValueError for options that have no effect; called only for new runs."""
         if self.redraw_every is not None and not _is_random(self.model):
             raise ValueError(
                 f"task.redraw_every={self.redraw_every}: this model does not have random features; "
@@ -140,10 +140,10 @@ class Task(ABC, Generic[_Batch, _Data]):
 
     @abstractmethod
     def loss(self, batch: _Batch, progress: float) -> tuple[Tensor, _Sums]:
-        """Returns the loss and sums of a training batch; `progress` is the finished fraction."""
+        """Returns the loss and sums of a training batch; `progress` is the share of steps done."""
 
     def judge(self, batch: _Batch) -> _Sums:
-        """Returns the sums of a validation batch, computed as in training by default."""
+        """Returns the sums of a validation batch; by default, they are computed as in training."""
         return self.loss(batch, 1.0)[1]
 
     @abstractmethod
@@ -155,11 +155,11 @@ class Task(ABC, Generic[_Batch, _Data]):
         return f"a batch of {self.size(batch)} {self.unit}"
 
     def blame(self, batch: _Batch, diverges: Callable[[_Batch], bool]) -> str:
-        """Names the items of a batch that diverge individually; "" if no item does."""
+        """Describes the items of a batch that diverge individually; "" if no item diverges."""
         return ""
 
     def summarize(self, totals: Tensor) -> dict[str, float]:
-        """Computes the metrics from `totals` (fields,), the sums over all batches."""
+        """Computes the metrics from `totals`, the sums (fields,) over all batches."""
         make: Callable[..., _Sums] = self.sums
         return make(*totals).metrics()
 

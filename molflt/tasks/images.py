@@ -86,7 +86,7 @@ class ImageTask(Task[_Batch, "ImageData"]):
 
     def loss(self, batch: _Batch, progress: float) -> tuple[Tensor, _ImageSums]:
         images, labels = batch
-        size = self.model.image_size  # images may be larger, for random crops
+        size = self.model.image_size  # images may be larger, to allow random crops
         logits = self.model(augment(images, self.augment, size))
         loss = F.cross_entropy(logits, labels, label_smoothing=self.label_smoothing)
         return loss, _ImageSums.of(logits.detach(), labels)

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 __all__ = ["IS2RETask"]
 
-_AT_ONCE = 32  # structures predicted at once
-_LEAST_SCALE = 0.5  # smallest scale of initial predictions without a warning
+_AT_ONCE = 32  # number of structures predicted at once
+_LEAST_SCALE = 0.5  # scale of initial predictions below which a warning is issued
 
 
 class _EnergySums(NamedTuple):
@@ -47,7 +47,7 @@ class _EnergySums(NamedTuple):
         displacement: Tensor | None = None,
         known: Tensor | None = None,
     ) -> "_EnergySums":
-        """Computes the sums from predicted energies and labels in eV, each (structures,).
+        """Computes the sums from predicted energies and labels, each (structures,), both in eV.
 
         The displacement error, in Å, is included if `known` is True for any atom.
         """
@@ -82,24 +82,25 @@ class IS2RETask(OfStructures, Task["Batch", "IS2REData"]):
         model: `molflt.graph.regressor.EnergyRegressor`, or a model with the same `forward`.
         position_weight: w at the first step. If both weights are 0, displacements are ignored.
         position_weight_final: w at the last step.
-        energy_mean: value in eV that the loss subtracts from energies; null uses the mean of the
-            training set.
-        energy_std: value in eV by which the loss divides energies; null uses the standard deviation
-            of the training set.
-        references: energies of elements, which are subtracted from the labels and stored with the
-            weights. fit: least squares on the training set; adapt: the same after subtracting the
-            energies predicted by the initial weights, which are scaled to fit the labels; a JSON or
-            YAML file: energies in eV by symbol; none: no references; null (the default): fit for
+        energy_mean: mean energy, in eV, used for normalization; null uses the mean of the training
+            set.
+        energy_std: standard deviation, in eV, used for normalization; null uses the standard
+            deviation of the training set.
+        references: element energies, which are subtracted from the labels and stored with the
+            weights. fit: least squares on the training set; adapt: least squares after subtracting
+            the predictions of the initial weights, scaled to fit the labels; a JSON or YAML file:
+            energies in eV by symbol; none: no references; null (the default): fit for
             model.readout adsorbate, otherwise none; total energies are rejected. With model.readout
             all, references are subtracted for all atoms; otherwise, only for adsorbate atoms.
-        rotate: random rotations and reflections of training structures: about z (the surface
-            normal), or in all directions. FLT's random nodes are not rotation invariant.
+        rotate: random rotations and reflections of training structures: only those that preserve z
+            (the surface normal), or all. FLT's random nodes are not rotationally invariant.
         interpolate: fraction of training structures that start at a random point between their
-            initial and relaxed positions, if these are known. The label remains the relaxed energy.
-        noise: standard deviation, in Å, of Gaussian noise on the free atoms of these structures.
+            initial and relaxed positions, if both are known. The label remains the relaxed energy.
+        noise: standard deviation, in Å, of Gaussian noise added to the positions of the free atoms
+            in these structures.
         repeat: fraction of training structures whose slab is repeated 2 x 1, 1 x 2 or 2 x 2 times
-            in the plane, with one adsorbate; see `molflt.data.structures.augment.repeat`. The model
-            learns that energies do not depend on the size of the cell.
+            in the plane, while the adsorbate is not; see `molflt.data.structures.augment.repeat`.
+            The model learns that energies do not depend on the size of the cell.
         optimization: further arguments of `molflt.tasks.base.Task`.
     """
 
@@ -200,10 +201,11 @@ class IS2RETask(OfStructures, Task["Batch", "IS2REData"]):
         return cast("EnergyReadout", self.model.readout)
 
     def _scaled(self, data: "IS2REData", of_adsorbates: bool) -> "NDArray[np.float64]":
-        """Scales the initial readout to fit the labels; returns scaled training predictions in eV.
+        """Scales the initial readout to fit the labels; returns the scaled predictions in eV.
 
-        The scale and the element energies are fitted together by ridge regression. The penalty
-        corresponds to a prior of 1 ± 0.3 for the scale and errors of 0.3 eV.
+        Predictions are computed for the training set. The scale and the element energies are fitted
+        together by ridge regression. The penalty corresponds to a prior of 1 ± 0.3 for the scale
+        and to residuals of 0.3 eV.
         """
         if data.initial is None:
             raise ValueError(
@@ -236,7 +238,7 @@ class IS2RETask(OfStructures, Task["Batch", "IS2REData"]):
 
     @property
     def validates_start(self) -> bool:
-        """Returns True if untrained models predict baseline energies plus references."""
+        """Returns True if an untrained model predicts baseline energies plus references."""
         return bool(self.model.get_buffer("adds_baseline"))
 
     def loss(self, batch: "Batch", progress: float) -> tuple[Tensor, _EnergySums]:
@@ -267,7 +269,7 @@ class IS2RETask(OfStructures, Task["Batch", "IS2REData"]):
 
 
 def _goal(batch: "Batch") -> tuple[Tensor, Tensor]:
-    """Returns displacements (atoms, 3) in Å and a mask of free atoms with known displacements."""
+    """Returns target displacements (atoms, 3) in Å, and a mask of the free atoms with a target."""
     target = batch.pos_relaxed - batch.pos
     return target, torch.isfinite(target).all(dim=1) & ~batch.fixed
 
@@ -275,7 +277,7 @@ def _goal(batch: "Batch") -> tuple[Tensor, Tensor]:
 def _displacement_error(displacement: Tensor, batch: "Batch") -> Tensor:
     """Averages absolute errors in Å over components and free atoms, then over structures.
 
-    If no structure has relaxed positions, the result is 0 and differentiable.
+    If no structure has relaxed positions, the result is 0 but remains differentiable.
     """
     target, known = _goal(batch)
     target = torch.where(known[:, None], target, torch.zeros_like(target))

@@ -20,7 +20,7 @@ _Batch = tuple[Tensor, Tensor]
 
 
 def perplexity(nats: float) -> float:
-    """Returns exp(nats), or infinity if it overflows, as in diverging runs."""
+    """Returns exp(nats), or infinity if the result overflows, as it does in diverging runs."""
     return math.exp(nats) if nats < 700 else math.inf
 
 
@@ -36,7 +36,7 @@ class _TokenSums(NamedTuple):
 class LanguageTask(Task[_Batch, object]):
     """Mean negative log-likelihood of the next token, in nats.
 
-    Batches are pairs of input and target tokens, of shape (batch, length) each; targets below 0
+    Batches are pairs of input and target tokens, each of shape (batch, length); targets below 0
     are ignored. Perplexity is the exponential of the mean over all tokens of a split.
     """
 
@@ -65,7 +65,7 @@ class PixelTask(LanguageTask):
     """Mean negative log-likelihood of the next byte of an image, in nats.
 
     Batches consist of uint8 images (batch, channels, height, width) and of labels, which are
-    ignored. Bits per dimension are nats / ln 2 / bytes, over all bytes of a split.
+    ignored. Bits per dimension are the nats of a split divided by ln 2 and by its number of bytes.
     """
 
     model: PixelModel
@@ -77,5 +77,5 @@ class PixelTask(LanguageTask):
         return -score.sum(), score.new_tensor(score.numel())
 
     def summarize(self, totals: Tensor) -> dict[str, float]:
-        """Computes bits per dimension from `totals` (fields,), the sums over all batches."""
+        """Computes bits per dimension from `totals`, the sums (fields,) over all batches."""
         return {"bits_per_dim": super().summarize(totals)["bits_per_token"]}

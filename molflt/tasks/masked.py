@@ -54,7 +54,7 @@ class MaskedTask(Task[_Batch, "TokenizedText"]):
     Args:
         model: `molflt.sequence.MaskedLanguageModel`.
         mask_rate: fraction of tokens to predict.
-        mask_share: fraction of the tokens to predict that is replaced by the mask.
+        mask_share: fraction of the tokens to predict that is replaced by the mask token.
         random_share: fraction of the tokens to predict that is replaced by random tokens. The
             remaining tokens to predict are unchanged.
         optimization: further arguments of `molflt.tasks.base.Task`.
@@ -106,7 +106,7 @@ class MaskedTask(Task[_Batch, "TokenizedText"]):
         return batch[0].numel()
 
     def expect_gaps(self, blocks: PieceBlocks, name: str) -> None:
-        """Raises ValueError for a text without hidden tokens, whose perplexity would be 1."""
+        """Raises ValueError if no token of a text is hidden, because its perplexity would be 1."""
         for i in range(len(blocks)):
             tokens, types, there = (x[None].to(self.model.mask_id.device) for x in blocks[i])
             told = self.gaps((tokens, types, there), Draws.of_content(tokens, there))[1]
@@ -120,8 +120,8 @@ class MaskedTask(Task[_Batch, "TokenizedText"]):
     def gaps(self, batch: _Batch, draws: Draws) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Hides tokens and swaps second parts.
 
-        Returns input ids, targets, the mask (False for padding) and the labels of pairs; see `hide`
-        and `swap_parts`.
+        Returns the input ids, the targets, the mask (False for padding) and the pair labels; see
+        `hide` and `swap_parts`.
         """
         tokens, types, there = batch
         label = torch.zeros(len(tokens), dtype=torch.long, device=tokens.device)
@@ -153,13 +153,13 @@ class Draws(NamedTuple):
     """Uniform random numbers in [0, 1)."""
 
     tokens: Tensor
-    """(3, batch, length)"""
+    """shape (3, batch, length); see `hide`"""
     sequences: Tensor
-    """(batch,)"""
+    """shape (batch,); see `swap_parts`"""
 
     @staticmethod
     def new(tokens: Tensor) -> Draws:
-        """Draws new numbers for ids of shape (batch, length) with torch's default generator."""
+        """Draws new numbers for ids (batch, length) with torch's default generator."""
         whole = torch.rand(3, *tokens.shape, device=tokens.device)
         return Draws(whole, torch.rand(len(tokens), device=tokens.device))
 
@@ -167,7 +167,7 @@ class Draws(NamedTuple):
     def of_content(tokens: Tensor, there: Tensor) -> Draws:
         """Derives the numbers of each sequence from its tokens, independently of the padding.
 
-        Numbers are 1 for padding, for which the mask `there`, (batch, length), is False.
+        The numbers are 1 for padding, where the mask `there`, of shape (batch, length), is False.
         """
         whole = torch.ones(3, *tokens.shape)
         each = torch.empty(len(tokens))
@@ -197,7 +197,7 @@ def hide(
         there: (batch, length), False for padding.
         draws: (3, batch, length), uniform in [0, 1), for the choice of hidden tokens, the kind of
             replacement and the random token.
-        mask_id: id of the mask, a scalar.
+        mask_id: id of the mask token, a scalar.
         ordinary: (vocabulary,), True for ids that may be hidden or drawn.
         rate, mask_share, random_share: see `MaskedTask`.
 
@@ -221,7 +221,8 @@ def swap_parts(
 
     Args:
         tokens: (batch, length), ids. A batch of one sequence is not changed.
-        types: (batch, length), 1 in the second part and the padding after it; equal in all rows.
+        types: (batch, length), 1 in the second part and in the padding after it; the same in all
+            rows.
         there: (batch, length), False for padding.
         draws: (batch,), uniform in [0, 1).
 

@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 
 __all__ = ["OptimizerTask", "PopulationTask"]
 
-_SMALLEST = 1e-12  # lower bound of best values, for the logarithm
+_SMALLEST = 1e-12  # lower bound of best values, to avoid the logarithm of 0
 
 
 class _OptimizerSums(NamedTuple):
     mean: Tensor  # logarithm of loss / initial loss, averaged over steps
-    last: Tensor  # the same logarithm after the last step
+    last: Tensor  # logarithm of loss / initial loss after the last step
     problems: Tensor
 
     @classmethod
@@ -46,7 +46,7 @@ class _OptimizerSums(NamedTuple):
 class OptimizerTask(Task[Tensor, object]):
     """Mean of log(f / f_0) over steps and problems, in truncated unrolls.
 
-    Batches are seeds of problems, of shape (batch,). Each problem is first optimized for a random
+    A batch contains the seeds (batch,) of problems. Each problem is first optimized for a random
     number of steps, drawn log-uniformly from 0 to `burn_in`, and then for `unroll` steps that
     contribute to the loss. Meta-steps are therefore independent: training can resume at any
     meta-step and covers late stages of an optimization at low cost.
@@ -111,7 +111,7 @@ class _PopulationSums(NamedTuple):
 class PopulationTask(Task[Tensor, ProblemData]):
     """Meta-training by truncated unrolls on shifted and rotated Rastrigin-like functions.
 
-    Batches are seeds of problems, of shape (batch,). Each problem is a function of the family
+    A batch contains the seeds (batch,) of problems. Each problem is a function of the family
     "rastrigin_like" (`molflt.optimizers.functions`) with a population that starts from
     N(0, 2.5^2). The loss is the mean over generations and problems of
 

@@ -30,13 +30,13 @@ _NO_FORCE = 1.0  # meV/Å; below this mean magnitude, force labels count as zero
 
 
 class _Errors(NamedTuple):
-    """Errors of all predictions with labels."""
+    """Errors of all predictions for which labels are known."""
 
-    energy: Tensor  # (structures,), eV per atom
-    forces: Tensor  # (components,), eV/Å
-    stress: Tensor  # (structures with stress, 9), eV/Å^3
-    virial: Tensor  # stress times the volume per atom, eV per atom
-    labels: Tensor  # (components,), force labels, eV/Å
+    energy: Tensor  # (structures,), in eV per atom
+    forces: Tensor  # (components,), in eV/Å
+    stress: Tensor  # (structures with stress, 9), in eV/Å^3
+    virial: Tensor  # stress times the volume per atom, in eV per atom
+    labels: Tensor  # (components,), force labels in eV/Å
 
 
 class _PointSums(NamedTuple):
@@ -62,9 +62,9 @@ class _PointSums(NamedTuple):
         )
 
     def metrics(self) -> dict[str, float]:
-        """Returns errors of energies in meV/atom, of forces in meV/Å and of stress in meV/Å^3.
+        """Returns the errors of energies (meV/atom), forces (meV/Å) and stress (meV/Å^3).
 
-        Without labels, the errors of energies and forces are NaN, and that of stress is omitted.
+        Without labels, the energy and force errors are NaN, and the stress error is omitted.
         """
         energy, square, count, forces, forces_square, components, stress, stresses, labels = map(
             float, self
@@ -95,7 +95,7 @@ class PotentialTask(OfStructures, Task["Batch", "PotentialData"]):
         stress_weight: weight of stress.
         loss: form of L. huber: quadratic up to 0.01 and linear beyond; l1: |x|; mse: x^2, as in
             MACE and NequIP.
-        references: energies of elements, which are subtracted from the labels and stored with the
+        references: element energies, which are subtracted from the labels and stored with the
             weights. fit: least squares on the training set; a JSON or YAML file: energies in eV by
             symbol, such as those of free atoms; none: no references.
         optimization: further arguments of `molflt.tasks.base.Task`.
@@ -171,8 +171,8 @@ def point_errors(out: Mapping[str, Tensor], batch: "Batch") -> _Errors:
 
     Args:
         out: output of `molflt.graph.potential.Potential`.
-        batch: structures with labels, which are NaN if unknown: energy, (graphs,) in eV; forces,
-            (atoms, 3) in eV/Å; stress, (graphs, 3, 3) in eV/Å^3.
+        batch: structures with the labels energy (graphs,) in eV, forces (atoms, 3) in eV/Å and
+            stress (graphs, 3, 3) in eV/Å^3; unknown labels are NaN.
     """
     counts = batch.ptr.diff()
     for name in ("energy", "forces"):

@@ -59,7 +59,7 @@ class SentenceTask(Task[_Batch, object]):
 
     Args:
         model: `molflt.sequence.SequenceClassifier`.
-        measure: metric that selects the best weights, accuracy or correlation; null selects
+        measure: metric that selects the best weights: accuracy or correlation. null selects
             accuracy for classes and correlation for scores. CoLA uses the correlation.
         optimization: further arguments of `molflt.tasks.base.Task`.
     """
@@ -108,7 +108,7 @@ class SentenceTask(Task[_Batch, object]):
         return len(batch[3])
 
     def summarize(self, totals: Tensor) -> dict[str, float]:
-        """Computes the metrics from `totals` (fields,); the first metric is the measure."""
+        """Computes the metrics from the sums (fields,) `totals`; the first metric is `measure`."""
         found = super().summarize(totals)
         score = found[f"{self.measure}_percent"]
         if self.model.classes == 1:

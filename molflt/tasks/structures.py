@@ -50,7 +50,7 @@ class OfStructures:
 
         `explained` contains the energies, in eV, that the fit subtracts from the labels.
         """
-        # same annotation as in the tasks, because typing caches the first order of a union
+        # same annotation as in the tasks, because typing caches the order of a union's members
         from ase.data import chemical_symbols
 
         if references in (None, "none"):
@@ -80,7 +80,7 @@ class OfStructures:
                 )
 
     def files(self) -> dict[str, bytes]:
-        """Returns references.json, with energies in eV by symbol; {} without element energies."""
+        """Returns references.json, which lists energies in eV by symbol; {} if none were stored."""
         if not self._fitted:
             return {}
         return {"references.json": (json.dumps(self._fitted, indent=2) + "\n").encode()}
@@ -93,7 +93,7 @@ class OfStructures:
         return f"sids {', '.join(map(str, batch.sid.tolist()))}"
 
     def blame(self, batch: "Batch", diverges: Callable[["Batch"], bool]) -> str:
-        """Names structures that diverge individually; otherwise, those with coincident atoms."""
+        """Lists structures that diverge individually; if none does, those with coincident atoms."""
         from molflt.data.structures.overlaps import atoms_coincide
 
         records = {int(record.sid): record.cpu() for record in batch.to_data_list()}

@@ -33,8 +33,8 @@ class _TargetSums(NamedTuple):
 class TranslationTask(Task[_Batch, object]):
     """Cross-entropy of the next target token, given the source and the previous target tokens.
 
-    Batches consist of source ids and their mask, both (batch, n), and of input ids and labels of
-    the target, both (batch, t). Labels are -1 for padding. Perplexity is computed without label
+    Batches consist of source ids and their mask, each (batch, n), and of target input ids and
+    labels, each (batch, t). Labels are -1 for padding. Perplexity is computed without label
     smoothing. BLEU is computed by `molflt evaluate`.
 
     Args:

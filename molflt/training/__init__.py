@@ -1,1 +1,1 @@
-"""Training: the loop, the run folder, and recipes of what can be trained."""
+"""Training: the training loop, the run folder and the recipes."""

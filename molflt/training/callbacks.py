@@ -125,7 +125,7 @@ class _Averages(WeightAveraging):
 
     @property
     def state_key(self) -> str:
-        """Returns the key of this callback in checkpoints, which earlier versions also used."""
+        """Returns the key of this callback in checkpoints; earlier versions used the same key."""
         return "EMAWeightAveraging"
 
 
@@ -139,7 +139,7 @@ class _Interrupted(Exception):
 
 
 class _BestWeights(Callback):
-    """Saves the weights of the best validation so far and stops if validations do not improve.
+    """Saves the weights of the best validation; stops training if validations do not improve.
 
     `Task.ranking` compares validations. If two validations are equal, the later one counts as
     better. A validation is never the best if one of its sums, such as the loss, is not finite.
@@ -210,10 +210,10 @@ class _LastCheckpoint(Checkpoint):
     """Saves checkpoints with :meth:`RunFolder.save_checkpoint` and stops on signals.
 
     A checkpoint is saved after the optimizer, the schedule and the averages have completed a step,
-    but before the validation that follows. A run killed during validation therefore repeats it.
-    Only the checkpoint of the last step is saved after its validation. The first checkpoint is
-    saved before the first weights and before the last step. A run that has weights but no
-    checkpoint was therefore not interrupted.
+    but before the validation that follows. A run killed during a validation therefore repeats it
+    when resumed. Only the checkpoint of the last step is saved after its validation. The first
+    checkpoint is saved before the first weights and before the last step. A run that has weights
+    but no checkpoint was therefore not interrupted.
 
     Closing a terminal sends SIGHUP. If nohup has disabled this signal, it stays disabled.
 
@@ -243,7 +243,7 @@ class _LastCheckpoint(Checkpoint):
         self._terminals = [number for number in (1, 2) if os.isatty(number)]
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._watch_signals()  # `on_sanity_check_start` needs validation batches
+        self._watch_signals()  # `on_sanity_check_start` is skipped without a sanity check
         self.folder.start_steps(
             {
                 "threads": torch.get_num_threads(),

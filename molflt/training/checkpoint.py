@@ -121,8 +121,8 @@ class Saved(NamedTuple):
     weights: Sequence[dict[str, Tensor]]
     """weights of each model"""
     files: Mapping[str, object] | None
-    """SHA-256 digests of files that describe the training data, by name; for an export, their JSON
-    content; None if unknown"""
+    """SHA-256 digests (of a run) or JSON contents (of an export) of the files that describe the
+    training data, by name; None if unknown"""
     content: Mapping[str, Any]
     """config.yaml of the run, or the header written by :func:`write_exported`"""
 
@@ -201,7 +201,7 @@ def _build(name: str, config: Mapping[str, Any]) -> nn.Module:
 
 
 def weights_of(run: Path, checkpoint: str) -> Path:
-    """Returns the weights file of a run for "best", "last" or the path of a file."""
+    """Returns the weights file of a run; `checkpoint` is "best", "last" or the path of a file."""
     named = checkpoint in ("best", "last")
     return run / "checkpoints" / f"{checkpoint}.safetensors" if named else Path(checkpoint)
 
@@ -215,7 +215,7 @@ def find_weights(
 
     Args:
         source, hub: see `molflt.training.checkpoint.find`.
-        checkpoint: best (the default), last, or the path of a safetensors file; only for a run.
+        checkpoint: best (the default), last, or the path of a safetensors file; requires a run.
 
     Returns:
         The file and the folder of its run, which is None for weights outside a run.
@@ -236,7 +236,7 @@ def find_weights(
 
 
 def weights_digest(path: Path) -> str:
-    """Returns the SHA-256 digest of a weights file, from its header if possible; "" for no file."""
+    """Returns the SHA-256 digest of a weights file, from its header if possible; "" if missing."""
     if not path.is_file():
         return ""
     digest = None
@@ -430,7 +430,7 @@ def write_exported(
 
     Args:
         folder: folder to write to; created if missing.
-        weights: weights by name; for several models, with the prefixes "members.0.", "members.1.".
+        weights: weights by name; for several models, with prefixes: "members.0.", "members.1.", ...
         content: entries of the header: recipe, models (the options of each model), about, license,
             datasets, task (its options), results, and files (the content of small files in the run
             folder, by name).
@@ -462,7 +462,7 @@ def is_exported(path: Path) -> bool:
 
 
 def recipe_of(path: Path) -> str | None:
-    """Reads the recipe from the header of a weights file outside a run; None if unknown."""
+    """Reads the recipe of a weights file outside a run from its header; None if it is unknown."""
     if is_exported(path):
         return str(_parsed(read_header(path)[_KEY]).get("recipe"))
     from molflt.sequence.published import is_transformers

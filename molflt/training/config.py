@@ -129,7 +129,7 @@ class _Loader(yaml.SafeLoader):
 
 
 def read_yaml(path: Path) -> dict[str, object]:
-    """Reads a configuration, in which every group consists of keys and values."""
+    """Reads a YAML configuration; raises ValueError unless every group is a mapping."""
     try:
         content = yaml.load(path.read_bytes().decode(), _Loader)
     except (yaml.YAMLError, ValueError, RecursionError) as error:

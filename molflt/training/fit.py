@@ -68,8 +68,8 @@ def fit(
             precision=options.precision,
             accelerator="cuda" if computes_on(options.accelerator)[0] == "GPU" else "cpu",
             devices=options.devices,
-            # Buffers change identically on all ranks; broadcasting them would hang if a rank has
-            # one validation batch less
+            # Buffers change identically on all ranks; broadcasting them would hang if one rank had
+            # fewer validation batches than the others
             strategy=DDPStrategy(broadcast_buffers=False) if ddp else "auto",
             use_distributed_sampler=False,
             gradient_clip_val=options.gradient_clip,
@@ -109,7 +109,7 @@ def fit(
 
 
 def _stop_others(trainer: pl.Trainer) -> None:
-    """Ends the processes that Lightning started; its observer would also kill this process."""
+    """Kills the processes started by Lightning, whose observer would also kill this process."""
     launcher: Any = trainer.strategy.launcher
     if launcher is not None:
         launcher.kill(signal.SIGKILL)
@@ -156,7 +156,7 @@ def _loggers(name: LoggerName, folder: RunFolder) -> Iterator[list[Logger]]:
         own = hashlib.sha256(str(folder.path.resolve()).encode() + begun).hexdigest()[:16]
         project = os.environ.get("WANDB_PROJECT", "molflt")
         logger = WandbLogger(folder.path.name, save_dir=folder.path, project=project, id=own)
-        logger.log_hyperparams(dict(folder.provenance["config"]))  # asks for the login
+        logger.log_hyperparams(dict(folder.provenance["config"]))  # prompts for the login
         try:
             yield [logger]
         finally:

@@ -57,7 +57,7 @@ _RANGES = {
     "[5, 1000]": "vacuum",  # Å
     "(0, 10]": "model.max_frequency",  # cycles/Å
 }
-_SHORTER = (  # patterns in errors of jsonargparse, and their replacements
+_SHORTER = (  # patterns in error messages from jsonargparse, and their replacements
     (r"<class '(?:\w+\.)?(\w+)'>", r"\1"),
     (r"typing\.", ""),
     (

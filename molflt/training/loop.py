@@ -1,4 +1,4 @@
-"""Lightning modules for tasks and data, and the callback that writes metrics.csv."""
+"""The Lightning module of a task, and the callback that writes metrics.csv."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class _LightningTask(pl.LightningModule, Generic[_Batch, _Data]):
 
     def __init__(self, task: Task[_Batch, _Data], data: BatchedData[Sized]) -> None:
         super().__init__()
-        # the number of processes may exceed that of validation batches: items are counted once
+        # processes may outnumber validation batches, because each item is evaluated only once
         self.allow_zero_length_dataloader_with_multiple_devices = True
         self.task = task
         self.data = data
@@ -178,7 +178,7 @@ class _LightningTask(pl.LightningModule, Generic[_Batch, _Data]):
         )
 
     def _culprits(self) -> str:
-        """Names the items of a step that diverge individually; empty if all items are finite."""
+        """Describes the items of a step that diverge individually; "" if no item diverges."""
         weights = [weight for weight in self.model.parameters() if weight.requires_grad]
 
         def diverges(batch: _Batch) -> bool:

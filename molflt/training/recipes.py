@@ -20,8 +20,8 @@ class Recipe(NamedTuple):
     data: str
     task: str
     evaluate: str = "molflt.evaluation.common:evaluate"
-    """(run, model, config, out, ...) -> `molflt.evaluation.results.Evaluation`; by default the
-    metrics of the task on the validation set"""
+    """(run, model, config, out, ...) -> `molflt.evaluation.results.Evaluation`; the default
+    function computes the metrics of the task on the validation set"""
     relatives: tuple[str, ...] = ()
     """other recipes with the same encoder, whose weights `--init` accepts"""
 

@@ -62,8 +62,8 @@ Provenance = dict[str, Any]
 """Information about a run, stored in its checkpoints under the key "molflt".
 
 Keys: config; data (fingerprints by use); machine (settings that affect rounding); seconds; initial
-(content of domain.json of the initial weights); stopped, if early stopping ended the run: step,
-since (validations since the best one), metric, best (its best value), best_step.
+(content of domain.json of the initial weights); and, only after early stopping, stopped (step;
+since, the number of validations since the best; metric; best, its best value; best_step).
 """
 
 
@@ -76,7 +76,7 @@ def read_provenance(run: Path) -> Provenance:
     return read_checkpoint(last).get("molflt", {}) if last.is_file() else {}
 
 
-# Options that do not affect the steps. Data are compared by content, and epochs as step numbers.
+# Options that do not affect the steps. Data are compared by content, and epochs in terms of steps.
 _FREE = {
     "run",
     "data.root",
@@ -137,7 +137,7 @@ class RunFolder:
 
     @contextlib.contextmanager
     def held(self, resume: bool) -> Iterator[None]:
-        """Locks the folder; if `resume`, reads its checkpoint, otherwise expects a new folder."""
+        """Locks the folder; reads its checkpoint if `resume` is True, else expects a new folder."""
         if resume and not self.last.is_file():
             read_checkpoint(self.last)  # raises before a folder is created
         with self._lock.held() if self.writes else contextlib.nullcontext():
@@ -224,7 +224,7 @@ class RunFolder:
         self._files = {name: hashlib.sha256(data).hexdigest() for name, data in files.items()}
 
     def _was(self) -> Provenance:
-        """Returns the provenance in the checkpoint; empty for checkpoints of earlier versions."""
+        """Returns the stored provenance; {} for new runs and checkpoints of earlier versions."""
         return (self.checkpoint or {}).get("molflt", {})
 
     def remember(self, domain: object) -> object:
@@ -238,7 +238,7 @@ class RunFolder:
         return kept
 
     def check_weights(self, model: nn.Module) -> None:
-        """Checks that the checkpoint fits the model and rewrites last.safetensors from it.
+        """Checks that the checkpoint fits the model; rewrites last.safetensors from the checkpoint.
 
         Rewriting is needed if the run was killed after only one of the two files was written.
         """
@@ -263,7 +263,7 @@ class RunFolder:
         self.provenance["machine"] = machine
 
     def say(self, text: str, file: TextIO | None = None) -> None:
-        """Prints a text, only in the first process."""
+        """Prints a text if this is the first process."""
         if self.writes:
             print(text, file=file)
 
@@ -331,7 +331,7 @@ class RunFolder:
     def draw_curve(self, metrics: Mapping[str, Metric]) -> None:
         """Draws curve.png if metrics.csv has rows.
 
-        Errors are printed, unless the run itself ends with an error.
+        Errors are printed instead of raised, and ignored if the run itself ends with an error.
         """
         table, png = self.path / "metrics.csv", self.path / "curve.png"
         ending = sys.exception()
@@ -365,7 +365,7 @@ def _versions() -> dict[str, str | None]:
 
 
 def read_versions(run: Path) -> dict[str, object]:
-    """Reads versions.json of a run; empty if the file is missing."""
+    """Reads versions.json of a run; returns {} if the file is missing."""
     path = Path(run) / _VERSIONS
     found: Any = read_json(path, "JSON", "restore it") if path.is_file() else {}
     return dict(found)
@@ -399,7 +399,7 @@ def best_of(run: Path) -> Best | None:
 
 
 def steps_of(run: Path, weights: str = "last") -> int:
-    """Reads the step of the "last" or "best" weights from their header; 0 without this file."""
+    """Reads the step of the "last" or "best" weights from their header; 0 if they are missing."""
     path = Path(run) / "checkpoints" / f"{weights}.safetensors"
     return int(_number(path, "step")) if path.is_file() else 0
 

@@ -69,7 +69,7 @@ def _inits(words: list[str]) -> list[str]:
 
 
 def _values_in(key: str, files: Sequence[str]) -> list[str]:
-    """Returns the values of `key` in YAML files or run folders; paths (of "init") are absolute."""
+    """Returns the values of `key` in YAML files or run folders; "init" values become absolute."""
     found = []
     for name in files:
         # errors are reported by the parser
@@ -138,7 +138,7 @@ class _TrainParser(ArgumentParser):
         self.set_defaults(taken)
 
     def parse_path(self, path: str | os.PathLike[str], *args: Any, **kwargs: Any) -> Namespace:
-        read_yaml(Path(path))  # raises for repeated keys and values instead of groups
+        read_yaml(Path(path))  # raises for repeated keys, and for values in place of groups
         try:
             found = super().parse_path(path, *args, **kwargs)
         except ArgumentError as error:
@@ -191,7 +191,7 @@ def dated_run(name: str) -> Path:
     All processes of a training run use the same folder.
 
     Args:
-        name: name of the training run, such as that of its configuration.
+        name: name of the training run, such as the name of its configuration.
     """
     if "LOCAL_RANK" in os.environ:
         if _SHARED not in os.environ:
@@ -237,14 +237,14 @@ def _of_transformers(saved: Saved) -> Saved:
 
 
 class Initializer:
-    """Loads initial weights in a new run; does nothing without `init` or in a resumed run.
+    """Loads initial weights into the model of a new run; does nothing in a resumed run.
 
     Args:
         folder: the run folder.
-        init: name of the weights; see `molflt.training.checkpoint.find_weights`.
+        init: name of the weights (see `molflt.training.checkpoint.find_weights`), or None.
 
     Attributes:
-        options: arguments of the source's model.
+        options: arguments of the source model; empty if nothing is loaded.
     """
 
     def __init__(self, folder: RunFolder, init: object) -> None:
@@ -380,14 +380,14 @@ def _transfer(source: Saved, model: nn.Module, files: Mapping[str, bytes]) -> di
 
 
 def _is_same(kept: object, content: bytes) -> bool:
-    """Returns True if `content` equals a file, of which `kept` is the digest or the parsed JSON."""
+    """Returns True if `kept` is the SHA-256 digest of `content`, or `content` parsed as JSON."""
     if isinstance(kept, str):
         return kept == hashlib.sha256(content).hexdigest()
     return kept is not None and kept == json.loads(content)
 
 
 def _change(name: str, now: Tensor, was: Tensor | None) -> str:
-    """Names a buffer that depends on the data; for a number, adds the new and the old value."""
+    """Returns the name of a buffer that depends on the data; adds the values if it is a number."""
     if was is None or now.numel() != 1 or was.numel() != 1:
         return name
     return f"{name} {float(now):.6g}, {float(was):.6g} in the source"

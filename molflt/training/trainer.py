@@ -42,8 +42,8 @@ class TrainerOptions:
         num_sanity: number of validation batches to run before training, as a check.
         accumulate: number of batches whose gradients are averaged for one step. A step is then
             equivalent to a step with a larger batch but needs only the memory of one small batch.
-        patience: number of validations without improvement after which training stops; null to
-            never stop early.
+        patience: number of validations without improvement after which training stops; null
+            disables early stopping.
         logger: csv writes only metrics.csv; tensorboard also writes TensorBoard files to the run
             folder; wandb also sends the rows to Weights & Biases.
     """
@@ -110,4 +110,4 @@ def computes_on(accelerator: str) -> tuple[str, int]:
     gpus = torch.cuda.device_count()
     if accelerator == "gpu" or (accelerator == "auto" and gpus):
         return "GPU", gpus
-    return "core", max(2, os.cpu_count() or 1)  # two processes may share one core, to try DDP
+    return "core", max(2, os.cpu_count() or 1)  # two processes may share a core, to test DDP

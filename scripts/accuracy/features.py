@@ -65,7 +65,7 @@ def measure(
 
 
 def table(rows: Rows) -> str:
-    """Formats errors, slopes of log error against log M, and ratios of errors to those of "iid"."""
+    """Formats errors, slopes of log error against log M, and ratios to the errors of "iid"."""
     others = [name for name in names(rows, "projection") if name not in ("iid", UNIFORM)]
     head = ["map, scale, error", f"iid at M = {max(names(rows, 'm'))}", "uniform", "iid: slope"]
     head += [f"{name}: slope, / iid" for name in others]

@@ -60,7 +60,7 @@ def crystal(atoms: int, generator: torch.Generator) -> Graph:
 
 
 def collated(graphs: list[Graph]) -> dict[str, Tensor]:
-    """Batches graphs and returns the batch as arguments of a layer."""
+    """Batches graphs and returns the batch as keyword arguments for a layer."""
     x, pos, cells = zip(*graphs, strict=True)
     batch = torch.arange(len(graphs)).repeat_interleave(torch.tensor([len(own) for own in x]))
     return {"x": torch.cat(x), "pos": torch.cat(pos), "batch": batch, "cell": torch.stack(cells)}

@@ -25,7 +25,7 @@ STEPS = 200
 
 
 def binding(atoms: Atoms, calculator: str, elements: dict[str, float]) -> tuple[float, bool]:
-    """Returns the adsorption energy in eV, and a flag: True if both relaxations converged."""
+    """Returns the adsorption energy in eV, and True if both relaxations converged, else False."""
     atoms = atoms.copy()
     atoms.pbc = True
     fixed = atoms.arrays["fixed"].astype(bool)
@@ -67,7 +67,7 @@ def correlation(a: NDArray[np.float64], b: NDArray[np.float64]) -> float:
 
 
 def agreement(rows: Rows) -> dict[str, float]:
-    """Computes correlations and errors in eV, also after subtracting the means of adsorbates."""
+    """Computes correlations and errors in eV, also after subtracting the mean of each adsorbate."""
     dft, energy = (np.array([float(row[key]) for row in rows]) for key in ("dft", "energy"))
     adsorbate = np.array([row["adsorbate"] for row in rows])
     apart = [

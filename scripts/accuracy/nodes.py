@@ -1,4 +1,4 @@
-"""Error of a mask in three dimensions and its scatter under rotations, for each node rule.
+"""Error of a three-dimensional mask and its scatter under rotations, for each node rule.
 
 The mask is exp(-|z|^2 / 2 s^2), and positions are uniform in a ball of diameter 2 R. Random rules
 draw nodes from the spectral density of the mask, which is the optimal density. `suggest_nodes`
@@ -85,10 +85,10 @@ def measure(
 
 
 def table(rows: Rows) -> str:
-    """Formats a table.
+    """Formats some of the rows as a table.
 
-    For each ratio and rule, it contains one row per bound in `SHOWN`, with the largest number of
-    nodes that does not exceed the bound.
+    For each ratio and rule, the table contains one row per bound in `SHOWN`, with the largest
+    number of nodes that does not exceed the bound.
     """
     labels = {"2R / s": "{ratio:g}", "rule": "{rule}", "nodes r": "{nodes}"}
     numbers = {"rms error": "{error:.1e}", "scatter over rotations": "{scatter:.1e}"}

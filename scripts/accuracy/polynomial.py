@@ -1,7 +1,7 @@
 """Errors of polynomial and random features relative to softmax of normalized queries and keys.
 
-Errors of outputs, and of gradients of a random linear function of the outputs, are relative errors
-over all tokens of a head. Random maps have as many features as the polynomial of degree 2.
+The errors of outputs, and of the gradients of a random linear function of the outputs, are relative
+errors over all tokens of a head. Random maps have as many features as the polynomial of degree 2.
 """
 
 import itertools
@@ -70,7 +70,7 @@ def drawn(kind: str, tokens: int, dim: int, generator: torch.Generator) -> list[
 
 
 def results(mix: Mix, inputs: list[Tensor], temperature: float) -> list[Tensor]:
-    """Returns the output, the gradients of all inputs, and the gradients of queries and keys.
+    """Returns the output and two sets of gradients: for all inputs, and for queries and keys only.
 
     Each of the three results is a tensor (heads, number of values).
     """
@@ -104,7 +104,7 @@ def measure(
 
 
 def table(rows: Rows) -> str:
-    """Formats the errors of the output and of the gradients of all inputs, in percent."""
+    """Formats the errors of outputs and of gradients with respect to all inputs, in percent."""
     forms = names(rows, "form")
     lines = []
     keys = ("directions", "d", "temperature")

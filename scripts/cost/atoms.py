@@ -17,7 +17,7 @@ KERNEL = {"position": "multiplicative"}
 
 
 def pyg(atoms: int, causal: bool) -> nn.Module:
-    """Builds PyG's Performer with as many ReLU features as molflt's layers have features."""
+    """Builds PyG's Performer with as many ReLU features as molflt's layers have random features."""
     return layers.DenseBatch(layers.pyg_performer(layers.DIM, layers.HEADS, layers.FEATURES))
 
 

@@ -91,7 +91,7 @@ def measure(
 
 
 def compared(name: str, timed: Pair, exact: Pair, rounds: int) -> Row:
-    """Returns a row with times of both models in `timed` and the energy difference in `exact`."""
+    """Returns a row: times of the pair `timed`, and the energy difference of the pair `exact`."""
     given = structures(BATCHES[name])
     energies = [all_energies(model, given) for model in exact]
     works = {

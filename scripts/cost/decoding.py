@@ -36,7 +36,7 @@ TOKENS = 8
 QUICK = {"positions": (6, 12, 24), "rounds": 1}
 
 Key = tuple[str, int]  # mechanism, position
-Times = dict[Key, list[list[float]]]  # seconds of each token of each round
+Times = dict[Key, list[list[float]]]  # time of each token in s, by round
 
 
 def decoders(given: Sequence[str], longest: int) -> dict[str, LanguageModel]:
@@ -60,7 +60,7 @@ def decoders(given: Sequence[str], longest: int) -> dict[str, LanguageModel]:
 
 
 def held(state: object) -> int:
-    """Returns the total size of all tensors in a state in bytes; each storage is counted once."""
+    """Returns the total size, in bytes, of the tensors in a state; counts each storage once."""
     tensors = (leaf for leaf in tree_leaves(state) if isinstance(leaf, Tensor))
     storages = {one.untyped_storage().data_ptr(): one.untyped_storage() for one in tensors}
     return sum(storage.nbytes() for storage in storages.values())
@@ -81,7 +81,7 @@ def states(
 
 
 def turn(model: LanguageModel, state: LanguageState, tokens: Tensor) -> list[float]:
-    """Decodes tokens from a state and returns the time of each token, except the first, in s."""
+    """Decodes tokens from a state; returns the time, in s, of each token except the first."""
     seconds = []
     for token in tokens.split(1, dim=1):
         start = time.thread_time()

@@ -57,7 +57,7 @@ class Mix(NamedTuple):
     ways: tuple[str, ...] = ("mixed", "equal", "padded")
 
     def equal(self) -> list[int]:
-        """Returns the sizes if the atoms are distributed as evenly as possible over the graphs."""
+        """Returns graph sizes that distribute the same atoms as evenly as possible."""
         least, more = divmod(sum(self.sizes), len(self.sizes))
         return [least + 1] * more + [least] * (len(self.sizes) - more)
 
@@ -89,7 +89,7 @@ def mixed(layer: nn.Module, given: Inputs) -> Tensor:
 
 
 def padded(layer: nn.Module, given: Inputs) -> Tensor:
-    """Calls a layer of molflt or PyG on graphs that are padded to the size of the largest."""
+    """Calls a layer of molflt or PyG on graphs that are padded to the size of the largest graph."""
     x, mask = to_dense_batch(given["x"], given["batch"])
     if not isinstance(layer, GraphAttention):
         return layer(x, mask)[mask]

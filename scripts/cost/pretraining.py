@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from molflt.sequence import MaskedLanguageModel
 from molflt.tasks.masked import MaskedTask
 
-SPECIAL, PIECES = 5, 32_000  # number of special tokens, number of all tokens
+SPECIAL, PIECES = 5, 32_000  # number of special tokens, total number of tokens
 FILES = ("bert", "fnet-hybrid", "fnet", "linear", "random", "ff-only", "performer", "nprf", "flt")
 
 

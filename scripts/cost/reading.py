@@ -1,4 +1,4 @@
-"""Reading speed and size of the compact store and OC20's pickles.
+"""Reading speed and size of the compact store and of OC20's pickles.
 
 The records of a published OC20 LMDB, including edges, are repeated and written in both formats.
 Both files are then read on one core in the same random order and yield the same tensors.

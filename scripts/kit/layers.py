@@ -6,8 +6,8 @@ once.
 Peak memory is measured on Linux. Each measurement runs in its own process, which is forked from a
 process that has not computed anything. The process warms up on 64 tokens, resets the kernel's
 record of peak resident memory (/proc/self/clear_refs), and returns the increase of the peak during
-one pass. This includes the memory of all libraries. Blocks above 64 KiB are returned to the system
-when they are freed (MALLOC_MMAP_THRESHOLD_), because reused blocks would not be counted.
+one pass. The increase includes the memory of all libraries. Blocks above 64 KiB are returned to the
+system when they are freed (MALLOC_MMAP_THRESHOLD_), because reused blocks would not be counted.
 `Study.allocator` can keep the allocator's defaults instead; the peak then depends on the unused
 memory of the process.
 """
@@ -126,7 +126,7 @@ def one_pass(study: Study, name: str, causal: bool, length: int, which: str) -> 
 
 
 def resident(field: str) -> float:
-    """Returns resident memory of this process in MiB; the field is VmRSS (now) or VmHWM (peak)."""
+    """Returns the resident memory of this process in MiB; `field` is VmRSS or VmHWM (the peak)."""
     found = re.search(rf"{field}:\s+(\d+) kB", Path("/proc/self/status").read_text())
     return int(found[1]) / 1024 if found else math.nan
 
@@ -140,7 +140,7 @@ def growth(work: Callable[[], object]) -> float:
 
 
 def cost(module: str, name: str, causal: bool, length: int, which: str) -> dict[str, Any]:
-    """Returns time and memory of one pass and peak memory of the process, or an error message."""
+    """Returns the costs of one pass and the peak memory of the process, or an error message."""
     torch.set_num_threads(1)
     study: Study = import_module(module).STUDY
     try:
@@ -190,7 +190,7 @@ def measure_layers(
     gigabytes: float = 6.0,
     passes: tuple[str, ...] = (),
 ) -> Rows:
-    """Returns a row for each mechanism, size and pass, which contains the times of all rounds.
+    """Returns a row, with the times of all rounds, for each mechanism, size and pass.
 
     A pass is skipped if its extrapolated time exceeds `seconds` or its memory exceeds `gigabytes`.
     """
@@ -230,7 +230,7 @@ def row(key: Key, found: Mapping[str, Any], seconds: list[float]) -> Row:
 def curve(
     rows: Rows, name: str, quantity: str, causal: bool = False, which: str = TRAINING
 ) -> list[tuple[float, float]]:
-    """Returns pairs of a measured length and its median time in s, or its peak memory in MiB."""
+    """Returns pairs: a measured length, and its median time in s or its peak memory in MiB."""
     return [
         (r["length"], statistics.median(r["seconds"]) if quantity == "seconds" else r["peak_MiB"])
         for r in rows

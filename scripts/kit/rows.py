@@ -38,7 +38,7 @@ class Points:
 
 
 def write_csv(path: Path, rows: Rows) -> None:
-    """Writes a CSV file: floats with six digits, and lists as numbers separated by spaces.
+    """Writes rows to a CSV file; floats have six digits, and list items are separated by spaces.
 
     Each key that occurs in any row becomes a column.
     """
@@ -107,7 +107,7 @@ def exponent(points: Sequence[tuple[float, float]]) -> float:
 
 
 def upper_half(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Returns the upper half of the points, including the middle point, and at least two points."""
+    """Returns the upper half of the points, including the middle one, but at least two points."""
     return points[min(len(points) // 2, max(0, len(points) - 2)) :]
 
 

@@ -30,7 +30,7 @@ THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
 
 def digest(path: Path) -> str:
-    """Returns the sha256 of a file, or of the LMDBs in a folder."""
+    """Returns the SHA-256 digest of a file, or of the LMDBs in a folder."""
     if path.is_dir():
         each = "".join(map(digest, sorted(path.glob("*.lmdb"))))
         return hashlib.sha256(each.encode()).hexdigest()
@@ -145,7 +145,7 @@ def work_all(
 
 
 def collect(out: Path, kind: str, among: list[str], seeds: list[int]) -> Rows:
-    """Returns a row for each finished run and split, with the name of the run at the key `kind`."""
+    """Returns a row for each finished run and split, with the run's name under the key `kind`."""
     rows = []
     for name in among:
         for seed in seeds:
@@ -172,7 +172,7 @@ def system_rows(folder: Path, energies: Mapping[int, tuple[float, float]], **lab
 
 
 def errors_of_mean(runs: Sequence[Path], split: str) -> tuple[float, float] | None:
-    """Returns MAE in eV and EwT in % of energies averaged over runs; None without labels."""
+    """Returns the MAE (eV) and EwT (%) of energies averaged over runs; None without labels."""
     found = [read_energies(run, split) for run in runs]
     systems = sorted(sid for sid, (_, target) in found[0].items() if math.isfinite(target))
     if not systems:

@@ -1,4 +1,4 @@
-"""Times of functions that are called in turn, which exposes all to the same machine load."""
+"""Times of functions that are called in turn, which exposes all of them to the same load."""
 
 import statistics
 import time

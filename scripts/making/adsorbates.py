@@ -13,8 +13,9 @@ class _Adsorbate(NamedTuple):
 
     Attributes:
         whole: name of the molecule in the collection.
-        anchors: alternative binding sites, as indices: one atom, two atoms whose bond is parallel
-            to the surface, or three or more atoms, which bind with their center.
+        anchors: alternative binding sites, each given by the indices of one atom, of two atoms
+            whose bond is parallel to the surface, or of three or more atoms that bind through their
+            center.
         without: indices of the atoms that are removed.
     """
 
@@ -23,7 +24,7 @@ class _Adsorbate(NamedTuple):
     without: tuple[int, ...] = ()
 
 
-# Systems depend on the order; a change requires a new version of the generator.
+# Systems depend on the order of the keys; a change requires a new version of the generator.
 ADSORBATES: dict[str, _Adsorbate] = {
     **{name: _Adsorbate(name) for name in ("H", "C", "N", "O", "CH")},
     "CH2": _Adsorbate("CH2_s3B1d"),

@@ -36,7 +36,7 @@ class Potential(NamedTuple):
         packages: packages whose versions affect the energies; the first contains the potential.
         install: command that installs the potential.
         metals: supported metals; None for all metals.
-        max_step: maximum displacement in a BFGS step, Å. With steps above 0.1 Å, many EMT
+        max_step: maximum displacement in a BFGS step, in Å. With steps above 0.1 Å, many EMT
             relaxations do not converge. With 0.1 Å, CHGNet needs 1.8 times as many steps as with
             0.2 Å.
         intact: True if molecules remain intact on most surfaces. With EMT, three out of four
@@ -73,7 +73,7 @@ class Relaxation(NamedTuple):
 
 @cache  # loading the weights takes a second
 def _chgnet() -> Calculator:
-    """Returns CHGNet, which computes stress only on request, because stress doubles the time."""
+    """Returns CHGNet; it computes the stress, which doubles the time, only on request."""
     with contextlib.redirect_stdout(io.StringIO()):  # it prints the device
         module = import_module("chgnet.model.dynamics")
         calculator = module.CHGNetCalculator(use_device="cpu", on_isolated_atoms="ignore")
@@ -118,7 +118,7 @@ def relax(
 ) -> Relaxation:
     """Relaxes atoms in place with BFGS.
 
-    Stops if all forces are below `tolerance`, in eV/Å, or after `steps` steps. With `frames`, the
+    Stops when all forces are below `tolerance`, in eV/Å, or after `steps` steps. With `frames`, the
     structures of all steps are stored with their energies and forces.
     """
     entry = CALCULATORS[potential]

@@ -134,7 +134,7 @@ def _unit_cell(potential: str, catalyst: str) -> Atoms:
 
 
 def _cut(cell: Atoms, surface: _Surface) -> Atoms:
-    """Returns an unrelaxed slab: tag 1 in the top quarter, tag 0 below, and a fixed lower half."""
+    """Returns an unrelaxed slab with tag 1 in the top quarter, 0 below, and a fixed lower half."""
     facet = surface.facet
     if facet.rotated:
         cell = make_supercell(cell, [[1, 1, 0], [-1, 1, 0], [0, 0, 1]])

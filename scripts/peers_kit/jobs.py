@@ -1,4 +1,4 @@
-"""Training and predictions of one model within a CPU budget."""
+"""Training and evaluation of one model within a budget of CPU time."""
 
 import json
 import resource
@@ -32,7 +32,7 @@ from peers_kit.models import FITS, NETS
 
 Job = dict[str, Any]  # all settings of a result; see `pool.job_of`
 WEIGHTS = ".safetensors"  # weights of a trained model, next to its result
-Energies = dict[str, NDArray[np.float64]]  # energies by split, eV
+Energies = dict[str, NDArray[np.float64]]  # energies in eV by split
 
 
 class Diverged(Exception):

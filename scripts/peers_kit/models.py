@@ -47,7 +47,7 @@ def title(model: str) -> str:
 
 
 def variant_words(model: str) -> list[str]:
-    """Returns the options of `molflt train` that define a variant of --config; [] otherwise."""
+    """Returns the options of `molflt train` that define a variant of --config, otherwise []."""
     if model in OURS:
         # The path is relative, because a comparison may be continued in a different clone.
         return words_of(os.path.relpath(REPOSITORY / OURS[model]))

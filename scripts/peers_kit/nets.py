@@ -53,7 +53,7 @@ class Peer(nn.Module, ABC):
     """Base class with the interface required by `molflt.tasks.is2re.IS2RETask`.
 
     Args:
-        cutoff: maximum edge length, Å.
+        cutoff: maximum edge length in Å.
 
     Attributes:
         energy_mean, energy_std: buffers that convert the normalized output to eV.
@@ -240,8 +240,8 @@ class PeriodicPaiNN(Peer):
 class _Message(nn.Module):
     """Messages from neighbors (equations 7 and 8).
 
-    A filter, which depends on the distance, is multiplied by the output of a network for the
-    scalars of the neighbor.
+    A filter that depends on the distance is multiplied by the output of a network that is applied
+    to the scalars of the neighbor.
     """
 
     def __init__(self, features: int, num_basis: int) -> None:

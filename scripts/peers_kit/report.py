@@ -197,7 +197,7 @@ def differences(results: Results, first: str, alike: Sequence[str] = ()) -> str:
 
 
 def groups_of(root: Path, dataset: Structures, columns: Sequence[str]) -> list[NDArray[np.int64]]:
-    """Returns an array (n,) of the systems' group numbers for each column of systems.csv."""
+    """Returns, for each of the `columns` of systems.csv, the group numbers (n,) of the systems."""
     if not columns:
         return []
     rows = {row["sid"]: row for row in read_rows(root / SYSTEMS)}
