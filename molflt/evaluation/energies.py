@@ -15,7 +15,7 @@ from torch import nn
 from molflt import plots
 from molflt.data.structures import Structures
 from molflt.data.structures.base import AS_TRAINED, Tags
-from molflt.data.structures.labels import label_faults
+from molflt.data.structures.labels import MOST_ADSORPTION, label_faults
 from molflt.data.structures.splits import OC20_FILES, PUBLISHED, TEST_SPLITS, VAL_SPLITS
 from molflt.evaluation.calibration import assess, check_calibration_split
 from molflt.evaluation.evaluated import EvaluationData, warn_of_labels
@@ -155,7 +155,12 @@ def _warn_of_labels(split: str, part: Predictions) -> None:
         warn(f"{split}: no labels; errors are not computed")
     elif absent:
         warn(f"{split}: {absent} of {count} systems have no label; errors ignore them")
-    warn_of_labels(split, part.sid, label_faults(part.target, part.natoms, required=False))
+
+    def limit(index: int) -> float:
+        return MOST_ADSORPTION * max(1, len(part.by_adsorbate[index] or ()))
+
+    faults = label_faults(part.target, part.natoms, required=False, limits=limit)
+    warn_of_labels(split, part.sid, faults)
 
 
 def _metrics(found: Predictions, median: float | None, added: bool) -> dict[str, float | None]:

@@ -3,8 +3,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from ase import Atoms
+from ase.build import fcc111
+from ase.io import write
 from oc20_files import old_record, record, write_lmdb
-from tiny_run import error_of, printed, write_splits
+from tiny_run import error_of, inspected, printed, write_splits
 
 from molflt.commands.cli import main
 from molflt.data.structures import open_dataset
@@ -38,9 +41,31 @@ def test_only_adsorption_energies_are_limited_to_20_ev() -> None:
     assert list(label_faults(points, sizes, required=True, at_pos=True)) == [4]
 
 
+def test_limit_of_adsorption_energies_counts_adsorbates(tmp_path: Path, capsys) -> None:
+    """Two slabs have four O atoms; -40 eV is plausible for them, and -81 eV is not."""
+    frames = []
+    for energy, count in ((-40.0, 4), (-2.0, 1), (-2.1, 1), (-2.2, 1), (-81.0, 4)):
+        slab = fcc111("Pt", (2, 2, 3), vacuum=8.0, periodic=True)
+        slab.set_tags(1)
+        places = slab.positions[-4:][:count] + np.array([0, 0, 1.5 + 0.01 * len(frames)])
+        slab += Atoms("O" * count, places, tags=[2] * count)
+        slab.info["y_relaxed"] = energy
+        frames.append(slab)
+    write(source := tmp_path / "oxygen.extxyz", frames)
+    seen = " ".join(inspected(capsys, source)["warnings"])
+    assert "-81.000 eV; expected at most 80 eV" in seen and "-40.000" not in seen
+    words = ["data", "convert", source, tmp_path / "out.safetensors"]
+    assert "-81.000 eV; expected at most 80 eV" in error_of(capsys, *words)
+    data = IS2REData(source, skip_bad=True, val_fraction=0.5)
+    with pytest.warns(UserWarning, match="expected at most 80 eV"):
+        data.setup()
+    kept = np.concatenate([part.y_relaxed for part in data.datasets.values()])
+    assert sorted(kept) == [-40, -2.2, -2.1, -2]
+
+
 ENERGIES = [-1.0, -2.0, 514.25, None, 0.5, 1.5]
 REASONS = {
-    1002: "y_relaxed is 514.250 eV; expected at most 20 eV in magnitude",
+    1002: "y_relaxed is 514.250 eV; expected at most 40 eV in magnitude",  # two adsorbates
     1003: "y_relaxed must be a finite energy in eV; got none",
 }
 

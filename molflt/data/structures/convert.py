@@ -13,7 +13,12 @@ from tqdm import tqdm
 from molflt.data.structures import Reading, Structures, open_dataset
 from molflt.data.structures.base import Tags, grouped, warn
 from molflt.data.structures.force_units import MOST_FRAMES, unit_fault
-from molflt.data.structures.labels import label_faults, point_fault
+from molflt.data.structures.labels import (
+    MOST_ADSORPTION,
+    label_faults,
+    most_adsorption,
+    point_fault,
+)
 from molflt.data.structures.overlaps import atoms_coincide, overlaps_of
 from molflt.data.structures.sources import (
     Paths,
@@ -112,6 +117,7 @@ def _convert_one(
     overlapping: dict[int, int] = {}  # sids by index
     kept: list[Data] = []  # records with forces
     absurd: dict[int, str] = {}  # faults of forces or stress by index
+    limits: dict[int, float] = {}  # of large adsorption energies by index
 
     def records() -> Iterator[Data]:
         for place, record in enumerate(one_pass(dataset, limit)):
@@ -121,11 +127,14 @@ def _convert_one(
                 kept.append(record)
             if fault := point_fault(record):
                 absurd[place] = fault
+            if abs(float(record.y_relaxed)) > MOST_ADSORPTION:
+                limits[place] = most_adsorption(record)
             yield record
 
     def left_out(sids: np.ndarray, energies: np.ndarray, natoms: np.ndarray) -> Collection[int]:
         some = skip_bad and bool(np.isfinite(energies).any())  # test splits have no labels
-        faults = absurd | label_faults(energies, natoms, required=some, at_pos=bool(kept))
+        faults = label_faults(energies, natoms, some, bool(kept), limits=limits.__getitem__)
+        faults = absurd | faults
         _note_faults(dataset, faults, sids)
         for place in faults:
             overlapping.pop(place, None)

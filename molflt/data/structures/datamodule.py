@@ -7,7 +7,7 @@ import hashlib
 import os
 import warnings
 from collections.abc import Iterable, Mapping
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,6 +28,7 @@ from molflt.data.structures.labels import (
     expect_elements,
     fit_element_energies,
     label_faults,
+    most_adsorption,
     other_kind,
     per_atom,
     read_element_energies,
@@ -163,7 +164,8 @@ class IS2REData(BatchedData[Structures]):
             kind = energy_kind(*(np.concatenate([*of.values()]) for of in (energies, natoms)))
         for split, own in energies.items():
             dataset = opened[split]
-            faults = label_faults(own, natoms[split], required=True, kind=kind)
+            limits = partial(_limit, dataset)
+            faults = label_faults(own, natoms[split], required=True, kind=kind, limits=limits)
             if key := self.reading.baseline_key:
                 reason = f"data.baseline_key={key} must be a finite energy in eV; got none"
                 absent = np.flatnonzero(~np.isfinite(dataset.y_baseline)).tolist()
@@ -357,3 +359,7 @@ class IS2REData(BatchedData[Structures]):
 
     def _lengths(self, use: str) -> np.ndarray:
         return self.datasets[use].natoms
+
+
+def _limit(dataset: Structures, index: int) -> float:
+    return most_adsorption(dataset[index])

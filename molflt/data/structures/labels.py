@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from molflt.atoms import MAX_ATOMIC_NUMBER, symbol
 from molflt.data.structures.base import Structures, with_bar
+from molflt.data.structures.tags import adsorbates
 from molflt.files import shown
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ __all__ = [
     "expect_elements",
     "fit_element_energies",
     "label_faults",
+    "most_adsorption",
     "other_kind",
     "per_atom",
     "point_fault",
@@ -33,8 +35,8 @@ __all__ = [
 
 EnergyKind = Literal["adsorption", "total", "unknown"]
 
-# OC20 limits relaxed adsorption energies to 10 eV. An energy beyond twice this limit is a total
-# energy or comes from a failed calculation.
+# OC20 limits relaxed adsorption energies to 10 eV. An energy beyond twice this limit for each
+# adsorbate is a total energy or comes from a failed calculation.
 MOST_ADSORPTION = 20.0  # eV
 MOST_FORCE = 1e3
 """Largest plausible force, in eV/Å. Forces in organic molecules at 1,200 K stay below 12 eV/Å. In
@@ -86,14 +88,20 @@ def beyond_rounding(spread: float, energies: NDArray[np.float64]) -> float:
     return spread if spread > _ROUNDING * float(np.abs(energies).max()) else 0.0
 
 
+def most_adsorption(record: Data) -> float:
+    """Returns the largest plausible magnitude of an adsorption energy: 20 eV per adsorbate."""
+    return MOST_ADSORPTION * max(1, int(adsorbates(record).max()) + 1)
+
+
 def label_faults(
     energies: NDArray[np.float64],
     natoms: NDArray[np.int64],
     required: bool,
     at_pos: bool = False,
     kind: EnergyKind | None = None,
+    limits: Callable[[int], float] = lambda index: MOST_ADSORPTION,
 ) -> dict[int, str]:
-    """Describes invalid labels by index: missing labels, and adsorption energies beyond 20 eV.
+    """Describes invalid labels by index: missing labels, and implausible adsorption energies.
 
     Args:
         energies: y_relaxed in eV, of shape (systems,); NaN if missing.
@@ -101,17 +109,20 @@ def label_faults(
         required: treat missing labels as invalid.
         at_pos: True for single-point energies, which have no limit.
         kind: kind of the energies; None to determine it from the energies.
+        limits: returns the largest plausible magnitude, in eV, of the adsorption energy of a system
+            beyond 20 eV; see `most_adsorption`.
     """
     faults: dict[int, str] = {}
     if required:
         for index in np.flatnonzero(~np.isfinite(energies)):
             faults[int(index)] = "y_relaxed must be a finite energy in eV; got none"
     if not at_pos and (kind or energy_kind(energies, natoms)) == "adsorption":
-        for index in np.flatnonzero(np.abs(energies) > MOST_ADSORPTION):
-            faults[int(index)] = (
-                f"y_relaxed is {energies[index]:.3f} eV; expected at most {MOST_ADSORPTION:g} eV "
-                "in magnitude, because the other labels look like adsorption energies"
-            )
+        for place in map(int, np.flatnonzero(np.abs(energies) > MOST_ADSORPTION)):
+            if abs(energies[place]) > (limit := limits(place)):
+                faults[place] = (
+                    f"y_relaxed is {energies[place]:.3f} eV; expected at most {limit:g} eV in "
+                    "magnitude, because the other labels look like adsorption energies"
+                )
     return dict(sorted(faults.items()))
 
 

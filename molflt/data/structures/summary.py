@@ -14,8 +14,10 @@ from molflt.data.structures.ase_fields import is_energy, named_options
 from molflt.data.structures.convert import one_pass
 from molflt.data.structures.force_units import MOST_FRAMES, unit_fault
 from molflt.data.structures.labels import (
+    MOST_ADSORPTION,
     energy_kind,
     label_faults,
+    most_adsorption,
     per_atom,
     point_fault,
 )
@@ -129,6 +131,7 @@ class _Seen(Survey):
         self.displacements = list[np.ndarray]()  # of free atoms, in Å
         self.compositions, self.tags = np.zeros(MAX_ATOMIC_NUMBER + 1), Counter[int]()
         self.absurd, self.untagged = list[tuple[int, str]](), 0
+        self.limits = dict[int, float]()  # of large adsorption energies by index
         self.kept: list[Data] = []
         self.shown: Data | None = None
 
@@ -146,6 +149,8 @@ class _Seen(Survey):
         if not bool(record.pos_relaxed.isnan().any()):
             moves = (record.pos_relaxed - record.pos)[~record.fixed]
             self.displacements.append(moves.norm(dim=1).numpy())
+        if abs(float(record.y_relaxed)) > MOST_ADSORPTION:
+            self.limits[len(self.atoms) - 1] = most_adsorption(record)
         if reason := point_fault(record):
             self.absurd.append((self.sids[-1], reason))
         if len(self.kept) < MOST_FRAMES and bool(record.energy.isfinite()):
@@ -200,7 +205,8 @@ def _of_relaxations(summary: Summary, seen: _Seen, labels: _Labels, hint: str) -
         text = f"no labels: {len(missing)} of {systems} systems have no {summary['label']}{first}"
         yield text + f"; {hint}" * bool(hint)
     at_pos = summary["with_forces"] > 0
-    faults = label_faults(relaxed, natoms, required=False, at_pos=at_pos, kind=kind)
+    limits = seen.limits.__getitem__
+    faults = label_faults(relaxed, natoms, False, at_pos=at_pos, kind=kind, limits=limits)
     yield from _absurd([(seen.sids[index], reason) for index, reason in faults.items()], systems)
     if kind == "total" and summary["tags"]["adsorbate"]:
         yield (
