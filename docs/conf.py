@@ -86,7 +86,7 @@ def _list_children(app: object, name: str, source: list) -> None:
 
 
 def _list_classes(app: object, name: str, source: list) -> None:
-    """Lists the classes of a dictionary of attention in place of a comment that names it."""
+    """Replaces the comment that names a dictionary of attention with a list of its classes."""
     if name == "docs/reference/parts":
         for dictionary in ("SPECTRA", "NODES"):
             package = f"molflt.attention.{dictionary.lower()}"

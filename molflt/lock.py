@@ -25,8 +25,8 @@ class FolderLock:
     """Lock that lets only one process at a time work in a folder.
 
     The system releases the lock (``flock``) when the process ends, even after ``kill -9`` or a
-    power failure. The file ``.lock`` names the holder and is removed at the end; a leftover file
-    has no effect.
+    power failure. The file ``.lock`` names the holder and is removed before the holder releases the
+    lock; a file left by a killed process has no effect.
 
     Args:
         folder: folder to lock; it is created if it is missing and removed if it stays empty.

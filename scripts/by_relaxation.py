@@ -57,7 +57,7 @@ def relax_all(
     calculator: Calculator,
     options: argparse.Namespace,
 ) -> Rows:
-    """Returns a row for each system; rows of systems relaxed earlier are read from `path`."""
+    """Returns one row per system; rows of systems relaxed earlier are read from `path`."""
     kept = path.read_text().splitlines() if path.exists() else []
     rows: Rows = [json.loads(line) for line in kept]
     known = {row["sid"] for row in rows}

@@ -28,7 +28,7 @@ TEST, VALIDATION = "test_id", "val_id"
 
 
 def collect(out: Path, folders: list[Path]) -> Rows:
-    """Returns a row for each system in the test fold of each finished run."""
+    """Returns one row per system in the test fold of each finished run."""
     rows: Rows = []
     for folder in folders:
         run = out / folder.name
@@ -39,7 +39,7 @@ def collect(out: Path, folders: list[Path]) -> Rows:
 
 
 def errors_of(rows: Rows, published: Published | None) -> Rows:
-    """Returns a row for each system and model: errors of single runs and of the ensemble, in eV."""
+    """Returns one row per system and model: errors of single runs and of the ensemble, in eV."""
     members: dict[str, Rows] = defaultdict(list)
     for row in rows:
         members[row["name"]].append(row)

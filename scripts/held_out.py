@@ -51,7 +51,7 @@ def make_groups(archive: Path, data: Path, groups: int) -> list[Path]:
 
 
 def rows_of(folder: Path, model: str, seed: int, found: Energies) -> Rows:
-    """Returns a row for each system with the error of a model in eV."""
+    """Returns one row per system with the error of a model in eV."""
     labels = {"model": model, "seed": seed, "group": folder.name}
     rows = [
         row

@@ -145,7 +145,7 @@ def table(rows: Rows) -> str:
 
 
 def measured(options: argparse.Namespace) -> Rows:
-    """Returns a row for each model, seed and split; updates the output files after each model."""
+    """Returns one row per model, seed and split; updates the output files after each model."""
     own = ("out", "models", "seeds")  # do not affect other rows
     job = {key: value for key, value in vars(options).items() if key not in own}
     job |= {"data": str(options.data), "config": CONFIG.name, "content": CONFIG.read_text()}

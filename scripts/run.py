@@ -44,7 +44,7 @@ def find(name: str) -> ModuleType:
 
 
 def titles() -> str:
-    """Lists the name and title of each benchmark, without importing the modules."""
+    """Returns the name and title of each benchmark as text, without importing the modules."""
     first = {name: path.read_text().splitlines()[0] for name, path in benchmarks().items()}
     return "\n".join(f"{name:14s} {title.strip(chr(34))}" for name, title in first.items())
 

@@ -85,7 +85,7 @@ def test_weights_and_options_are_those_of_the_source(others, source, tmp_path):
 
 
 def test_the_readout_is_that_of_the_new_run(shared_run, others, source, tmp_path):
-    """Weights of version 0.1 do not name a readout."""
+    """Weights saved by version 0.1 do not name a readout."""
     begin(others, tmp_path / "same", shared_run, *STILL)
     old = {k: v for k, v in weights(source).items() if k != "readout.by_contact"}
     save_file(old, tmp_path / "old.safetensors")

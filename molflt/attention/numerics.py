@@ -110,7 +110,8 @@ def recomputed(function: Callable[..., _R], *arguments: object, several: bool = 
     """Returns function(*arguments), recomputing intermediate tensors in the backward pass.
 
     The function must be deterministic and must not read anything that changes before the backward
-    pass. With `several=False`, which callers pass for a single piece, nothing is recomputed.
+    pass. If `several=False`, nothing is recomputed; callers pass this when the computation is not
+    split into pieces.
     """
     if not several or not torch.is_grad_enabled() or in_transform():
         return function(*arguments)

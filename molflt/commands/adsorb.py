@@ -44,8 +44,8 @@ def adsorb(
 ) -> int:
     """Places a molecule on all distinct sites of slabs and ranks the placements by energy.
 
-    Writes the best placements that differ in site or orientation, a table of all placements (.csv),
-    and a figure of the best five (.png).
+    Writes the best placements, which differ from each other in slab, site or orientation, a table
+    of all placements (.csv), and a figure of the best five (.png).
 
     Args:
         slabs: files of slabs with vacuum along the third cell vector, folders of such files, or

@@ -35,7 +35,7 @@ def export(
             the references and the level of theory.
         license: license of the weights, as named on the Hub, such as mit or cc-by-4.0.
         datasets: names of the training data sets on the Hub.
-        checkpoint: best (the default), last, or a safetensors file; only for a run.
+        checkpoint: best (the default), last, or a safetensors file; requires a training run.
         also: further runs that form an ensemble with `run`.
         compiled: also compile the energy prediction for processors like this one, for use with
             `molflt predict FOLDER FILE --compiled true`; requires a C++ compiler and takes minutes.

@@ -67,7 +67,7 @@ def generate(
             folder, or in the current folder if the model is not a run (images).
         beam: beam size, as in `molflt evaluate` (translation; default 5).
         length_penalty: length penalty, as in `molflt evaluate` (translation; default 1).
-        checkpoint: best (the default), last, or a safetensors file; only for a run.
+        checkpoint: best (the default), last, or a safetensors file; requires a training run.
         device: auto, cpu, cuda or cuda:N.
     """
     model = load(run, device, checkpoint=checkpoint)

@@ -78,7 +78,7 @@ def predict(
             sid or name, formula, number of atoms and energy in eV. .extxyz or .traj: structures
             with the predicted energy and, for a potential, the forces. By default the CSV is
             printed.
-        checkpoint: best (the default), last, or a safetensors file; only for a run.
+        checkpoint: best (the default), last, or a safetensors file; requires a training run.
         batch_size: number of structures, sentences or images per batch.
         device: auto, cpu, cuda or cuda:N.
         skip_bad: skip and list invalid structures; only for energy models.
@@ -225,7 +225,7 @@ def _rows(
     columns: Mapping[str, NDArray[np.float64]],
     note: Mapping[str, object],
 ) -> list[dict[str, object]]:
-    """Returns a row for each structure, with index, file (if there are several) and `note`."""
+    """Returns one row per structure, with index, file (if there are several) and `note`."""
     several_files = len(dataset.files) > 1
     several = any(len(energies or ()) > 1 for energies in found.by_adsorbate)
     return [

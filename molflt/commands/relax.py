@@ -60,7 +60,7 @@ def relax(
         optimizer: lbfgs, bfgs or fire.
         cell: also relax the cells; requires structures that are periodic along all axes.
         trajectories: folder for the trajectory of each relaxation, NUMBER-SID.traj.
-        checkpoint: best (the default), last, or a safetensors file; only for a run.
+        checkpoint: best (the default), last, or a safetensors file; requires a training run.
         device: auto, cpu, cuda or cuda:N.
         dtype: precision of the computation.
         skip_bad: skip and list invalid structures.

@@ -142,7 +142,7 @@ class Calibration:
         return Calibration.from_json(read_json(path, "a calibration in JSON", EVALUATE), str(path))
 
     def expect_weights(self, model: EnsembleRegressor, name: str) -> Calibration:
-        """Returns the calibration; raises ValueError if it belongs to other weights."""
+        """Returns the calibration; raises ValueError if it is not for the weights of `model`."""
         if self.members != tuple(sorted(model.weights)):
             raise ValueError(
                 f"{name}: belongs to other weights, of {len(self.members)} members; expected the "

@@ -136,7 +136,7 @@ class EvaluationData:
         return there
 
     def open(self, model: nn.Module, domain: Domain | None = None) -> dict[str, Structures]:
-        """Opens the splits and warns about omitted structures; see `check_structures`."""
+        """Opens and returns splits, and warns about omitted structures; see `check_structures`."""
         runs = model.data if isinstance(model, EnsembleRegressor) else {self.run: self.own}
         self._expect_same_unseen(runs)
         if self.stem is not None:

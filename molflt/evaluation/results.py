@@ -132,7 +132,7 @@ def write_results(
 
     The files are moved from the folder `made` to `out` and replace those of an earlier evaluation.
     Metrics that JSON cannot represent, such as an infinite perplexity, become None. `options`
-    contains the value of --data under the key data, and the options for reading these data.
+    contains the value of --data, under the key "data", and the options for reading this data set.
     """
     own, data = config["data"], options.get("data")
     known = {

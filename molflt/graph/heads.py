@@ -177,8 +177,8 @@ class EnergyReadout(nn.Module):
 
     Attributes:
         by_contact: (2,) bool, buffer; flags for slab atoms and adsorbate atoms, True if they count
-            by contact. Weights of earlier versions do not contain this buffer; all atoms then count
-            fully.
+            by contact. Weights saved by earlier versions do not contain this buffer; with such
+            weights, all atoms count fully.
     """
 
     by_contact: Tensor

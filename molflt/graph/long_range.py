@@ -151,7 +151,7 @@ class LongRange(nn.Module):
         signs = torch.ones(len(powers), channels)
         signs[[power > 1 for power in powers], ::2] = -1.0
         self.register_buffer("signs", signs, persistent=False)
-        # stored with the weights; weights of earlier versions do not contain it and are not neutral
+        # stored with the weights; weights saved by earlier versions lack it and are not neutral
         self.register_buffer("neutral", torch.tensor(neutral))
         self.share = ChargeShare(dim) if total_charge else None
 

@@ -32,14 +32,13 @@ _FIXED = {"message_pairs", "subsurface", "position_head", "move_atoms", "readout
 class Potential(EnergyRegressor):
     """`EnergyRegressor` with a smooth, extensive and exactly periodic energy.
 
-    The energy is a sum over all atoms, regardless of their tags. It has two continuous derivatives,
-    because pairs, images and nodes appear or disappear only with weight 0. Forces -dE/dr and the
-    stress dE/d(strain) / volume are computed by automatic differentiation. Options that make the
-    energy not smooth or not extensive raise ValueError.
+    The energy is a sum over all atoms, regardless of their tags. It is twice continuously
+    differentiable, because pairs, images and nodes have weight 0 when they appear or disappear.
+    Forces -dE/dr and the stress dE/d(strain) / volume are computed by automatic differentiation.
+    Options that make the energy not smooth or not extensive raise ValueError.
 
-    Two layers of `messages` in place of the radial summary are recommended
-    (configs/potential.yaml). Without messages, as in earlier versions, angles enter only through
-    distances.
+    We recommend two layers of `messages` instead of the radial summary (configs/potential.yaml).
+    Without messages, as in earlier versions, angles enter only through distances.
 
     Args:
         dim: width of tokens.

@@ -94,8 +94,8 @@ class EnergyRegressor(nn.Module):
             `descriptors`, energies of structures with other elements are arbitrary.
         adds_baseline: bool, buffer; True if the model learned the difference from baseline
             energies, which it then adds to its output.
-        added_later: names of buffers that are missing from weights of earlier versions and are then
-            set to defaults.
+        added_later: names of buffers that are missing from weights saved by earlier versions and
+            are then set to defaults.
         of_data: names of buffers that each run computes from its data, even if it starts from the
             weights of a different run.
         seen_by: for each buffer that records the training data of a weight, the name of that
@@ -342,7 +342,7 @@ def _among(x: Tensor, kept: Tensor) -> Tensor:
 def _fill_added(
     model: EnergyRegressor, weights: dict[str, Tensor], prefix: str, *_: object
 ) -> None:
-    """Adds buffers that are missing from weights of earlier versions; boolean buffers are False."""
+    """Adds buffers that weights saved by earlier versions lack; boolean buffers are False."""
     for name in model.added_later:
         new = model.get_buffer(name)
         weights.setdefault(prefix + name, new & False if new.dtype == torch.bool else new)

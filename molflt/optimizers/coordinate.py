@@ -150,7 +150,7 @@ class CoordinateOptimizer(nn.Module):
         return update, OptimizerState(done + 1, seen.moments, memory)
 
     def react(self, seen: Observed, memory: MemoryState, start: int) -> tuple[Tensor, MemoryState]:
-        """Computes the update for an observed gradient and the next state of the memory."""
+        """Computes the update and the next memory state for an observed gradient."""
         hidden, memory = self.memory.step(self.take_in(seen.features), memory, start)
         return self._decide(hidden, seen.direction), memory
 

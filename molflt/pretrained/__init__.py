@@ -43,7 +43,7 @@ def load(
             ``hf:OWNER/NAME`` on the Hugging Face Hub; or the name of a model that comes with the
             package, by default the recommended model.
         device: cpu, cuda, cuda:N, or auto.
-        checkpoint: best (the default), last, or the path of a safetensors file; only for a run.
+        checkpoint: best (the default), last, or a safetensors file; requires a training run.
         also: further runs that form an ensemble with `source`, whose spread indicates the
             uncertainty.
         compiled: compute energies with the machine code that `molflt export --compiled true` wrote

@@ -34,7 +34,7 @@ __all__ = ["Card", "Pretrained", "Trained", "read_trained"]
 
 
 class Trained(NamedTuple):
-    """Trained model and the information about it."""
+    """Trained model and its metadata."""
 
     path: Path
     """folder of the run, or exported file"""
@@ -156,7 +156,7 @@ class Pretrained:
     files, and `push_to_hub("OWNER/NAME")` uploads them.
 
     Args:
-        trained: the model and the information about it.
+        trained: the model and its metadata.
 
     Attributes:
         models: classes of the modules that this class supports.

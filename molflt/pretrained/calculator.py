@@ -63,7 +63,7 @@ class Calculator(AseCalculator):
     Args:
         source: any source of a potential that `molflt.load` accepts; a potential returned by
             `molflt.load`; or a module.
-        checkpoint: best (the default), last, or a safetensors file; only for a run.
+        checkpoint: best (the default), last, or a safetensors file; requires a training run.
         device: auto, cpu, cuda or cuda:N; defaults to the device of a module, otherwise to auto.
         dtype: precision of the computation; float32 halves the time, with rounding errors of
             about 1e-5 eV/Å in forces.

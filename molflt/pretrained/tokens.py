@@ -222,7 +222,7 @@ class GapFiller(_Tokenized):
 
         Args:
             text: text with [MASK], or another mask token of the tokenizer, in each gap.
-            count: number of tokens per gap.
+            count: number of candidate tokens to return for each gap.
         """
         tokenizer = self.tokenizer
         ids = [tokenizer.cls, *tokenizer.encode([text], special=True)[0], tokenizer.sep]

@@ -29,7 +29,7 @@ class TorchSimModel(ModelInterface):
 
     Args:
         source: see `molflt.Calculator`.
-        checkpoint: best (the default), last, or a safetensors file; only for a run.
+        checkpoint: best (the default), last, or a safetensors file; requires a training run.
         device: see `molflt.Calculator`.
         dtype: "float32" or "float64"; should match the dtype of the positions in the state.
         slab_stress: see `molflt.Calculator`.

@@ -129,7 +129,7 @@ class _AdaptiveHead(Head):
 class MaskedHead(Head):
     """Output layers of BERT (arXiv:1810.04805), with the embeddings as weights.
 
-    log p = log softmax(E LN(gelu(W h + b)) + c), where E are the word embeddings.
+    log p = log softmax(E LN(gelu(W h + b)) + c), where E is the matrix of word embeddings.
 
     Args:
         words: word embeddings, which belong to another module.

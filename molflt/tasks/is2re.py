@@ -173,8 +173,8 @@ class IS2RETask(OfStructures, Task["Batch", "IS2REData"]):
             for name, given in offsets.items():
                 if given not in (None, "none"):
                     raise ValueError(
-                        f"task.{name}={given} would also be added to structures without an "
-                        "adsorbate; remove it, or use --model.readout all"
+                        f"task.{name}={given} would also shift the energies of structures "
+                        "without an adsorbate; remove it, or use --model.readout all"
                     )
             mean = 0.0
             references = "none" if adsorbate else references or "fit"

@@ -106,7 +106,7 @@ class MaskedTask(Task[_Batch, "TokenizedText"]):
         return batch[0].numel()
 
     def expect_gaps(self, blocks: PieceBlocks, name: str) -> None:
-        """Raises ValueError if no token of a text is hidden, because its perplexity would be 1."""
+        """Raises ValueError if no token of the text is hidden; the perplexity would then be 1."""
         for i in range(len(blocks)):
             tokens, types, there = (x[None].to(self.model.mask_id.device) for x in blocks[i])
             told = self.gaps((tokens, types, there), Draws.of_content(tokens, there))[1]

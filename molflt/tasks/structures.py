@@ -89,11 +89,11 @@ class OfStructures:
         return int(batch.num_nodes)
 
     def name(self, batch: "Batch") -> str:
-        """Lists the sids of a batch for messages."""
+        """Returns the sids of a batch as text for messages."""
         return f"sids {', '.join(map(str, batch.sid.tolist()))}"
 
     def blame(self, batch: "Batch", diverges: Callable[["Batch"], bool]) -> str:
-        """Lists structures that diverge individually; if none does, those with coincident atoms."""
+        """Names structures that diverge individually; if none does, those with coincident atoms."""
         from molflt.data.structures.overlaps import atoms_coincide
 
         records = {int(record.sid): record.cpu() for record in batch.to_data_list()}

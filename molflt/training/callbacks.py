@@ -200,7 +200,7 @@ class _BestWeights(Callback):
         return dict(self.best)
 
     def load_state_dict(self, state_dict: dict[str, float]) -> None:
-        """Restores the best validation unless its weights file was removed."""
+        """Restores the record of the best validation, unless its weights file has been removed."""
         self.best |= state_dict  # without "since" in earlier versions
         if not self.folder.last.with_name("best.safetensors").is_file():
             self._forget()

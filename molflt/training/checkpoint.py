@@ -215,7 +215,7 @@ def find_weights(
 
     Args:
         source, hub: see `molflt.training.checkpoint.find`.
-        checkpoint: best (the default), last, or the path of a safetensors file; requires a run.
+        checkpoint: best (the default), last, or a safetensors file; requires a training run.
 
     Returns:
         The file and the folder of its run, which is None for weights outside a run.

@@ -160,8 +160,8 @@ class RunFolder:
             found += self.path.glob("config.yaml")  # not written by a run
         if found:
             raise FileExistsError(
-                f"{found[0]}: exists, but without a last.ckpt to resume from; expected an empty or "
-                "new folder; choose another --run, or move the file"
+                f"{found[0]}: exists without last.ckpt, from which a run is resumed; expected an "
+                "empty or new folder; choose another --run, or move the file"
             )
 
     def check_config(self, config: Config) -> None:
@@ -238,7 +238,7 @@ class RunFolder:
         return kept
 
     def check_weights(self, model: nn.Module) -> None:
-        """Checks that the checkpoint fits the model; rewrites last.safetensors from the checkpoint.
+        """Checks that the checkpoint matches the model, and rewrites last.safetensors from it.
 
         Rewriting is needed if the run was killed after only one of the two files was written.
         """

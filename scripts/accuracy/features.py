@@ -40,7 +40,7 @@ def measure(
     queries: int = 512,
     dim: int = 16,
 ) -> Rows:
-    """Returns a row for each scale, feature map, projection, number of features and quantity."""
+    """Returns one row per scale, feature map, projection, number of features and quantity."""
     points, generator = Points(), torch.Generator().manual_seed(0)
     for scale, _ in tqdm(list(itertools.product(scales, range(samples))), leave=False):
         query, key, value = (

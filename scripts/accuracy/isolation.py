@@ -117,7 +117,7 @@ def changes(name: str, build: Callable[[], nn.Module], cases: int, large: int) -
 
 
 def measure(cases: int = 10, large: int = 200) -> Rows:
-    """Returns a row for each layer, measured in float64.
+    """Returns one row per layer, measured in float64.
 
     The default dtype is changed to float64, because SGFormerAttention uses the default dtype.
     """

@@ -43,7 +43,7 @@ def binding(atoms: Atoms, calculator: str, elements: dict[str, float]) -> tuple[
 def measure(
     file: Path, calculator: str = "chgnet", systems: int = 40, atoms: int = 50, seed: int = 0
 ) -> Rows:
-    """Returns a row for each of `systems` random systems with up to `atoms` atoms."""
+    """Returns rows of `systems` random systems with up to `atoms` atoms."""
     choose([calculator], CALCULATORS, "calculator")
     small = [one for one in read(file, ":") if len(one) <= atoms]
     order = np.random.default_rng(seed).permutation(len(small))[:systems]

@@ -73,7 +73,7 @@ def measure(
     dim: int = DIM,
     layers: int = LAYERS,
 ) -> Rows:
-    """Returns a row for each form and batch."""
+    """Returns one row per form and batch."""
     chosen = choose(batches, BATCHES, "batch")
     rows = []
     for form in choose(forms, FORMS, "form"):

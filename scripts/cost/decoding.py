@@ -114,7 +114,7 @@ def measure(
 
 
 def rows_of(times: Times, sizes: dict[Key, int]) -> Rows:
-    """Returns a row for each mechanism and position.
+    """Returns one row per mechanism and position.
 
     `ratio` is the time relative to the first position, and `softmax_ratio` is the time of softmax
     at the same position relative to the time of the mechanism.

@@ -47,7 +47,7 @@ def predict(words: list[str]) -> tuple[float, float]:
 def measure(
     edges: tuple[int, ...] = (25, 47), mesh_order: int = 0, run: Path | None = None
 ) -> Rows:
-    """Returns a row for each crystal of edge^3 atoms."""
+    """Returns one row per crystal of edge^3 atoms."""
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         for edge in edges:

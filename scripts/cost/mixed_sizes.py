@@ -1,4 +1,4 @@
-"""Time of one GraphAttention layer for graphs of different sizes, equal sizes and padded sizes.
+"""Time of GraphAttention for graphs of different sizes, of equal sizes, or padded to equal size.
 
 In "mixed", the layer receives graphs of different sizes. In "padded", all graphs are padded to the
 size of the largest graph, as in PyG. In "equal", the batch has the same numbers of atoms and
@@ -117,7 +117,7 @@ def difference(name: str, given: Inputs, dim: int) -> float:
 
 
 def measure(rounds: int = 3, mixes: tuple[str, ...] = MEASURED, dim: int = DIM) -> Rows:
-    """Returns a row for each mix, mechanism and variant."""
+    """Returns one row per mix, mechanism and variant."""
     rows: Rows = []
     for mix in choose(mixes, MIXES, "mix"):
         known, ways = MIXES[mix].known, MIXES[mix].ways

@@ -40,7 +40,7 @@ def measure(
     sizes: tuple[int, ...] = SIZES,
     side: int = SIDE,
 ) -> Rows:
-    """Returns a row for each mechanism and a row for the matrix product."""
+    """Returns one row per mechanism and one row for the matrix product."""
     one = torch.rand(side, side)
     works: dict[str, Callable[[], object]] = {PRODUCT: partial(torch.mm, one, one)}
     counts = {PRODUCT: 2.0 * side**3}

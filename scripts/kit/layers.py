@@ -3,13 +3,13 @@
 In each round, all mechanisms are timed in turn. A pass that takes longer than the budget is timed
 once.
 
-Peak memory is measured on Linux. Each measurement runs in its own process, which is forked from a
-process that has not computed anything. The process warms up on 64 tokens, resets the kernel's
-record of peak resident memory (/proc/self/clear_refs), and returns the increase of the peak during
-one pass. The increase includes the memory of all libraries. Blocks above 64 KiB are returned to the
-system when they are freed (MALLOC_MMAP_THRESHOLD_), because reused blocks would not be counted.
-`Study.allocator` can keep the allocator's defaults instead; the peak then depends on the unused
-memory of the process.
+Peak memory can be measured only on Linux. Each measurement runs in its own process, which is forked
+from a process that has not computed anything. The process warms up on 64 tokens, resets the
+kernel's record of peak resident memory (/proc/self/clear_refs), and returns the increase of the
+peak during one pass. The increase includes the memory of all libraries. Blocks above 64 KiB are
+returned to the system when they are freed (MALLOC_MMAP_THRESHOLD_), because reused blocks would not
+be counted. `Study.allocator` can keep the allocator's defaults instead; the peak then depends on
+the unused memory of the process.
 """
 
 import contextlib

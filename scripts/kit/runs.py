@@ -145,7 +145,7 @@ def work_all(
 
 
 def collect(out: Path, kind: str, among: list[str], seeds: list[int]) -> Rows:
-    """Returns a row for each finished run and split, with the run's name under the key `kind`."""
+    """Returns one row per finished run and split, with the run's name under the key `kind`."""
     rows = []
     for name in among:
         for seed in seeds:
@@ -163,7 +163,7 @@ def read_energies(run: Path, split: str) -> dict[int, tuple[float, float]]:
 
 
 def system_rows(folder: Path, energies: Mapping[int, tuple[float, float]], **labels: Any) -> Rows:
-    """Returns a row for each system with `labels`, the system's names, and energies in eV."""
+    """Returns one row per system with `labels`, the system's names, and energies in eV."""
     systems = read_systems(folder)
     return [
         {**labels, **systems[sid]._asdict(), "energy_eV": energy, "target_eV": target}

@@ -72,7 +72,7 @@ def comparison(options: Namespace, rates: Mapping[str, float | None]) -> Jobs:
 
 
 def tuning(options: Namespace) -> dict[str, Jobs]:
-    """Returns a job for each network and learning rate, keyed by network and result file.
+    """Returns one job per network and learning rate, keyed by network and then by result file.
 
     These jobs are short and predict only the first split.
     """

@@ -26,7 +26,7 @@ _Array = NDArray[np.float64]
 
 
 def rows_of(results: Results) -> Rows:
-    """Returns a row for each job and split."""
+    """Returns one row per job and split."""
     return [
         {
             **{key: result["job"][key] for key in ("model", "fraction", "seed")},

@@ -1,4 +1,4 @@
-"""Models without gradients: kernel ridge regression on descriptors, and the median."""
+"""Baselines without gradient descent: kernel ridge regression, and the median of energies."""
 
 from functools import cache
 from itertools import chain

@@ -118,7 +118,7 @@ def row(how: str, at: float, run: Path, expected: list[object]) -> Row:
 
 
 def measure(kills: int = 20, every: int = 1, seed: int = 0) -> Rows:
-    """Returns a row for each interruption, at a random time or before a file operation."""
+    """Returns one row per interruption, which is at a random time or before a file operation."""
     folder = Path(tempfile.mkdtemp(prefix="molflt-interruptions-"))
     whole, operations = folder / "whole", folder / "operations"
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):

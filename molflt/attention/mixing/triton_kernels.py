@@ -1,10 +1,10 @@
 """Triton kernels for `ragged`; imported on first use.
 
-F = sum_n sum_s sum_ab phi_na w_nb [cos(theta_ns) C_sab + sin(theta_ns) S_sab] with theta_ns = 2 pi
-xi_s . r_n is linear in phi, w and the state (C, S) of a graph. `state_kernel` computes the gradient
-of F with respect to the state, and `token_kernel` computes the gradients with respect to w, phi and
-theta. These gradients yield the outputs of attention and their derivatives. Sums have a fixed
-order.
+The function F = sum_n sum_s sum_ab phi_na w_nb [cos(theta_ns) C_sab + sin(theta_ns) S_sab], with
+theta_ns = 2 pi xi_s . r_n, is linear in phi, in w and in the state (C, S) of a graph.
+`state_kernel` computes the gradient of F with respect to the state, and `token_kernel` computes the
+gradients with respect to w, phi and theta. These gradients yield the outputs of attention and their
+derivatives. Sums have a fixed order.
 
 Shapes: phi (heads, tokens, m); w (heads, tokens, n), to which ONES appends a column of ones; r
 (tokens, l); xi (graphs, heads, r, l), where a graph uses only its first `counts` (graphs,) nodes;

@@ -99,7 +99,7 @@ def tapered_mask(
 
 
 def _half_space_indices(bounds: Tensor) -> tuple[Tensor, Tensor]:
-    """Lists integer triples n with |n_i| <= bound_i for each graph, but only one of n and -n.
+    """Returns integer triples n with |n_i| <= bound_i for each graph, but only one of n and -n.
 
     Returns the graphs (t,) and the triples (t, 3). The first triple of each graph is (0, 0, 0).
     """

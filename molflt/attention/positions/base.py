@@ -43,7 +43,7 @@ class Position(nn.Module):
         return None
 
     def width(self, head_dim: int) -> int:
-        """Returns the width of the input of the feature map, for heads of width `head_dim`."""
+        """Returns the input width of the feature map for heads of width `head_dim`."""
         built = getattr(self, "head_dim", head_dim)
         if head_dim != built:
             raise ValueError(
@@ -73,7 +73,8 @@ class Position(nn.Module):
             raise ValueError(f"{name} is not causal; use causal=False or another position")
         if gate and not self.decodes:
             raise ValueError(
-                f"gate=True needs a running state, which {name} does not have; change one of them"
+                f"gate=True needs a running state, which {name} does not have; use "
+                "gate=False or a different position"
             )
 
     def use_for(self, mixing: str) -> None:

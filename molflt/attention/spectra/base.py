@@ -42,7 +42,7 @@ class Spectrum(nn.Module):
         self.dim = dim
 
     def spectrum(self, xi: Tensor) -> Tensor:
-        """Returns the spectrum g at frequencies: (heads or 1, nodes, l) -> (heads, nodes).
+        """Returns the spectrum g at frequencies `xi`: (heads or 1, nodes, l) -> (heads, nodes).
 
         g is real for even masks and complex for masks that may be asymmetric. Its unit is length^l.
         """

@@ -26,11 +26,11 @@ class SmoothLocal(Spectrum):
     S_t(xi) = (sin(2 pi v_t xi) / (pi xi))^k / norm_t,  norm_t = M_k(0) (2 v_t)^(k - 1)
 
     g has the same form as f, with S_t(xi_j) in place of B(z_j / 2 v_t). B = M_k / M_k(0), where M_k
-    is the centered B-spline of order k with unit knots. B has support |z_j| <= k v_t and degree k -
-    1, and its first k - 2 derivatives are continuous. This is FLT's eq. 12 with the power on the
-    whole fraction and C = a_t / norm_t; with the power on the sine alone, as printed, g would not
-    be even for even k. "sum" is eq. 10 with footnote 2. With "product", the mask at zero distance
-    is (sum_t w_t)^l, which cannot be negative for even l.
+    is the centered B-spline of order k with unit knot spacing. B has support |z_j| <= k v_t and
+    degree k - 1, and its first k - 2 derivatives are continuous. This is FLT's eq. 12 with the
+    power on the whole fraction and C = a_t / norm_t; with the power on the sine alone, as printed,
+    g would not be even for even k. "sum" is eq. 10 with footnote 2. With "product", the mask at
+    zero distance is (sum_t w_t)^l, which cannot be negative for even l.
 
     g decays as |xi_j|^-k along each axis, more slowly than any Gaussian. Gaussian nodes therefore
     have infinite variance.
@@ -137,7 +137,7 @@ def _product(factors: Tensor) -> Tensor:
 
 
 def _spline_at_zero(order: int) -> float:
-    """Returns M_k(0) of the centered B-spline with unit knots: 1, 1, 3/4, 2/3 for k = 1 to 4."""
+    """Returns M_k(0) of the B-spline with unit knot spacing: 1, 1, 3/4, 2/3 for k = 1 to 4."""
     terms = (
         (-1) ** j * math.comb(order, j) * (0.5 * order - j) ** (order - 1)
         for j in range((order + 1) // 2)

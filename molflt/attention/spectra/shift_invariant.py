@@ -1,4 +1,4 @@
-"""Spectra of shift-invariant kernels: an amplitude times a density that can be sampled."""
+"""Spectra of shift-invariant kernels; each is an amplitude times a density to sample from."""
 
 import math
 from typing import ClassVar

@@ -161,8 +161,8 @@ class Converter:
         reading, count = self.reading, self._count
         if 2 * self._other_tags > count:
             found = (
-                "look like the layer numbers of ase.build; to read them as such, set --tags ase, "
-                "in training --data.tags ase, in Python tags='ase'"
+                "look like the layer numbers of ase.build; to read them as such, set --tags ase "
+                "(--data.tags ase when training, tags='ase' in Python)"
                 if reading.tags == "oc20"
                 else "were read as layer numbers, but look like OC20's (0 below 1, 2 above it)"
             )
@@ -198,13 +198,13 @@ class Converter:
         if (used := self._used.get("y_relaxed")) and self._others:
             return (
                 f"the first structures have {used}, others only {_listed(self._others)}; choose "
-                "one with --energy_key, in training --data.energy_key"
+                "one with --energy_key (--data.energy_key when training)"
             )
         if used or not candidates:
             return ""
         return (
-            f"choose the energy with --energy_key {candidates[0]}, in training --data.energy_key "
-            f"{candidates[0]}; the file has {_listed(candidates)}"
+            f"choose the energy with --energy_key {candidates[0]} (--data.energy_key "
+            f"{candidates[0]} when training); the file has {_listed(candidates)}"
         )
 
     @property

@@ -67,8 +67,8 @@ class AseStructures(Held):
     of ``info["y_relaxed"]``, the stored calculator's energy and ``info["energy"]``. ``y_init`` is
     ``info["y_init"]``, and the relaxed positions are the array ``pos_relaxed``. The sid is
     ``info["sid"]`` or, by default, the number of the frame or row, counted over all files. A
-    textual sid becomes the name of the structure. In databases, key-value pairs count as info.
-    Energies must be in eV; they are not converted. For charges, see
+    textual sid becomes the name of the structure. In ASE databases, key-value pairs are treated as
+    entries of ``info``. Energies must be in eV; they are not converted. For charges, see
     `molflt.data.structures.ase_fields.total_charge`.
 
     For potentials, ``energy``, ``forces`` and ``stress`` are also read from the calculator or info,

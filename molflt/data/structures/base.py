@@ -67,7 +67,7 @@ def warn(text: str) -> None:
 
 
 def grouped(bad: Iterable[tuple[str, str]], prefix: str = "") -> list[str]:
-    """Lists each distinct reason in `bad`, preceded by its names, from which `prefix` is removed.
+    """Returns the distinct reasons in `bad`, each preceded by its names without `prefix`.
 
     Reasons that differ only in numbers are combined.
     """
@@ -111,7 +111,7 @@ class Structures(Dataset["Data"], ABC):
         path: path of the source.
         files: files that are read.
         names: names of structures with a textual sid, by index in the source.
-        bad: (name, reason) of each structure that was left out.
+        bad: (name, reason) of each structure that was omitted.
         hint: advice about missing labels, based on the structures read so far.
         labels: fields of records, keyed by the names of labels in the file; None for labels that
             are not read.
@@ -142,7 +142,7 @@ class Structures(Dataset["Data"], ABC):
         return [name for name, field in self.labels.items() if field is None]
 
     def left_out(self) -> str:
-        """Describes the structures that were left out, with reasons; "" if all are kept."""
+        """Describes the structures that were omitted, with reasons; "" if all are kept."""
         if not self.bad:
             return ""
         listed = "; ".join(grouped(self.bad, f"{self.path}: "))
@@ -250,7 +250,7 @@ class Held(Structures):
         self._places: list[tuple[int, str]] = []  # index in the file, name for messages
 
     def add(self, where: str, make: Callable[[], Data]) -> bool:
-        """Adds a structure; returns False if the structure is invalid and therefore left out.
+        """Adds a structure; returns False if the structure is invalid and therefore omitted.
 
         `where` is the name of the structure in messages; `make` returns the record or raises
         ValueError.

@@ -161,7 +161,7 @@ def _report(dataset: Structures, dst: Path, count: int) -> None:
 
 
 def _note_faults(dataset: Structures, faults: Mapping[int, str], sids: np.ndarray) -> None:
-    """Lists structures with missing or implausible labels, or raises ValueError for the first."""
+    """Records structures with missing or implausible labels, or raises ValueError for the first."""
     found = [(f"{dataset.path}: sid {sids[i]}", reason) for i, reason in faults.items()]
     if found and not dataset.skip_bad:
         raise ValueError(

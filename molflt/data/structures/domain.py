@@ -173,7 +173,7 @@ class Domain:
         return ""
 
     def new_elements(self, record: Data) -> str:
-        """Lists the elements of a structure that are not in the training data, such as "Cu-Pd"."""
+        """Returns the elements of a structure that do not occur in training, such as "Cu-Pd"."""
         new = set(record.atomic_numbers.tolist()) - self.elements.all
         return "-".join(sorted(map(symbol, new)))
 
@@ -191,7 +191,7 @@ class Domain:
         return f"energy: {energy:.2f} eV, trained on {low:.2f} to {high:.2f}"
 
     def outside(self, record: Data) -> list[str]:
-        """Lists the differences between a structure and all training data.
+        """Returns descriptions of the ways in which a structure differs from the training data.
 
         Properties that occur only in the data of the initial weights are marked, because the model
         may have forgotten them.

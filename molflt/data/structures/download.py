@@ -58,7 +58,7 @@ def download(
         directory: folder to download and unpack into.
         splits: splits of OC20 to unpack: 10k/train, 100k/train, all/train, val_id, val_ood_ads,
             val_ood_cat, val_ood_both, test_id, test_ood_ads, test_ood_cat, test_ood_both.
-        base_url: address of the archive's folder, for mirrors.
+        base_url: URL of the folder that contains the archive; set it to use a mirror.
         md5: expected MD5 checksum of the archive, even if the archive already exists. With a
             checksum other than the official one, unpacked files are not verified.
         keep_archive: keep OC20's archive after unpacking.

@@ -218,7 +218,7 @@ def expect_elements(name: str, present: NDArray[np.bool_], given: Mapping[int, f
 
 
 def read_element_energies(path: Path) -> dict[int, float]:
-    """Reads element energies, in eV, from a JSON or YAML file; returns them by atomic number."""
+    """Returns element energies, in eV, keyed by atomic number, from a JSON or YAML file."""
     import yaml
     from ase.data import atomic_numbers
 

@@ -109,7 +109,7 @@ def _tensor(
 
 
 def _no_hooks() -> dict[str, object]:
-    """Replaces ``collections.OrderedDict`` for the hooks of a tensor."""
+    """Returns an empty dict in place of the ``collections.OrderedDict`` of a tensor's hooks."""
     return {}
 
 

@@ -23,7 +23,7 @@ class SinglePoints(Part):
     """Structures of a source that have an energy at `pos`, which becomes the target `y_relaxed`.
 
     Attributes:
-        without_energy: number of structures that were left out.
+        without_energy: number of structures that were omitted.
         with_forces, with_stress: numbers of structures with this label.
         force_scale: root mean square of the force components, in eV/Å; NaN without forces.
         force_size: mean magnitude of the force components, in eV/Å; NaN without forces.
@@ -60,7 +60,8 @@ class SinglePoints(Part):
 class PotentialData(IS2REData):
     """Batches of structures with energies, forces and optional stress at their positions.
 
-    Structures without an energy are left out and counted. Forces and stress are used if available.
+    Structures without an energy are omitted, and training reports their number. Forces and stress
+    are used if available.
 
     Args:
         root: folder of the data set, with a file or a folder per split.

@@ -22,7 +22,7 @@ __all__ = ["make_record", "origin_of"]
 _Array: TypeAlias = ArrayLike | Tensor
 _CENTERED = 64.0  # Å; structures closer to the origin are not moved
 _APART = 256.0  # Å; atoms closer to the other atoms keep their periodic images
-_SKIP = "--skip_bad, in training --data.skip_bad"
+_SKIP = "--skip_bad (--data.skip_bad when training)"
 _TAGS = ", ".join(f"{tag:d} ({tag.name.lower()})" for tag in Tag)
 
 
@@ -142,7 +142,7 @@ def _known_tags(tags: _Array | None, count: int, name: str) -> Tensor:
         raise ValueError(
             f"{name}: tags must be {_TAGS}; got {int(kinds[unknown][0])}; "
             "ase.build numbers layers instead: set OC20 tags with atoms.set_tags(...), or read the "
-            "file with --tags ase, in training --data.tags ase"
+            "file with --tags ase (--data.tags ase when training)"
         )
     return kinds
 

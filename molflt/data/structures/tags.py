@@ -176,7 +176,7 @@ class _Atoms:
         return ~slab
 
     def _frame(self) -> _Flags:
-        """Returns a mask of slab atoms, found from bonds: metals, or a sheet of nonmetals."""
+        """Returns a mask of slab atoms: connected metal atoms or an extended sheet of nonmetals."""
         solid = ~self.molecular
         sheet = self._endless(self.bonded).all(axis=0)
         if sheet.sum() <= solid.sum():

@@ -35,7 +35,7 @@ class ParallelText(NamedTuple):
 class Pairs(Dataset[_Item]):
     """Token ids of sentences and of their translations.
 
-    Pairs in which a sentence has more than `length` tokens, including the end token, are left out;
+    Pairs in which a sentence has more than `length` tokens, including the end token, are omitted;
     `left_out` is the number of these pairs. `sizes` contains the number of tokens in the longer
     sentence of each remaining pair.
     """
@@ -91,7 +91,7 @@ class ParallelData(TokenizedData[Pairs]):
         source: extension of the files to translate from, such as de.
         target: extension of the files to translate to.
         test: name of the files for the final evaluation.
-        length: maximum number of tokens in a sentence; pairs with longer sentences are left out of
+        length: maximum number of tokens in a sentence; pairs with longer sentences are omitted from
             training and validation.
         batch_size: number of pairs in a batch, per device.
         max_tokens: limit on the number of pairs in a batch times the number of tokens in its

@@ -94,8 +94,8 @@ class Tokenizer:
 
         Subwords are WordPiece as in BERT (arXiv:1810.04805), Unigram as in SentencePiece
         (arXiv:1808.06226), or byte pair encoding (arXiv:1508.07909) with marks for spaces, which
-        allow decoding to restore the text. Repeated training may assign different ids to rare
-        subwords.
+        allow decoding to restore the text. Training again on the same text may assign different ids
+        to rare subwords.
 
         Args:
             kind: "wordpiece", "unigram", "bpe", or a key of `molflt.data.text.vocabulary.FIXED`.
