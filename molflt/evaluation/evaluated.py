@@ -72,7 +72,7 @@ class EvaluationData:
         energy_key: str | None = AS_TRAINED,
         **reading: Any,
     ) -> None:
-        self.run, self.config = run, config
+        self.run = run
         self.own = DataSet.of_run(config["data"], config["seed"])
         if data is None and not exists(self.own.root):
             raise FileNotFoundError(
@@ -85,7 +85,7 @@ class EvaluationData:
         new = own._replace(**given)
         if new.tags == "guess" and (domain := self.domain()) is not None:
             new = new._replace(surface=domain.surface)
-        self.data = self.own._replace(reading=new, trained=own)
+        self.data = self.own._replace(reading=new)
         self._own_skip_bad = skip_bad or bool(config["data"].get("skip_bad"))
         self.skip_bad = self._own_skip_bad
         self.absent = ""
@@ -166,7 +166,7 @@ class EvaluationData:
         """Raises ValueError if a run was trained on any of the structures to evaluate."""
         if not (held := read_provenance(run).get("data", {}).get("val")):
             return  # unknown in runs of earlier versions
-        config = self.config if run == self.run else read_config(run)
+        config = read_config(run)
 
         def holds(split: DataSet) -> bool:
             given = {"split_seed": split.split_seed, "val_fraction": split.val_fraction}
