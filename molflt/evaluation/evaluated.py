@@ -17,7 +17,7 @@ from torch import nn
 from molflt.data.structures import Structures
 from molflt.data.structures.base import AS_TRAINED
 from molflt.data.structures.data_set import DataSet
-from molflt.data.structures.domain import DOMAIN, Domain, read_domain
+from molflt.data.structures.domain import Domain, domain_of
 from molflt.data.structures.sources import exists, is_same
 from molflt.data.structures.splits import VAL_SPLITS
 from molflt.evaluation.ensemble import EnsembleRegressor
@@ -188,10 +188,9 @@ class EvaluationData:
 
     def domain(self, model: nn.Module | None = None) -> Domain | None:
         """Returns the domain of the training data; None for runs of earlier versions."""
-        path = self.run / DOMAIN
-        found = read_domain(path)
+        found = domain_of(model.data if isinstance(model, EnsembleRegressor) else [self.run])
         zero = (False, False) if model is None else by_contact(model)
-        return None if found is None else replace(Domain.from_json(found, str(path)), zero=zero)
+        return None if found is None else replace(found, zero=zero)
 
     def training_median(self) -> tuple[float | None, str]:
         """Returns the median training energy in eV, or None, and a line that explains it."""
