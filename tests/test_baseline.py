@@ -94,6 +94,8 @@ def test_best_weights_are_never_worse_than_baseline_and_references(files, tmp_pa
     assert errors.pop(0) < 0.02 and min(errors.values()) > 0.1
     labels = [atoms.info["y_relaxed"] for atoms in read(tmp_path / "val_id.extxyz", ":")]
     assert np.abs(energies(tmp_path / "run", tmp_path / "val_id.extxyz") - labels).max() < 0.02
+    elements = molflt.load(tmp_path / "run").model.trained_elements
+    assert elements.nonzero().flatten().tolist() == [1, 8, 29, 78]
 
 
 def test_store_keeps_baseline(files, run, tmp_path):
