@@ -104,6 +104,7 @@ def test_store_keeps_baseline(files, run, tmp_path):
     assert main(["data", "convert", *map(str, (source, store)), "--baseline_key", "mlip"]) == 0
     expected = energies(run, files / "val_id.extxyz")
     np.testing.assert_allclose(energies(run, store), expected, atol=1e-9)
+    np.testing.assert_allclose(energies(run, [source, store]), [*expected] * 2, atol=1e-6)
     shutil.copy(store, stores / "train.safetensors")
     steps = ("--trainer.max_steps=1", "--data.allow_duplicates=true", "--task.warmup_steps=0")
     assert start(stores, tmp_path / "run", *steps, "--data.baseline_key=y_baseline") == 0
