@@ -1,4 +1,5 @@
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -26,6 +27,7 @@ from molflt.commands.cli import main
 from molflt.data.structures import open_dataset
 from molflt.data.structures.base import to_atoms
 from molflt.data.structures.summary import summarize
+from molflt.evaluation.ensemble import load_ensemble
 from molflt.graph import EnergyRegressor
 
 pytestmark = pytest.mark.usefixtures("undrawn")
@@ -92,6 +94,8 @@ def test_best_weights_are_never_worse_than_baseline_and_references(files, tmp_pa
     assert errors.pop(0) < 0.02 and min(errors.values()) > 0.1
     labels = [atoms.info["y_relaxed"] for atoms in read(tmp_path / "val_id.extxyz", ":")]
     assert np.abs(energies(tmp_path / "run", tmp_path / "val_id.extxyz") - labels).max() < 0.02
+    elements = molflt.load(tmp_path / "run").model.trained_elements
+    assert elements.nonzero().flatten().tolist() == [1, 8, 29, 78]
 
 
 def test_store_keeps_baseline(files, run, tmp_path):
@@ -100,6 +104,7 @@ def test_store_keeps_baseline(files, run, tmp_path):
     assert main(["data", "convert", *map(str, (source, store)), "--baseline_key", "mlip"]) == 0
     expected = energies(run, files / "val_id.extxyz")
     np.testing.assert_allclose(energies(run, store), expected, atol=1e-9)
+    np.testing.assert_allclose(energies(run, [source, store]), [*expected] * 2, atol=1e-6)
     shutil.copy(store, stores / "train.safetensors")
     steps = ("--trainer.max_steps=1", "--data.allow_duplicates=true", "--task.warmup_steps=0")
     assert start(stores, tmp_path / "run", *steps, "--data.baseline_key=y_baseline") == 0
@@ -126,6 +131,11 @@ def test_ensemble_may_mix_models_with_and_without_baseline(files, run, tmp_path,
     both = molflt.load(run, also=[other]).predict(path)
     mean = (energies(run, path) + energies(other, path)) / 2
     np.testing.assert_allclose([one.energy for one in both], mean, atol=1e-6)
+    swapped = molflt.load(other, also=[run])
+    np.testing.assert_allclose([one.energy for one in swapped.predict(path)], mean, atol=1e-6)
+    assert main(["evaluate", str(other), "--splits", "val_id", "--also", str(run)]) == 0
+    rows = table(other / "ensemble" / "predictions.csv")
+    np.testing.assert_allclose([float(row["energy_eV"]) for row in rows], mean, atol=1e-5)
     frames = read(path, ":")
     for atoms in frames:
         atoms.info["mlip"] -= 1e3  # total energies
@@ -137,6 +147,14 @@ def test_ensemble_may_mix_models_with_and_without_baseline(files, run, tmp_path,
     write(tmp_path / "without.extxyz", frames)
     words = ("predict", str(run), str(tmp_path / "without.extxyz"), "--also", str(other))
     assert "y_baseline" in printed(capsys, *words, status=2).err
+
+
+def test_ensemble_of_different_baselines_is_refused(files, run, tmp_path):
+    other, path = Path(shutil.copytree(run, tmp_path / "other")), tmp_path / "other/config.yaml"
+    path.write_text(path.read_text().replace("baseline_key: mlip", "baseline_key: dftb"))
+    for runs in ((run, other), (other, run)):
+        with pytest.raises(ValueError, match="data.baseline_key .* expected"):
+            load_ensemble(runs)
 
 
 def test_missing_baseline_is_refused(files, run, tmp_path, capsys):

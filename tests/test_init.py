@@ -25,6 +25,8 @@ from molflt.commands.cli import main
 from molflt.data.structures.datamodule import IS2REData
 from molflt.data.structures.domain import Domain
 from molflt.data.structures.store import StructureStore, write_store
+from molflt.evaluation.ensemble import load_ensemble
+from molflt.evaluation.evaluated import EvaluationData
 from molflt.training.config import read_config
 
 STEPS = ["--trainer.max_steps=4", "--trainer.val_every=4"]
@@ -313,6 +315,14 @@ def test_start_from_the_first_model_of_an_ensemble(tuned, shared_run, gold, tmp_
     assert "the first of 2 models" in capsys.readouterr().out
     one, first = weights(tmp_path / "one"), weights(tmp_path / "first")
     assert one.keys() == first.keys() and all(torch.equal(one[key], first[key]) for key in one)
+
+
+def test_elements_that_one_member_did_not_learn_are_new(tuned, shared_run):
+    for runs in ([shared_run, tuned], [tuned, shared_run]):
+        model, config = load_ensemble(runs)
+        loaded = molflt.load(runs[0], also=runs[1:]).domain
+        for domain in (loaded, EvaluationData(runs[0], config).domain(model)):
+            assert domain.elements.all == {1} and domain.systems == held(runs[0]).systems
 
 
 def test_chains_and_exports_keep_all_domains(tuned, shared_run, gold, tmp_path):

@@ -121,6 +121,24 @@ def test_shards_of_other_models_or_structures_are_refused(source, tmp_path, unli
         merge_shards(out)
 
 
+@pytest.mark.parametrize("pattern", ["", "*.extxyz"])
+def test_shards_depend_on_all_files_of_a_folder(tmp_path, pattern) -> None:
+    folder, out = tmp_path / "in", tmp_path / "many.csv"
+    folder.mkdir()
+    files = [folder / "a.extxyz", folder / "b.extxyz"]
+    frames = [to_atoms(record) for record in structures(6)]
+    for file, own in zip(files, (frames[:3], frames[3:]), strict=True):
+        write(file, own)
+    for number in (1, 2):
+        predict(folder / pattern, f"--shard={number}/2", out=out)
+    assert merge_shards(out) == 6
+    frames[5].positions[-1] += 0.5
+    write(files[1], frames[3:])
+    predict(folder / pattern, "--shard=2/2", out=out)
+    with pytest.raises(ValueError, match="'data "):
+        merge_shards(out)
+
+
 def test_indices_count_omitted_structures(tmp_path) -> None:
     frames = [to_atoms(record) for record in structures(5)]
     frames[1].positions[0] = np.nan

@@ -120,7 +120,8 @@ def predict(
     atoms = out is not None and out.suffix in _OF_ATOMS
     reading = model.reading_of(files, tags)._replace(keep_atoms=atoms)
     domain = None if force else model.domain
-    dataset = open_structures(files, skip_bad, reading, model.model, domain)
+    trained = model.reading_of(None)
+    dataset = open_structures(files, skip_bad, reading, model.model, domain, trained)
     known = model.calibration(calibration)
     note: dict[str, object] = {}
     if part is not None and out is not None:

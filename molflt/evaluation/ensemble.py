@@ -75,8 +75,9 @@ def load_ensemble(
 ) -> tuple[EnsembleRegressor, Config]:
     """Loads several runs as one model; their seeds, data and configurations may differ.
 
-    Returns the ensemble in evaluation mode and the configuration of the first run. `checkpoint` is
-    best or last; see `molflt.training.checkpoint.load_run` for `device`.
+    Returns the ensemble in evaluation mode and the configuration of the first run, with the
+    `data.baseline_key` of any member. `checkpoint` is best or last; see
+    `molflt.training.checkpoint.load_run` for `device`.
     """
     runs = [Path(run) for run in runs]
     first = runs[0]
@@ -95,6 +96,7 @@ def load_ensemble(
         run: DataSet.of_run(config["data"], config["seed"])
         for run, config in zip(runs, configs, strict=True)
     }
+    configs[0]["data"]["baseline_key"] = _baseline_key(data)
     ensemble = EnsembleRegressor(models, data)
     own = ensemble.weights
     for i, run in enumerate(runs):
@@ -114,6 +116,19 @@ def load_ensemble(
                 "of an ensemble; train all members in the same way"
             )
     return ensemble.eval(), configs[0]
+
+
+def _baseline_key(data: Mapping[Path, DataSet]) -> str | None:
+    """Returns the one `data.baseline_key` of the runs that add a baseline, or None."""
+    first = None
+    for run, own in data.items():
+        key = own.reading.baseline_key
+        if key not in (None, first or (first := key)):
+            raise ValueError(
+                f"{run}: trained with data.baseline_key {key}; expected {first}, as in another "
+                "run of the ensemble, because all runs that add a baseline must add the same"
+            )
+    return first
 
 
 def digest_of(model: nn.Module) -> str:

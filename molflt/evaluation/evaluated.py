@@ -17,7 +17,7 @@ from torch import nn
 from molflt.data.structures import Structures
 from molflt.data.structures.base import AS_TRAINED
 from molflt.data.structures.data_set import DataSet
-from molflt.data.structures.domain import DOMAIN, Domain, read_domain
+from molflt.data.structures.domain import Domain, domain_of
 from molflt.data.structures.sources import exists, is_same
 from molflt.data.structures.splits import VAL_SPLITS
 from molflt.evaluation.ensemble import EnsembleRegressor
@@ -72,7 +72,7 @@ class EvaluationData:
         energy_key: str | None = AS_TRAINED,
         **reading: Any,
     ) -> None:
-        self.run, self.config = run, config
+        self.run = run
         self.own = DataSet.of_run(config["data"], config["seed"])
         if data is None and not exists(self.own.root):
             raise FileNotFoundError(
@@ -85,7 +85,7 @@ class EvaluationData:
         new = own._replace(**given)
         if new.tags == "guess" and (domain := self.domain()) is not None:
             new = new._replace(surface=domain.surface)
-        self.data = self.own._replace(reading=new, trained=own)
+        self.data = self.own._replace(reading=new)
         self._own_skip_bad = skip_bad or bool(config["data"].get("skip_bad"))
         self.skip_bad = self._own_skip_bad
         self.absent = ""
@@ -166,7 +166,7 @@ class EvaluationData:
         """Raises ValueError if a run was trained on any of the structures to evaluate."""
         if not (held := read_provenance(run).get("data", {}).get("val")):
             return  # unknown in runs of earlier versions
-        config = self.config if run == self.run else read_config(run)
+        config = read_config(run)
 
         def holds(split: DataSet) -> bool:
             given = {"split_seed": split.split_seed, "val_fraction": split.val_fraction}
@@ -188,10 +188,9 @@ class EvaluationData:
 
     def domain(self, model: nn.Module | None = None) -> Domain | None:
         """Returns the domain of the training data; None for runs of earlier versions."""
-        path = self.run / DOMAIN
-        found = read_domain(path)
+        found = domain_of(model.data if isinstance(model, EnsembleRegressor) else [self.run])
         zero = (False, False) if model is None else by_contact(model)
-        return None if found is None else replace(Domain.from_json(found, str(path)), zero=zero)
+        return None if found is None else replace(found, zero=zero)
 
     def training_median(self) -> tuple[float | None, str]:
         """Returns the median training energy in eV, or None, and a line that explains it."""

@@ -118,9 +118,10 @@ def open_structures(
     reading: Reading = AS_IT_IS,
     model: nn.Module | None = None,
     domain: Domain | None = None,
+    trained: Reading = AS_IT_IS,
 ) -> Structures:
     """Opens the structures to predict; see `open_dataset` and `check_structures`."""
-    dataset = open_dataset(path, skip_bad, reading._replace(for_prediction=True))
+    dataset = open_dataset(path, skip_bad, reading._replace(for_prediction=True), trained=trained)
     return check_structures(dataset, model, domain)
 
 

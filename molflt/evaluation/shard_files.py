@@ -21,6 +21,7 @@ from torch import nn
 
 from molflt.data.batches import Shard
 from molflt.data.structures import Structures
+from molflt.data.structures.oc20 import shards_in
 from molflt.evaluation.ensemble import digest_of
 from molflt.files import csv_rows, csv_text, shown, write_atomically
 
@@ -46,8 +47,7 @@ def made_of(model: nn.Module, dataset: Structures, **options: object) -> dict[st
     members = getattr(model, "members", [model])
     weights = hashlib.sha256("".join(sorted(map(digest_of, members))).encode())
     data = hashlib.sha256(dataset.natoms.astype("<i8").tobytes())  # without omitted structures
-    path = dataset.path
-    for file in sorted(path.glob("*.lmdb")) if path.is_dir() else [path]:
+    for file in (part for path in dataset.files for part in shards_in(path) or [path]):
         with open(file, "rb") as opened:
             data.update(hashlib.file_digest(opened, "sha256").digest())
     return {"weights": weights.hexdigest()[:16], "data": data.hexdigest()[:16], **options}
@@ -117,10 +117,12 @@ def _shards(out: Path) -> list[Shard]:
     found = {Shard(int(match[1]), int(match[2])) for match in matches}
     counts = sorted({shard.total for shard in found})
     if len(counts) != 1:
+        listed = ", ".join(map(str, counts))
+        others = f"shards of divisions into {listed}; delete the files of other divisions"
         raise ValueError(
             f"{out}: expected shards of the same division, such as {Shard(1, 8).path(out).name}, "
-            "which molflt predict --shard 1/8 --out writes; got shards of divisions into "
-            f"{', '.join(map(str, counts)) or 'none'}; delete the files of other divisions"
+            "which molflt predict --shard 1/8 --out writes; got "
+            + (others if counts else "no shards")
         )
     everything = [Shard(number, counts[0]) for number in range(1, counts[0] + 1)]
     if missing := [shard for shard in everything if shard not in found]:

@@ -12,6 +12,7 @@ import yaml
 from torch import nn
 
 from molflt.data.packed import require
+from molflt.data.structures.domain import DOMAIN, domain_of
 from molflt.evaluation.calibration import CALIBRATION
 from molflt.evaluation.ensemble import ENSEMBLE, EnsembleRegressor, load_ensemble
 from molflt.evaluation.results import RESULTS, why_of_others
@@ -94,6 +95,8 @@ def read_trained(
         model, config = load_run(run, str(path), device)
     evaluated = run / ENSEMBLE if also else run
     files = {name: content for name in KEPT if (content := _json(run / name)) is not None}
+    if also and (domain := domain_of(members)) is not None:
+        files[DOMAIN] = domain.to_json()
     calibration = _json(evaluated / CALIBRATION)
     if isinstance(model, EnsembleRegressor) and isinstance(calibration, dict):
         own = calibration.get("members") == sorted(model.weights)

@@ -241,9 +241,9 @@ class EnergyPredictor(Pretrained):
         """
         if tags is not None and self.predicts_forces:
             raise ValueError(f"tags={tags!r} has no effect on a potential; remove it")
-        found = [] if files is None else files_of(files)
         baseline: Any = None
-        if all("tags" in source_of(file).options for file in found):  # if ASE reads all files
+        # if ASE reads any file
+        if files is None or any("tags" in source_of(file).options for file in files_of(files)):
             tags = tags or cast("Tags | None", self.trained.task.get("tags"))
             baseline = self.trained.task.get("baseline_key")
         if self.predicts_forces:
@@ -262,7 +262,8 @@ class EnergyPredictor(Pretrained):
                 )
             return structures
         if _are_paths(structures):
-            return open_structures(structures, False, self.reading_of(structures, tags))
+            reading = self.reading_of(structures, tags)
+            return open_structures(structures, False, reading, trained=self.reading_of(None))
         reading = self.reading_of(None, tags)
         if reading.tags == "guess":
             plain = reading._replace(tags="any", surface=None)

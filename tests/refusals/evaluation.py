@@ -12,6 +12,7 @@ from molflt.evaluation.calibration import Calibration
 from molflt.evaluation.common import classes_of, named_sources
 from molflt.evaluation.energies import submission_splits
 from molflt.evaluation.ensemble import EnsembleRegressor, expect_same_totals, load_ensemble
+from molflt.evaluation.shard_files import merge_shards
 from molflt.metrics import locality
 from refusals import Refusal, refused
 
@@ -69,6 +70,7 @@ ROWS = [
     refused(lambda: submission_splits(Path("a.npz"), ["val_id"]), "--splits", "test_id", "val_id"),
     Refusal(totals, "model 2", "same kind of energy", "89 eV"),
     refused(lambda: load_ensemble([Path("a"), Path("b")], "w.pt"), "--checkpoint", "best", "w.pt"),
+    Refusal(lambda folder: merge_shards(folder / "e.csv"), "e.csv", "--shard", "no shards"),
     refused(lambda: named_sources(DATA, ["val"], Path("x")), "--splits", "--data", "both"),
     Refusal(classes, "classes.json", "2", "1 classes"),
     local(2 * EYE, APART, "sum to 1", "2.0"),

@@ -49,6 +49,7 @@ class DataSet(NamedTuple):
             cast("float | None", data.get("val_fraction")),
             cast("int", data.get("split_seed", seed)),
             reading,
+            reading,
         )
 
     @property

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from molflt.data.structures.base import Structures
 
-__all__ = ["DOMAIN", "Domain", "read_domain"]
+__all__ = ["DOMAIN", "Domain", "domain_of", "read_domain"]
 
 DOMAIN = "domain.json"
 """name of the file in the folder of a run"""
@@ -305,6 +305,20 @@ class Domain:
                 f"{name}: expected the domain of a training run; {type(error).__name__}: "
                 f"{shown(str(error))}; restore the file that training wrote"
             ) from None
+
+
+def domain_of(runs: Iterable[Path]) -> Domain | None:
+    """Returns the domain of the first run, limited to elements that all runs were trained on.
+
+    Runs of earlier versions, without domain.json, are ignored; None if no run has this file.
+    """
+    files = {str(file): read_domain(file) for run in runs if (file := run / DOMAIN).is_file()}
+    known = [Domain.from_json(content, file) for file, content in files.items()]
+    if not known:
+        return None
+    shared = frozenset.intersection(*(one.elements.all for one in known))
+    elements = Elements(*(part & shared for part in known[0].elements))
+    return replace(known[0], elements=elements)
 
 
 def _parts(record: Data) -> tuple[Tensor, Tensor, Tensor]:

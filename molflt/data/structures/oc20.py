@@ -28,7 +28,7 @@ from molflt.data.structures.records import make_record
 if TYPE_CHECKING:
     from torch_geometric.data import Data
 
-__all__ = ["Oc20Lmdb"]
+__all__ = ["Oc20Lmdb", "shards_in"]
 
 _T = TypeVar("_T")
 _Field: TypeAlias = Tensor | np.number | np.bool_ | int | float | str
@@ -219,7 +219,8 @@ def _guarded(read: Callable[[bytes], _T], content: bytes, where: str, expected: 
         ) from None
 
 
-def _shards_in(folder: Path) -> list[Path]:
+def shards_in(folder: Path) -> list[Path]:
+    """Returns the LMDB files of a folder; empty for a file."""
     shards = sorted(p for p in folder.glob("*.lmdb") if p.is_file())
     return shards or [p for p in (folder / "data.mdb",) if p.is_file()]
 
@@ -238,14 +239,14 @@ class Oc20Lmdb(Structures):
 
     def __init__(self, path: str | Path, skip_bad: bool = False) -> None:
         super().__init__(path, skip_bad)
-        shards = _shards_in(self.path) if self.path.is_dir() else [self.path]
+        shards = shards_in(self.path) if self.path.is_dir() else [self.path]
         self.shards = [LmdbFile(shard) for shard in shards]
         self._keys = [self._record_keys(shard) for shard in self.shards]
         self._ends = np.cumsum([len(keys) for keys in self._keys])
 
     @classmethod
     def takes(cls, path: Path) -> bool:
-        return bool(_shards_in(path)) if path.is_dir() else super().takes(path)
+        return bool(shards_in(path)) if path.is_dir() else super().takes(path)
 
     def __len__(self) -> int:
         return int(self._ends[-1])
