@@ -181,7 +181,8 @@ def placements(
         at = {"pos": whole.positions, "cell": whole.cell.array, "fixed": fixed}
         tags = guess_tags(make_record(atomic_numbers=whole.numbers, **at), share).tags[:count]
         tags = tags.clip(max=Tag.SURFACE) if tags.any() else np.where(fixed[:count], 0, Tag.SURFACE)
-        tags = slab.get_tags() if tags_look_like(slab) == "oc20" else tags
+        known = set(slab.get_tags()) in ({Tag.SUBSURFACE, Tag.SURFACE}, {Tag.SURFACE})
+        tags = slab.get_tags() if known else tags
         for whole in found[first:]:
             whole.set_tags([*tags, *whole.get_tags()[count:]])
     return found
@@ -273,10 +274,11 @@ def _prepared(slab: Atoms) -> Atoms:
             f"{slab.symbols}: expected free atoms on the side to which the third cell vector "
             "points, where molecules are placed; got fixed atoms there; turn the slab over"
         )
-    if tags_look_like(slab) == "oc20" and (slab.get_tags() == Tag.ADSORBATE).any():
+    tags, layers = whole.get_tags(), tags_look_like(whole) == "ase"
+    if (tags.min() == 0) if layers else (tags.max() == Tag.ADSORBATE):
         raise ValueError(
-            f"{slab.symbols}: expected a clean slab; got atoms with tag 2 (adsorbate); remove "
-            "these atoms, or their tags if they belong to the slab"
+            f"{slab.symbols}: expected a clean slab; got atoms with tag {0 if layers else 2} "
+            "(adsorbate); remove these atoms, or their tags if they belong to the slab"
         )
     return whole
 
