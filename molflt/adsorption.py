@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import combinations
+from itertools import combinations, groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +26,7 @@ from molflt.data.structures.tags import guess_tags, in_one_piece
 if TYPE_CHECKING:
     from ase import Atoms
 
-__all__ = ["cut", "element", "molecule", "placements", "ranked", "sites", "varied"]
+__all__ = ["comparable", "cut", "element", "molecule", "placements", "ranked", "sites", "varied"]
 
 _VACUUM, _EMPTY = 4.5, 7.0  # Å: smallest vacuum of a slab; gap too large for a crystal
 _CONTACT, _CONTACT_H = 0.1, 0.5  # Å added to radii for contacts with the slab; the second for H
@@ -181,7 +181,8 @@ def placements(
         at = {"pos": whole.positions, "cell": whole.cell.array, "fixed": fixed}
         tags = guess_tags(make_record(atomic_numbers=whole.numbers, **at), share).tags[:count]
         tags = tags.clip(max=Tag.SURFACE) if tags.any() else np.where(fixed[:count], 0, Tag.SURFACE)
-        tags = slab.get_tags() if tags_look_like(slab) == "oc20" else tags
+        known = set(slab.get_tags()) in ({Tag.SUBSURFACE, Tag.SURFACE}, {Tag.SURFACE})
+        tags = slab.get_tags() if known else tags
         for whole in found[first:]:
             whole.set_tags([*tags, *whole.get_tags()[count:]])
     return found
@@ -273,10 +274,11 @@ def _prepared(slab: Atoms) -> Atoms:
             f"{slab.symbols}: expected free atoms on the side to which the third cell vector "
             "points, where molecules are placed; got fixed atoms there; turn the slab over"
         )
-    if tags_look_like(slab) == "oc20" and (slab.get_tags() == Tag.ADSORBATE).any():
+    tags, layers = whole.get_tags(), tags_look_like(whole) == "ase"
+    if (tags.min() == 0) if layers else (tags.max() == Tag.ADSORBATE):
         raise ValueError(
-            f"{slab.symbols}: expected a clean slab; got atoms with tag 2 (adsorbate); remove "
-            "these atoms, or their tags if they belong to the slab"
+            f"{slab.symbols}: expected a clean slab; got atoms with tag {0 if layers else 2} "
+            "(adsorbate); remove these atoms, or their tags if they belong to the slab"
         )
     return whole
 
@@ -295,13 +297,23 @@ def _gap(atoms: Atoms, axis: int) -> tuple[float, float]:
 def ranked(model: Any, structures: Sequence[Atoms]) -> list[tuple[Atoms, Any]]:
     """Returns placements with their `molflt.pretrained.Prediction`, lowest energy first.
 
-    `model` is an energy model, such as `molflt.load()`. A model of total energies ranks the
-    placements of each slab separately.
+    `model` is an energy model, such as `molflt.load()`. Potentials and models of total energies
+    rank the placements of each slab separately.
     """
     tags = None if getattr(model, "predicts_forces", False) else "oc20"
     found = zip(structures, model.predict(list(structures), tags=tags), strict=True)
+    return sorted(found, key=lambda one: (_group(model, one[0]), one[1].energy))
+
+
+def comparable(model: Any, placed: Sequence[tuple[Atoms, Any]]) -> list[list[tuple[Atoms, Any]]]:
+    """Divides results of `ranked` by slab if `model` predicts total energies."""
+    return [list(own) for _, own in groupby(placed, lambda one: _group(model, one[0]))]
+
+
+def _group(model: Any, atoms: Atoms) -> int:
+    """Returns the same number for all structures with comparable energies."""
     total = model.domain is not None and model.domain.kind == "total"
-    return sorted(found, key=lambda one: (total and one[0].info["slab"], one[1].energy))
+    return atoms.info["slab"] if total or getattr(model, "predicts_forces", False) else 0
 
 
 def varied(placed: Sequence[tuple[Atoms, Any]], count: int) -> list[tuple[Atoms, Any]]:

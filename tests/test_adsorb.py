@@ -145,12 +145,13 @@ def test_radicals_and_files_with_placeholder_cells(tmp_path: Path) -> None:
     assert keys(placements(slab, tmp_path / "methyl.extxyz")) == expected
 
 
-def test_tags_and_charge_of_a_slab_are_kept() -> None:
+@pytest.mark.parametrize("tags", [4 * [0] + 12 * [1], 4 * [1] + 8 * [0] + 4 * [1], 16 * [1]])
+def test_tags_and_charge_of_a_slab_are_kept(tags: list[int]) -> None:
     slab = fcc111("Cu", (2, 2, 4), vacuum=6)
-    slab.set_tags(4 * [0] + 12 * [1])
+    slab.set_tags(tags)
     slab.info["charge"] = 1.0
     one = placements(slab, Atoms("CO", [[0, 0, 0], [0, 0, 1.1]], info={"charge": 1}))[0]
-    assert Counter(one.get_tags()) == {0: 4, 1: 12, 2: 2} and one.info["charge"] == 2
+    assert [*one.get_tags()] == [*tags, 2, 2] and one.info["charge"] == 2
 
 
 def test_molecules_are_read_from_files_in_one_piece(tmp_path: Path) -> None:
@@ -210,3 +211,16 @@ def test_command_on_a_file_of_a_step(tmp_path: Path, capsys) -> None:
     assert abs(frames[0].get_potential_energy() - relaxed[0]) < 1e-4
     assert Counter(frames[0].get_tags()) == {0: 10, 1: 8, 2: 3} and frames[0].constraints
     assert out.with_suffix(".png").stat().st_size > 5000
+
+
+def test_command_ranks_slabs_separately_with_a_potential(potential_run, tmp_path, capsys) -> None:
+    out = tmp_path / "out.extxyz"
+    words = ["adsorb", "Ar", "Ne", "H", "--facet=1,1,1", "--layers=2", "--rotation=180"]
+    told = printed(capsys, *words, "--best=2", f"--run={potential_run}", f"--out={out}").out
+    assert told.count("best: ") == 2
+    slabs = [one.info["slab"] for one in read(out, ":")]
+    assert slabs == ["Ar", "Ar", "Ne", "Ne"]
+    rows = table(out.with_suffix(".csv"))
+    for slab in ("Ar", "Ne"):
+        ranks = [int(row["rank"]) for row in rows if row["slab"] == slab]
+        assert ranks == [*range(1, len(ranks) + 1)]

@@ -259,8 +259,9 @@ def test_structures_that_fail_have_no_baseline_and_are_tried_again(oxygen, tmp_p
     write(tmp_path / "iron.extxyz", frames)
     found = computed(tmp_path / "iron.extxyz", tmp_path / "out.safetensors")
     assert np.isfinite(found).tolist() == [False, True, True]
-    err = capsys.readouterr().err
-    assert "1 structures, such as sid 0" in err and "Fe" in err
+    told = capsys.readouterr()
+    assert "1 structures, such as sid 0" in told.err and "Fe" in told.err
+    assert "total energies: 1;" in told.out  # the clean slab
     (tmp_path / "out.csv").write_text((tmp_path / "out.csv").read_text() + "7,0,half a r")
     again = computed(tmp_path / "iron.extxyz", tmp_path / "out.safetensors")
     np.testing.assert_array_equal(again, found)

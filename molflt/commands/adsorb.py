@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from molflt import plots
-from molflt.adsorption import cut, element, placements, ranked, varied
+from molflt.adsorption import comparable, cut, element, placements, ranked, varied
 from molflt.commands.options import expect_ending, refuse_idle
 from molflt.data.structures.base import ANY_TAGS, warn, with_bar
 from molflt.data.structures.in_memory import StructuresInMemory
@@ -54,7 +54,7 @@ def adsorb(
         run: folder of a training run, an exported model, or hf:OWNER/NAME; by default the energy
             model that comes with the package.
         out: file to write, .extxyz.
-        best: number of placements to write.
+        best: number of placements to write; for total energies, number for each slab.
         rotation: step of rotations about the surface normal, in degrees.
         repeat: numbers of repetitions, N M, of the slabs along their first two cell vectors.
         facet: Miller indices H K L. For primitive fcc and bcc crystals, they refer to the cubic
@@ -92,15 +92,16 @@ def adsorb(
     calculator = None if relax is None else calculator_named(relax, device)
     share = None if model.domain is None else model.domain.surface
     placed = ranked(model, placements(repeated, str(molecule), rotation=rotation, share=share))
-    rows = {}
-    for place, (atoms, found) in enumerate(placed, start=1):
-        atoms.info["slab"] = list(given)[atoms.info["slab"]]
-        energies = {"energy_eV": found.energy, "uncertainty_eV": found.uncertainty}
-        outside = "; ".join(found.outside) or None
-        rows[id(atoms)] = {"rank": place, **atoms.info, **energies, "outside": outside}
-        atoms.info |= {f"predicted_{key}": one for key, one in energies.items() if one is not None}
-    print(_summary(list(rows.values())))
-    frames, failed = [atoms for atoms, _ in varied(placed, best)], []
+    rows, frames, failed = {}, [], []
+    for ranks in comparable(model, placed):
+        for place, (atoms, found) in enumerate(ranks, start=1):
+            atoms.info["slab"] = list(given)[atoms.info["slab"]]
+            energies = {"energy_eV": found.energy, "uncertainty_eV": found.uncertainty}
+            outside = "; ".join(found.outside) or None
+            rows[id(atoms)] = {"rank": place, **atoms.info, **energies, "outside": outside}
+            atoms.info |= {f"predicted_{k}": one for k, one in energies.items() if one is not None}
+        print(_summary([rows[id(atoms)] for atoms, _ in ranks]))
+        frames += [atoms for atoms, _ in varied(ranks, best)]
     if calculator is not None:
         bar = with_bar(frames, "relaxing placements")
         done = [relax_atoms(one, calculator, fmax=fmax or 0.05, steps=steps or 200) for one in bar]
@@ -126,7 +127,7 @@ def _summary(rows: Sequence[dict[str, Any]]) -> str:
         close = sum(row["energy_eV"] <= first["energy_eV"] + half for row in rows) - 1
         more = f" ± {half:.3f} eV, an interval that contains {close:,} other{'s' * (close != 1)}"
     sites = len({(row["slab"], row["site"]) for row in rows})
-    best = f"{first['energy_eV']:.3f}{more}; {_place(first)}"
+    best = f"{first['energy_eV']:.3f}{more}; {first['slab']}, {_place(first)}"
     return f"{len(rows):,} placements on {sites} sites; best: {best}"
 
 

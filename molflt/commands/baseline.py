@@ -23,7 +23,7 @@ from molflt.atoms import Tag
 from molflt.commands.options import expect_ending, refuse_idle
 from molflt.data.structures import Structures, open_dataset
 from molflt.data.structures.ase_fields import fixed_atoms
-from molflt.data.structures.base import Reading, Tags, to_atoms
+from molflt.data.structures.base import Reading, Tags, to_atoms, with_bar
 from molflt.data.structures.convert import one_pass
 from molflt.data.structures.sources import files_of
 from molflt.data.structures.store import write_store
@@ -92,6 +92,7 @@ def baseline(
     for path in (dst, table):
         expect_writable(path, *files_of(src))
     dataset = open_dataset(src, reading=Reading(energy_key, tags))
+    totals = _total_energies(dataset)
     make = partial(calculator_named, calculator, device or "auto")
     _made["calculator"] = make()  # errors are reported here, not in each process
     steps = f"{relax_steps} steps" + f" to {fmax:g} eV/Å" * (relax_steps > 0)
@@ -121,7 +122,24 @@ def baseline(
         )
     records = map(_with_baseline, one_pass(dataset), energies)
     count = write_store(dst, records, source=f"{dataset.path.name}, y_baseline from {label}")
-    print(f"{dst}: {count:,} structures with y_baseline from {label}; table in {table}")
+    of = f"; total energies: {totals:,}" if totals else ""
+    print(f"{dst}: {count:,} structures with y_baseline from {label}{of}; table in {table}")
+
+
+def _total_energies(dataset: Structures) -> int:
+    """Returns the number of structures whose baseline is a total energy.
+
+    Rejects structures without tags among adsorbates on slabs.
+    """
+    tags = [set(one.tags.tolist()) for one in with_bar(dataset, "reading tags")]
+    divided = [len(own) > 1 and Tag.ADSORBATE in own for own in tags]
+    if any(divided) and {Tag.SUBSURFACE} in tags:
+        raise ValueError(
+            f"{dataset.where(tags.index({Tag.SUBSURFACE}))}: expected tags, because other "
+            "structures are adsorbates on slabs, whose baseline is a difference; got only tag 0, "
+            "whose baseline is a total energy; add tags, or compute these structures separately"
+        )
+    return divided.count(False)
 
 
 def _version(calculator: str) -> str:

@@ -275,7 +275,7 @@ def _charges(data: "Data", geometry: Geometry, charged: bool) -> Tensor | None:
     found = None
     for name, usual, hint in (
         ("multiplicity", 1.0, "because no model reads it"),
-        ("charge", 0.0, "or train a potential with long_range=[1] and total_charge=True"),
+        ("charge", 0.0, "because only potentials with total_charge=True read it"),
     ):
         values = data.get(name)
         if values is None:

@@ -18,6 +18,13 @@ def slab(tags: int = 0, fixed: int = 0) -> Atoms:
     return atoms
 
 
+def with_atom(depth: float, of_slab: list[int], own: int) -> Atoms:
+    """Returns a slab with the tags 4 * `of_slab` and an O above it, or between its layers."""
+    atoms = fcc111("Cu", (2, 2, 4), vacuum=8)
+    atoms.set_tags([tag for tag in of_slab for _ in range(4)])
+    return atoms + Atoms("O", [atoms.positions[-1] - [0.0, 0.0, depth]], tags=[own])
+
+
 def placed(*frames: Atoms) -> Any:
     def call(folder: Path) -> None:
         write(folder / "own.extxyz", frames)
@@ -30,6 +37,9 @@ CHAIN = Atoms("CH2", [[0, 0, 0], [0, 0.6, 0.9], [0, 0.6, -0.9]], cell=[1.4, 9, 9
 ROWS = [
     refused(lambda: cut(slab(), (1, 1, 1)), "Cu16", "crystal", "vacuum"),
     refused(lambda: placements(slab(tags=4), "CO"), "tag 2", "clean slab"),
+    refused(lambda: placements(with_atom(3, [0, 0, 1, 1], 2), "CO"), "tag 2", "clean slab"),
+    refused(lambda: placements(with_atom(-1, [0, 0, 0, 0], 2), "CO"), "tag 2", "clean slab"),
+    refused(lambda: placements(with_atom(-1, [4, 3, 2, 1], 0), "CO"), "tag 0", "clean slab"),
     refused(lambda: placements(slab(fixed=4), "CO"), "fixed", "free atoms"),
     Refusal(placed(molecule("CO"), molecule("NO")), "own.extxyz", "one molecule", "2"),
     Refusal(placed(Atoms("XO")), "own.extxyz", "element", "X"),

@@ -1,3 +1,8 @@
+from pathlib import Path
+
+import tiny_run
+from ase.io import write
+
 from refusals import Refusal, Refused, command, writes
 
 
@@ -13,6 +18,13 @@ def with_config(
     return Refusal(command(line, writes("c.yaml", text)), option, expected, got, Refused)
 
 
+def mixed(folder: Path) -> None:
+    untagged = tiny_run.on_slab()
+    untagged.set_tags(0)
+    write(folder / "x.extxyz", [tiny_run.on_slab(), untagged])
+
+
+BASELINE = "data baseline {folder}/x.extxyz {folder}/y.safetensors --calculator"
 TRAIN = "train --data.root=x"
 ABSENT = "{folder}/absent"
 ROWS = [
@@ -36,4 +48,8 @@ ROWS = [
     # files and folders that do not exist
     refused(f"train --data.root={ABSENT} --run={{folder}}/run", "absent", "data set"),
     refused(f"evaluate {ABSENT}", "absent", "run"),
+    # energies that cannot be compared
+    Refusal(
+        command(f"{BASELINE}=ase.calculators.emt:EMT", mixed), "x.extxyz", "tags", "tag 0", Refused
+    ),
 ]

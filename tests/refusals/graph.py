@@ -116,7 +116,7 @@ DATA: list[tuple[dict[str, Any], *Words]] = [
     ({"fixed": ONE.float()}, "fixed", "bool", "torch.float32"),
     ({"pos": torch.full((6, 3), NAN)}, "pos", "finite", "nan"),
     ({"cell": None}, "pbc is True", "cell", "None"),
-    ({"charge": torch.tensor([2.0])}, "charge", "0", "2 of graph 0"),
+    ({"charge": torch.tensor([2.0])}, "charge", "only potentials", "2 of graph 0"),
     ({"multiplicity": torch.tensor([3])}, "multiplicity", "1", "3 of graph 0"),
 ]
 NO_DATA = [data()], data().to_dict(), ase.build.molecule("H2O"), "water.xyz"

@@ -5,8 +5,11 @@ from pathlib import Path
 import safetensors.torch
 import tiny_run
 import torch
+from ase import Atoms
+from ase.io import write
 from torch import nn
 
+from molflt.data.structures.datamodule import IS2REData
 from molflt.data.structures.store import write_store
 from molflt.tasks.images import ImageTask
 from molflt.tasks.is2re import IS2RETask
@@ -19,6 +22,13 @@ from molflt.training.trainer import TrainerOptions
 from refusals import Refusal, Refused, command, refused, writes
 
 Prepare = Callable[[Path], object]
+
+
+def far_baseline(folder: Path) -> None:
+    info = {"y_relaxed": -1.0, "mlip": -51.0}
+    frames = [Atoms("H2", [[0, 0, 0], [0, 0, z]], info=info) for z in (0.7, 0.8, 0.9, 1.0)]
+    write(folder / "x.extxyz", frames)
+    IS2REData(folder / "x.extxyz", val_fraction=0.5, baseline_key="mlip").refuse_totals()
 
 
 def new(words: str, prepare: Prepare | None = None) -> Callable[[Path], None]:
@@ -164,6 +174,7 @@ TASKS: list[tuple[Callable[[], object], str, str, str]] = [
 
 ROWS = [
     refused(lambda: TrainerOptions(val_every=0), "trainer.val_every", "int in [1, 2e9]", "0"),
+    Refusal(far_baseline, "y_relaxed minus mlip", "tags and calculator", "25.0 eV per atom"),
     *(Refusal(new(words, prepare), *rest, Refused) for words, prepare, *rest in NEW),
     *(Refusal(again(change, words), *rest, Refused) for words, change, *rest in AGAIN),
     *(Refusal(evaluated(change), *rest, Refused) for change, *rest in READ),

@@ -283,12 +283,15 @@ class IS2REData(BatchedData[Structures]):
         self.setup()
         dataset = self.datasets["train"]
         energies, natoms = self.targets(), dataset.natoms
+        minus = advice = ""
+        if key := self.reading.baseline_key:
+            minus, advice = f" minus {key}", "check the baseline's tags and calculator, or "
         if is_energy(self.reading.energy_key) and energy_kind(energies, natoms) == "total":
             raise ValueError(
-                f"{dataset.path}: y_relaxed looks like total energies, with a median of "
-                f"{per_atom(energies, natoms):.1f} eV per atom; expected adsorption energies; use "
-                "--model.readout all, with --task.references fit to subtract energies per element, "
-                "or with --task.references none"
+                f"{dataset.path}: y_relaxed{minus} looks like total energies, with a median of "
+                f"{per_atom(energies, natoms):.1f} eV per atom; expected adsorption energies; "
+                f"{advice}use --model.readout all, with --task.references fit to subtract energies "
+                "per element, or with --task.references none"
             )
 
     def expect_slabs(self, option: str) -> None:
