@@ -25,7 +25,7 @@ from molflt.data.structures import Structures, open_dataset
 from molflt.data.structures.ase_fields import fixed_atoms
 from molflt.data.structures.base import Reading, Tags, to_atoms, with_bar
 from molflt.data.structures.convert import one_pass
-from molflt.data.structures.sources import files_of
+from molflt.data.structures.sources import files_of, is_one_source
 from molflt.data.structures.store import write_store
 from molflt.evaluation.relaxation import relax_atoms
 from molflt.evaluation.results import warn, write_csv
@@ -91,6 +91,12 @@ def baseline(
     table = dst.with_suffix(".csv")
     for path in (dst, table):
         expect_writable(path, *files_of(src))
+    for path in [src] if isinstance(src, Path) else src:
+        if path.is_dir() and not is_one_source(path):
+            raise ValueError(
+                f"{path}: expected the structures of one split; got a folder of splits; run the "
+                "command once for each split"
+            )
     dataset = open_dataset(src, reading=Reading(energy_key, tags))
     totals = _total_energies(dataset)
     make = partial(calculator_named, calculator, device or "auto")

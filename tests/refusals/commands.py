@@ -22,9 +22,12 @@ def mixed(folder: Path) -> None:
     untagged = tiny_run.on_slab()
     untagged.set_tags(0)
     write(folder / "x.extxyz", [tiny_run.on_slab(), untagged])
+    (folder / "splits").mkdir()
+    for split in ("train", "val_id"):
+        write(folder / "splits" / f"{split}.extxyz", tiny_run.on_slab())
 
 
-BASELINE = "data baseline {folder}/x.extxyz {folder}/y.safetensors --calculator"
+BASELINE = "data baseline {folder}/%s {folder}/y.safetensors --calculator=ase.calculators.emt:EMT"
 TRAIN = "train --data.root=x"
 ABSENT = "{folder}/absent"
 ROWS = [
@@ -49,7 +52,6 @@ ROWS = [
     refused(f"train --data.root={ABSENT} --run={{folder}}/run", "absent", "data set"),
     refused(f"evaluate {ABSENT}", "absent", "run"),
     # energies that cannot be compared
-    Refusal(
-        command(f"{BASELINE}=ase.calculators.emt:EMT", mixed), "x.extxyz", "tags", "tag 0", Refused
-    ),
+    Refusal(command(BASELINE % "x.extxyz", mixed), "x.extxyz", "tags", "tag 0", Refused),
+    Refusal(command(BASELINE % "splits", mixed), "splits", "one split", "folder", Refused),
 ]
