@@ -81,6 +81,7 @@ def molecule(name: str | Path) -> Atoms:
     """
     from ase import Atoms
     from ase.build import molecule as of_ase
+    from ase.data import atomic_numbers
 
     kind, _, text = str(name).partition("smiles:")
     if text:
@@ -95,7 +96,7 @@ def molecule(name: str | Path) -> Atoms:
     if Path(kind).is_file():
         return _molecule_in(Path(kind))
     try:
-        found: Any = of_ase(kind)
+        found: Any = Atoms(kind) if atomic_numbers.get(kind) else of_ase(kind)
     except KeyError:
         known = "a name in ase.build.molecule, an element, a file, or smiles:TEXT"
         raise ValueError(f"molecule {name}: no such file or name; expected {known}") from None

@@ -145,6 +145,10 @@ def test_radicals_and_files_with_placeholder_cells(tmp_path: Path) -> None:
     assert keys(placements(slab, tmp_path / "methyl.extxyz")) == expected
 
 
+def test_any_element_is_a_molecule() -> None:
+    assert placements(fcc111("Cu", (2, 2, 3), vacuum=8), "Pt")[0].numbers[-1] == 78
+
+
 @pytest.mark.parametrize("tags", [4 * [0] + 12 * [1], 4 * [1] + 8 * [0] + 4 * [1], 16 * [1]])
 def test_tags_and_charge_of_a_slab_are_kept(tags: list[int]) -> None:
     slab = fcc111("Cu", (2, 2, 4), vacuum=6)
