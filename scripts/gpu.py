@@ -233,8 +233,8 @@ def main(words: list[str] | None = None) -> int:
     warnings.simplefilter("ignore")
     options.out.mkdir(parents=True, exist_ok=True)
     name = torch.cuda.get_device_name() if options.device == "cuda" else "CPU"
-    found: dict[str, Any] = {"device": name, "torch": torch.__version__}
-    found["molflt"] = molflt.__version__
+    versions = {"torch": torch.__version__, "molflt": molflt.__version__}
+    found: dict[str, Any] = {"device": name, **versions}
     found["numbers"] = list(numbers(options.device, options.tiny))
     found["kernels"] = list(kernels(options.device, options.tiny))
     found["without_kernels"] = without_kernels()

@@ -37,8 +37,7 @@ from molflt.adsorption import placements
 from molflt.data.structures import open_dataset
 from molflt.data.structures.splits import VAL_SPLITS
 
-TOLERANCE = 0.05  # eV/Å
-STEPS = 200
+TOLERANCE, STEPS = 0.05, 200  # eV/Å
 TOP, NEAR = 5, 0.1  # number of selected placements; tolerance of the best energy in eV
 
 

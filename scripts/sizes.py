@@ -17,8 +17,7 @@ slab            energy of the clean slab
 vacuum          change if the vacuum is doubled
 two             E(AB) - E(A) - E(B) of two adsorbates on one slab, at least 10 Å apart
 
-"refused" means that the model raises an error. Energies are computed in float64. Writes
-sizes.json.
+"refused" means that the model raises an error. Energies are in float64. Writes sizes.json.
 """
 
 import argparse

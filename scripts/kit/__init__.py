@@ -1,7 +1,6 @@
-"""Helpers shared by several scripts.
+"""Helpers shared by scripts, and the interface of benchmarks for `scripts/run.py`.
 
-`scripts/run.py` runs the benchmarks, which are the modules in cost/, accuracy/ and training/. The
-first line of a module's docstring is the title. A module defines
+Modules in cost/, accuracy/ and training/ have their title in the first line, and define
 
     measure(...) -> Rows      its arguments need defaults and become command-line options
     table(rows) -> str        formats the rows as Markdown

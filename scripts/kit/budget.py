@@ -8,11 +8,8 @@ from contextlib import contextmanager
 class CpuBudget:
     """Budget of CPU time for a training run; only blocks inside `running` are counted.
 
-    Attributes:
-        seconds: total budget in CPU seconds.
-        used: CPU seconds used so far.
-        longest: duration of the longest block in CPU seconds.
-        steps: number of training steps.
+    `seconds` (in total), `used` and `longest` (of one block) are CPU times in s, and `steps` is the
+    number of training steps.
     """
 
     def __init__(self, seconds: float) -> None:
