@@ -184,17 +184,19 @@ def resume(device: str, folder: Path) -> float:
     words += ["--trainer.checkpoint_every", "2", "--model.layers", "1"]
     words += ["--trainer.accelerator", "gpu" if device == "cuda" else "cpu"]
     runs = folder / "whole", folder / "resumed"
-    with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
-        cli.main([*words, "--run", str(runs[0])])
+    with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()) as errors:
+        found = [cli.main([*words, "--run", str(runs[0])])]
         Thread(target=interrupt, args=[runs[1] / "checkpoints" / "last.ckpt"], daemon=True).start()
-        cli.main([*words, "--run", str(runs[1])])
-        cli.main(["train", "--resume", str(runs[1])])
+        found.append(cli.main([*words, "--run", str(runs[1])]))
+        found.append(cli.main(["train", "--resume", str(runs[1])]))
+    if found != [0, 128 + signal.SIGTERM, 0]:
+        raise RuntimeError(f"exit statuses {found}: {errors.getvalue()}")
     one, other = (load_file(run / "checkpoints" / "last.safetensors") for run in runs)
     return max(float((one[k].double() - other[k].double()).abs().max()) for k in one)
 
 
 def interrupt(checkpoint: Path) -> None:
-    """Stops the training run of this process after its first checkpoint."""
+    """Stops this process after its first checkpoint."""
     while not checkpoint.exists():
         time.sleep(0.01)
     os.kill(os.getpid(), signal.SIGTERM)

@@ -45,7 +45,7 @@ def adsorb(
     """Places a molecule on all distinct sites of slabs and ranks the placements by energy.
 
     Writes the best placements, which differ from each other in slab, site or orientation, a table
-    of all placements (.csv), and a figure of the best five (.png).
+    of all placements (.csv), and a figure of the first five (.png).
 
     Args:
         slabs: files of slabs with vacuum along the third cell vector, folders of such files, or

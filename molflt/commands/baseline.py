@@ -9,10 +9,11 @@ import multiprocessing
 import signal
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
-from functools import partial
+from concurrent.futures import ProcessPoolExecutor
+from functools import cache, partial
 from importlib.metadata import packages_distributions, version
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -91,26 +92,19 @@ def baseline(
     table = dst.with_suffix(".csv")
     for path in (dst, table):
         expect_writable(path, *files_of(src))
-    for path in [src] if isinstance(src, Path) else src:
-        if path.is_dir() and not is_one_source(path):
-            raise ValueError(
-                f"{path}: expected the structures of one split; got a folder of splits; run the "
-                "command once for each split"
-            )
+    _refuse_splits([src] if isinstance(src, Path) else src)
     dataset = open_dataset(src, reading=Reading(energy_key, tags))
-    totals = _total_energies(dataset)
     make = partial(calculator_named, calculator, device or "auto")
     _made["calculator"] = make()  # errors are reported here, not in each process
+    totals = _total_energies(dataset)
     steps = f"{relax_steps} steps" + f" to {fmax:g} eV/Å" * (relax_steps > 0)
     label = f"{calculator} {_version(calculator)}, {steps}"
     label += "" if subtract_adsorbate else ", adsorbates not subtracted"
     rows = _known(table, dataset, label)
     bar = tqdm(initial=len(rows), total=len(dataset), unit=" structures", disable=None)
-    with bar, _pool(workers, make) as pool:
-
-        def submit(atoms: Atoms) -> Future[tuple[float, str]]:
-            return pool.submit(_energy, atoms, fmax, relax_steps)
-
+    pool = None if workers == 1 else _pool(workers, make)
+    submit = partial(_submit, pool, fmax, relax_steps)
+    with bar:
         try:
             for row in _computed(dataset, rows, submit, _PARTS[1 : 2 + subtract_adsorbate]):
                 row["calculator"] = label
@@ -118,7 +112,9 @@ def baseline(
                 rows[int(row["index"])] = row
                 bar.update()
         finally:
-            pool.shutdown(cancel_futures=True)
+            _made.clear()
+            if pool is not None:
+                pool.shutdown(cancel_futures=True)
     energies = [float(rows[i]["baseline_eV"] or math.nan) for i in range(len(dataset))]
     if absent := [rows[i] for i in range(len(dataset)) if not rows[i]["baseline_eV"]]:
         warn(
@@ -132,20 +128,33 @@ def baseline(
     print(f"{dst}: {count:,} structures with y_baseline from {label}{of}; table in {table}")
 
 
+def _refuse_splits(paths: Sequence[Path]) -> None:
+    for path in paths:
+        if path.is_dir() and not is_one_source(path):
+            raise ValueError(
+                f"{path}: expected the structures of one split; got a folder of splits; run the "
+                "command once for each split"
+            )
+
+
 def _total_energies(dataset: Structures) -> int:
     """Returns the number of structures whose baseline is a total energy.
 
     Rejects structures without tags among adsorbates on slabs.
     """
-    tags = [set(one.tags.tolist()) for one in with_bar(dataset, "reading tags")]
-    divided = [len(own) > 1 and Tag.ADSORBATE in own for own in tags]
-    if any(divided) and {Tag.SUBSURFACE} in tags:
+    untagged, divided = [], 0
+    for index, record in enumerate(with_bar(dataset, "reading tags")):
+        tags = set(record.tags.tolist())
+        divided += len(tags) > 1 and Tag.ADSORBATE in tags
+        if tags == {Tag.SUBSURFACE}:
+            untagged.append(index)
+    if divided and untagged:
         raise ValueError(
-            f"{dataset.where(tags.index({Tag.SUBSURFACE}))}: expected tags, because other "
-            "structures are adsorbates on slabs, whose baseline is a difference; got only tag 0, "
-            "whose baseline is a total energy; add tags, or compute these structures separately"
+            f"{dataset.where(untagged[0])}: expected tags, because other structures are adsorbates "
+            "on slabs, whose baseline is a difference; got only tag 0, whose baseline is a total "
+            "energy; add tags, or compute these structures separately"
         )
-    return divided.count(False)
+    return len(dataset) - divided
 
 
 def _version(calculator: str) -> str:
@@ -186,9 +195,8 @@ def _digest(atoms: Atoms) -> str:
     return hashlib.sha256(b"".join([*content, charge])).hexdigest()[:16]
 
 
-def _pool(workers: int, make: Callable[[], Any]) -> Executor:
-    if workers == 1:
-        return ThreadPoolExecutor(1)
+def _pool(workers: int, make: Callable[[], Any]) -> ProcessPoolExecutor:
+    _made.clear()  # each process loads its own calculator
     threads = max(1, torch.get_num_threads() // workers)
     spawn = multiprocessing.get_context("spawn")
     return ProcessPoolExecutor(workers, spawn, initializer=_begin, initargs=(make, threads))
@@ -198,6 +206,13 @@ def _begin(make: Callable[[], Any], threads: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the main process ends the computation
     torch.set_num_threads(threads)
     _made["calculator"] = make()
+
+
+def _submit(pool: ProcessPoolExecutor | None, fmax: float, steps: int, atoms: Atoms) -> Any:
+    """Returns a future, or without a pool an object that computes its result when requested."""
+    if pool is not None:
+        return pool.submit(_energy, atoms, fmax, steps)
+    return SimpleNamespace(result=cache(partial(_energy, atoms, fmax, steps)))
 
 
 def _energy(atoms: Atoms, fmax: float, steps: int) -> tuple[float, str]:
@@ -216,12 +231,12 @@ def _energy(atoms: Atoms, fmax: float, steps: int) -> tuple[float, str]:
 def _computed(
     dataset: Structures,
     known: Mapping[int, object],
-    submit: Callable[[Atoms], Future[tuple[float, str]]],
+    submit: Callable[[Atoms], Any],
     subtracted: Sequence[str],
 ) -> Iterator[dict[str, str]]:
     """Yields the missing rows; parts that occur several times are computed only once."""
-    parts: dict[str, Future[tuple[float, str]]] = {}
-    waiting: deque[tuple[dict[str, str], dict[str, Future[tuple[float, str]]]]] = deque()
+    parts: dict[str, Any] = {}
+    waiting: deque[tuple[dict[str, str], dict[str, Any]]] = deque()
     for index in [i for i in range(len(dataset)) if i not in known]:
         atoms = to_atoms(dataset[index])
         adsorbed = atoms.get_tags() == Tag.ADSORBATE
@@ -244,7 +259,7 @@ def _computed(
         yield _row(*waiting.popleft())
 
 
-def _row(own: dict[str, str], jobs: dict[str, Future[tuple[float, str]]]) -> dict[str, str]:
+def _row(own: dict[str, str], jobs: dict[str, Any]) -> dict[str, str]:
     found = {name: job.result() for name, job in jobs.items()}
     whole, *others = (energy for energy, _ in found.values())
     energies = {f"{name}_eV": str(found[name][0]) if name in found else "" for name in _PARTS}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch import nn
 from molflt import plots
 from molflt.data.structures import Structures
 from molflt.data.structures.base import AS_TRAINED, Tags
-from molflt.data.structures.labels import MOST_ADSORPTION, label_faults
+from molflt.data.structures.labels import label_faults, limit_in
 from molflt.data.structures.splits import OC20_FILES, PUBLISHED, TEST_SPLITS, VAL_SPLITS
 from molflt.evaluation.calibration import assess, check_calibration_split
 from molflt.evaluation.evaluated import EvaluationData, warn_of_labels
@@ -121,7 +122,7 @@ def evaluate(
     added = source.own.reading.baseline_key is not None
     results: Results = {split: _metrics(part, median, added) for split, part in found.items()}
     for split, row in results.items():
-        _warn_of_labels(split, found[split])
+        _warn_of_labels(split, found[split], datasets[split])
         row |= {**assessed.get(split, {}), **structures.get(split, {})}
     groups = errors_by_group(found)
     _write(out, datasets, found, columns)
@@ -149,17 +150,14 @@ def _expect_counts(counts: Mapping[str, int]) -> None:
             )
 
 
-def _warn_of_labels(split: str, part: Predictions) -> None:
+def _warn_of_labels(split: str, part: Predictions, dataset: Structures) -> None:
     absent, count = int((~part.labeled).sum()), len(part.energy)
     if absent == count:
         warn(f"{split}: no labels; errors are not computed")
     elif absent:
         warn(f"{split}: {absent} of {count} systems have no label; errors ignore them")
-
-    def limit(index: int) -> float:
-        return MOST_ADSORPTION * max(1, len(part.by_adsorbate[index] or ()))
-
-    faults = label_faults(part.target, part.natoms, required=False, limits=limit)
+    limits = partial(limit_in, dataset)
+    faults = label_faults(part.target, part.natoms, required=False, limits=limits)
     warn_of_labels(split, part.sid, faults)
 
 

@@ -207,10 +207,11 @@ class EvaluationData:
             return None, f"no baseline, because the training split is missing: {error}"
         energy, where = dataset.y_relaxed, dataset.path
         added, what = self.own.reading.baseline_key, "energies"
+        absent = added if added and np.isfinite(energy).any() else "labels"
         if added is not None:
             energy, what = energy - dataset.y_baseline, f"differences to {added}"
         if not np.isfinite(energy).any():
-            return None, f"no baseline, because {where} has no labels"
+            return None, f"no baseline, because {where} has no {absent}"
         median = float(np.nanmedian(energy))
         plus = f"{added} + " if added else ""
         return median, f"baseline: {plus}{median:.4f} eV, the median of the {what} in {where}"

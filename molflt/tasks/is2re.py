@@ -187,9 +187,8 @@ class IS2RETask(OfStructures, Task["Batch", "IS2REData"]):
             found = mean, std
         if data.reading.baseline_key is not None:
             self.model.get_buffer("adds_baseline").fill_(True)
-            train = data.datasets["train"]  # fitted before the first step, which may remain best
-            seen = train.compositions(np.arange(len(train))).any(axis=0)
-            self.model.get_buffer("trained_elements").logical_or_(torch.from_numpy(seen))
+            # references are fitted before the first step, and this start may remain the best
+            self.model.get_buffer("trained_elements")[data.elements()] = True
             if data.initial is None:
                 self._readout.scale_(0.0)
         self.model.get_buffer("energy_mean").fill_(found[0] if mean is None else mean)

@@ -109,7 +109,7 @@ def test_an_absurd_label_of_one_file_is_refused_in_either_part(tmp_path: Path, p
     """If the validation part has only this label, it would look like a total energy."""
     path = tmp_path / "a.safetensors"
     write_store(path, of_energies([514.25 if i == place else -1.0 - i / 8 for i in range(8)]))
-    message = rf"a\.safetensors: sid {1000 + place}: y_relaxed is 514.250 eV; expected at most 20"
+    message = rf"a\.safetensors: sid {1000 + place}: y_relaxed is 514.250 eV; expected at most 40"
     with pytest.raises(ValueError, match=message):
         IS2REData(path).setup()
     data = IS2REData(path, skip_bad=True, val_fraction=0.5)

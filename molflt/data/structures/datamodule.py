@@ -28,7 +28,7 @@ from molflt.data.structures.labels import (
     expect_elements,
     fit_element_energies,
     label_faults,
-    most_adsorption,
+    limit_in,
     other_kind,
     per_atom,
     read_element_energies,
@@ -164,7 +164,7 @@ class IS2REData(BatchedData[Structures]):
             kind = energy_kind(*(np.concatenate([*of.values()]) for of in (energies, natoms)))
         for split, own in energies.items():
             dataset = opened[split]
-            limits = partial(_limit, dataset)
+            limits = partial(limit_in, dataset)
             faults = label_faults(own, natoms[split], required=True, kind=kind, limits=limits)
             if key := self.reading.baseline_key:
                 reason = f"data.baseline_key={key} must be a finite energy in eV; got none"
@@ -229,6 +229,10 @@ class IS2REData(BatchedData[Structures]):
         The file includes the domain of the initial weights, if known.
         """
         return {DOMAIN: self._surveyed[0].to_bytes()}
+
+    def elements(self) -> list[int]:
+        """Returns the atomic numbers in the training split."""
+        return sorted(self._surveyed[0].elements.all)
 
     @cached_property
     def _surveyed(self) -> tuple[Domain, list[int]]:
@@ -362,7 +366,3 @@ class IS2REData(BatchedData[Structures]):
 
     def _lengths(self, use: str) -> np.ndarray:
         return self.datasets[use].natoms
-
-
-def _limit(dataset: Structures, index: int) -> float:
-    return most_adsorption(dataset[index])

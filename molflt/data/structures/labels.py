@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from molflt.atoms import MAX_ATOMIC_NUMBER, symbol
+from molflt.atoms import MAX_ATOMIC_NUMBER, Tag, symbol
 from molflt.data.structures.base import Structures, with_bar
 from molflt.data.structures.tags import adsorbates
 from molflt.files import shown
@@ -26,6 +26,7 @@ __all__ = [
     "expect_elements",
     "fit_element_energies",
     "label_faults",
+    "limit_in",
     "most_adsorption",
     "other_kind",
     "per_atom",
@@ -89,8 +90,20 @@ def beyond_rounding(spread: float, energies: NDArray[np.float64]) -> float:
 
 
 def most_adsorption(record: Data) -> float:
-    """Returns the largest plausible magnitude of an adsorption energy: 20 eV per adsorbate."""
+    """Returns the largest plausible magnitude of an adsorption energy: 20 eV per adsorbate.
+
+    Energies beyond 20 eV per adsorbate atom are implausible without counting adsorbates. The result
+    is then 20 eV times the number of adsorbate atoms, which saves time for total energies.
+    """
+    most = MOST_ADSORPTION * max(1, int((record.tags == Tag.ADSORBATE).sum()))
+    if abs(float(record.y_relaxed)) > most:
+        return most
     return MOST_ADSORPTION * max(1, int(adsorbates(record).max()) + 1)
+
+
+def limit_in(dataset: Structures, index: int) -> float:
+    """Returns `most_adsorption` of a structure in a data set."""
+    return most_adsorption(dataset[index])
 
 
 def label_faults(
