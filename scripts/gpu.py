@@ -235,11 +235,10 @@ def main(words: list[str] | None = None) -> int:
     warnings.simplefilter("ignore")
     options.out.mkdir(parents=True, exist_ok=True)
     name = torch.cuda.get_device_name() if options.device == "cuda" else "CPU"
-    versions = {"torch": torch.__version__, "molflt": molflt.__version__}
-    found: dict[str, Any] = {"device": name, **versions}
+    found: dict[str, Any] = {"device": name, "torch": torch.__version__}
+    found |= {"molflt": molflt.__version__, "without_kernels": without_kernels()}
     found["numbers"] = list(numbers(options.device, options.tiny))
     found["kernels"] = list(kernels(options.device, options.tiny))
-    found["without_kernels"] = without_kernels()
     found["resume"] = resume(options.device, options.out)
     (options.out / "gpu.json").write_text(json.dumps(found, indent=1) + "\n")
     publish(options.out / "gpu.md", page(found))

@@ -4,10 +4,10 @@
     python scripts/sizes.py peer:painn peer:schnet --data datasets/game-net/fg --minutes 12 \\
         --config configs/game-net.yaml --out runs/sizes-peers -- --task.lr 0.0015
 
-RUN is the folder of a run or an exported model. peer:NAME is one of the networks trained by
-scripts/peers.py. It is trained with --config, the options after --, seed 0 and --minutes of CPU
-time, and stored in OUT/jobs. The initial structures are drawn from all splits whose names start
-with val, in proportion to the sizes of the splits. The columns are mean absolute values in eV:
+RUN is the folder of a run or an exported model. peer:NAME is one of the networks of peers.py. It is
+trained with --config, the options after --, seed 0 and --minutes of CPU time, and stored in
+OUT/jobs. The initial structures are drawn from all splits whose names start with val, in proportion
+to their sizes. The columns are mean absolute values in eV:
 
 2x1, 2x2, 3x3   change if the slab is repeated in the plane and keeps one adsorbate
 3x3 - 2x2       change from 2x2 to 3x3
