@@ -276,9 +276,10 @@ def _prepared(slab: Atoms) -> Atoms:
             "points, where molecules are placed; got fixed atoms there; turn the slab over"
         )
     tags, layers = whole.get_tags(), tags_look_like(whole) == "ase"
-    if (tags.min() == 0) if layers else (tags.max() == Tag.ADSORBATE):
+    extreme, adsorbate = (tags.min(), 0) if layers else (tags.max(), int(Tag.ADSORBATE))
+    if extreme == adsorbate:
         raise ValueError(
-            f"{slab.symbols}: expected a clean slab; got atoms with tag {0 if layers else 2} "
+            f"{slab.symbols}: expected a clean slab; got atoms with tag {adsorbate} "
             "(adsorbate); remove these atoms, or their tags if they belong to the slab"
         )
     return whole

@@ -1,4 +1,5 @@
 import shutil
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -277,6 +278,19 @@ class Fails(EMT):
         if self.calls == 3:
             raise ValueError("no convergence")
         super().calculate(*given, **more)
+
+
+class InMainThread(EMT):
+    """EMT that, like calculators with signal handlers, works only in the main thread."""
+
+    def calculate(self, *given, **more):
+        assert threading.current_thread() is threading.main_thread()
+        super().calculate(*given, **more)
+
+
+def test_one_worker_computes_in_the_main_thread(oxygen, tmp_path):
+    found = computed(oxygen, tmp_path / "out.safetensors", f"--calculator={__name__}:InMainThread")
+    assert np.isfinite(found).all()
 
 
 def test_relaxations_that_fail_give_no_baseline(monkeypatch):

@@ -30,7 +30,7 @@ NAMES = list(RUN.benchmarks())
 HISTORY = {"arena", "beam", "dimers", "kernel_error", "layers", "long_range", "masks", "norms"}
 HISTORY |= {"patches", "precision", "sampling"}
 STORED = sorted({path.stem for path in RESULTS.glob("*.csv")} - HISTORY)
-MEMORY = {"scaling", "atoms", "crystals"}
+MEMORY = {"scaling", "atoms"}
 # Trains in subprocesses, which other tests cover; only the weekly workflow runs it.
 LONG = {"interruptions"} if not os.environ.get("MOLFLT_FULL") else set()
 needs_linux = pytest.mark.skipif(

@@ -120,10 +120,10 @@ def load_ensemble(
 
 def _baseline_key(data: Mapping[Path, DataSet]) -> str | None:
     """Returns the one `data.baseline_key` of the runs that add a baseline, or None."""
-    first = None
-    for run, own in data.items():
-        key = own.reading.baseline_key
-        if key not in (None, first or (first := key)):
+    known = [(run, key) for run, own in data.items() if (key := own.reading.baseline_key)]
+    first = known[0][1] if known else None
+    for run, key in known:
+        if key != first:
             raise ValueError(
                 f"{run}: trained with data.baseline_key {key}; expected {first}, as in another "
                 "run of the ensemble, because all runs that add a baseline must add the same"

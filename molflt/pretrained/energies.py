@@ -243,12 +243,11 @@ class EnergyPredictor(Pretrained):
             raise ValueError(f"tags={tags!r} has no effect on a potential; remove it")
         baseline: Any = None
         trained = cast("Tags | None", self.trained.task.get("tags"))
-        # if ASE reads any file
-        if files is None or any("tags" in source_of(file).options for file in files_of(files)):
+        by_ase = files is None or any("tags" in source_of(f).options for f in files_of(files))
+        if by_ase or trained == "guess":  # guesses also replace the tags of other sources
             tags = tags or trained
+        if by_ase:
             baseline = self.trained.task.get("baseline_key")
-        elif trained == "guess":  # in contrast to conventions, guesses apply to all sources
-            tags = tags or trained
         if self.predicts_forces:
             return ANY_TAGS
         surface = self.domain.surface if tags == "guess" and self.domain is not None else None

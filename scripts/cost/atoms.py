@@ -38,7 +38,7 @@ STUDY = layers.Study(
     clock=time.perf_counter,
 )
 MILLION = [(name, 1_000_000, False, TRAINING) for name in ("performer", "additive")]
-QUICK = {"sizes": (100,), "rounds": 1}
+QUICK = {"sizes": (500, 1000), "rounds": 1}
 measure = partial(
     layers.measure_layers,
     STUDY,

@@ -231,7 +231,7 @@ def arguments_of(sizes_of_graphs: list[int], periodic: bool) -> dict[str, torch.
 def test_one_compiled_graph_for_all_sizes(form):
     torch.compiler.reset()
     layer = GraphAttention(DIM, HEADS, num_features=4, **FORMS[form]).double()
-    backend = "aot_eager" if form == "spectral" else "eager"  # compiles gradients as well
+    backend = "aot_eager" if form == "images" else "eager"  # compiles gradients as well
     count = CompileCounterWithBackend(backend)
     compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend=count)
     for shape in SHAPES:
