@@ -271,6 +271,15 @@ def on_copper(gas: str, tags: bool) -> Atoms:
     return slab
 
 
+def test_guesses_of_training_replace_tags_of_stores(monkeypatch: pytest.MonkeyPatch) -> None:
+    root = Path(__file__).resolve().parents[1]
+    model, store = molflt.load(), root / "datasets" / "chgnet-sample" / "val_id.safetensors"
+    assert model.reading_of([store]).tags == "oc20"
+    monkeypatch.setitem(model.trained.task, "tags", "guess")
+    assert model.reading_of([store]).tags == "guess"
+    assert model.reading_of([store], "oc20").tags == "oc20"
+
+
 @pytest.mark.parametrize("gas", ["CH3OH", "CH3CHO"])
 def test_tags_are_required_and_can_be_guessed(gas: str) -> None:
     model, plain = molflt.load(), on_copper(gas, tags=False)
