@@ -98,7 +98,7 @@ def _not_written(path: Path, error: OSError, kept: str) -> OSError:
 
 
 def expect_writable(path: Path, *read: Path) -> None:
-    """Raises OSError if a file cannot be written, and ValueError if it is one of the inputs `read`.
+    """Raises OSError if a file cannot be written, or ValueError if it is one of those in `read`.
 
     The parent folder need not exist; nothing is written.
     """
@@ -164,7 +164,7 @@ def csv_rows(text: str) -> list[dict[str, str]]:
 
 @contextmanager
 def appending(path: Path) -> Iterator[None]:
-    """Adds the name of the file to an OSError raised while the block appends to it."""
+    """Adds the file name to any OSError that the block raises while it appends to the file."""
     try:
         yield
     except OSError as error:

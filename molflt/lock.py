@@ -41,7 +41,7 @@ class FolderLock:
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """Locks the folder inside the block; raises ValueError if another process has locked it."""
+        """Holds a lock on the folder for the block; raises ValueError if it is already locked."""
         folder = self.path.parent
         made = [path for path in (folder, *folder.parents) if not path.exists()]
         folder.mkdir(parents=True, exist_ok=True)

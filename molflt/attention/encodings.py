@@ -1,4 +1,4 @@
-"""Evaluated positional encodings; one class for each way in which positions enter attention.
+"""Positional encodings evaluated at given positions; one class for each way they enter attention.
 
 Every class has `dense`, which returns the full matrix for reference, and `mix`, which never forms
 it. In shapes, b is the batch size or 1, and h is the number of heads or 1.

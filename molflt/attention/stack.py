@@ -249,7 +249,7 @@ class Stack(Positioned):
         return self.norm(x)
 
     def one_pass(self, x: Tensor, encoding: Encoding | None, **keys: Unpack[Keys]) -> Tensor:
-        """Applies all blocks once, without the final LayerNorm, using an evaluated encoding."""
+        """Applies all blocks once, without the final LayerNorm, using a precomputed encoding."""
         for block in self._blocks():
             own = encoding if isinstance(block.attention, Attention) else None
             x = block(x, encoding=own, **keys)

@@ -176,7 +176,7 @@ def _overview(path: tuple[str, ...]) -> str:
 
 
 def parser_of(path: tuple[str, ...], words: Sequence[str] = ()) -> ArgumentParser:
-    """Returns the parser of a command `path`, such as ("data", "inspect").
+    """Returns the parser for the command at `path`, such as ("data", "inspect").
 
     The `words` of the command line may determine the options.
     """

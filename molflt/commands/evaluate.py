@@ -77,7 +77,7 @@ def evaluate(
 
 
 def build_parser(words: Sequence[str] = ()) -> ArgumentParser:
-    """Returns the parser of ``molflt evaluate`` for the recipe of the run named in `words`."""
+    """Returns the parser for ``molflt evaluate`` with the recipe of the run named in `words`."""
     return recipe_parser(_recipe_of_run(words))
 
 

@@ -178,7 +178,7 @@ def _with_values(typed: str, name: str, action: Action | None, rest: list[str]) 
 
 
 def _is_value(word: str) -> bool:
-    """Returns False for options; negative numbers are values."""
+    """Returns True if a word is a value (including a negative number), not an option."""
     return not word.startswith("-") or word[1:2].isdigit() or word[1:2] == "."
 
 

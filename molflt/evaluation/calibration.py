@@ -190,7 +190,7 @@ def _interval_score(error: _Array, width: _Array) -> float:
 
 
 def is_set_aside(sid: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """Selects half of the systems for the calibration by a hash of their sids; returns a mask."""
+    """Selects half of the systems for calibration, using a hash of their sids; returns a mask."""
     digests = (hashlib.blake2b(f"{_SEED}:{one}".encode(), digest_size=1) for one in sid.tolist())
     return np.array([digest.digest()[0] % 2 == 0 for digest in digests], dtype=bool)
 

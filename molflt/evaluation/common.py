@@ -266,7 +266,7 @@ class Kept(Protocol):
     """A trained model that contains the small files of its run."""
 
     def content(self, name: str) -> tuple[bytes, str]:
-        """Returns the content of a file, and the name of the file in error messages."""
+        """Returns the content of a file and the name to use for it in error messages."""
 
 
 def vocabulary_of(source: Path | Kept, size: int) -> Vocabulary:

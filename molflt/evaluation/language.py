@@ -167,8 +167,8 @@ def evaluate_masked(
 
     The gaps are the same as in validation and depend only on the sequence. Writes attention.png
     (each head of the last attention layer) and, with a relative encoding, encoding.png. For protein
-    models, also compares the metrics of residues with a unigram model of the training file and
-    writes substitutions.png.
+    models, also compares the per-residue metrics with those of a unigram model fitted to the
+    training file, and writes substitutions.png.
 
     Args:
         batch_size: number of sequences per batch, within which second parts are exchanged; defaults

@@ -142,7 +142,7 @@ def _errors(rows: Sequence[Row], path: Path) -> dict[str, NDArray[np.float64]]:
 def standard_error(run: Run, split: str, name: str) -> float | None:
     """Returns the standard error of a metric over the systems of a split; None if unknown.
 
-    The standard error of a share of 0 or 100 % is unknown.
+    The standard error of a percentage is unknown if the percentage is 0 or 100.
     """
     row = run.results.get(split, {})
     value, count = row.get(name), row.get("n")
@@ -184,7 +184,7 @@ def measures_of(runs: Sequence[Run]) -> list[tuple[str, str]]:
 
 
 def notes(runs: Sequence[Run]) -> list[str]:
-    """Returns lines about differences that make it hard to compare the runs."""
+    """Returns lines describing differences that make the runs hard to compare."""
     lines = []
     recipes = dict.fromkeys(run.config["recipe"] for run in runs)
     if len(recipes) > 1:

@@ -115,9 +115,9 @@ class EnergyInputs(NamedTuple):
 class EnergyComputation(nn.Module):
     """Computes the energies of graphs from `EnergyInputs` without inspecting values.
 
-    Attention has one form for all sizes. With a near field or reciprocal nodes, this is the N x N
-    matrix of each graph, in O(width^2), which is faster for up to a few thousand atoms; otherwise,
-    it is the linear form. Both forms give the same sums as the model itself, which is copied.
+    The same form of attention is used for all sizes. With a near field or reciprocal nodes, it is
+    the N x N matrix of each graph, which takes O(width^2) and is faster for up to a few thousand
+    atoms. Otherwise, it is the linear form. Both give the same sums as the model, which is copied.
     """
 
     def __init__(self, model: EnergyRegressor) -> None:

@@ -88,7 +88,7 @@ def by_contact(model: nn.Module) -> tuple[bool, bool]:
 
 
 def undescribed(model: nn.Module) -> frozenset[int]:
-    """Returns the atomic numbers without descriptors in a model or in one of its members."""
+    """Returns the atomic numbers for which a model or one of its members has no descriptors."""
     missing: set[int] = set()
     for part in model.modules():
         if isinstance(part, ElementEmbedding) and part.described:

@@ -32,11 +32,11 @@ class _Matrices(NamedTuple):
     """Coefficients of sums over pairs, as one matrix per graph; faster for small graphs."""
 
     invariant: Tensor
-    """(graphs, most, functions * most), functions of the distance by center and neighbor"""
+    """(graphs, size, functions * size), functions of the distance by center and neighbor"""
     directed: Tensor
-    """(graphs, most * 3, functions * most), the same functions times the direction"""
+    """(graphs, size * 3, functions * size), the same functions times the direction"""
     mask: Tensor
-    """(graphs, most) bool, True where an atom exists; `most` is the size of the largest graph"""
+    """(graphs, size) bool, True where an atom exists; `size` is that of the largest graph"""
     places: Tensor
     """(atoms,), indices of the atoms into the flattened mask"""
 
@@ -53,7 +53,7 @@ class _Matrices(NamedTuple):
         cells = places[edges.center] * most + places[edges.neighbor] % most
 
         def summed(of_pairs: Tensor) -> Tensor:
-            """Sums images: (pairs, k, functions) -> (graphs, most * k, functions * most)."""
+            """Sums over images: (pairs, k, functions) -> (graphs, size * k, functions * size)."""
             by_cell = _sum_by(of_pairs, cells, graphs * most**2)
             return by_cell.unflatten(0, (graphs, most, most)).movedim(2, 4).flatten(3).flatten(1, 2)
 
@@ -61,11 +61,11 @@ class _Matrices(NamedTuple):
         return cls(summed(basis), summed(basis * edges.direction), mask, places)
 
     def padded(self, x: Tensor) -> Tensor:
-        """Pads graphs: (atoms, width) -> (graphs, 1, most, width)."""
+        """Pads graphs: (atoms, width) -> (graphs, 1, size, width)."""
         return padded(x, self.mask, self.places)[:, None]
 
     def rows(self, x: Tensor) -> Tensor:
-        """Removes padding: (graphs, most, ...) -> (atoms, ...)."""
+        """Removes padding: (graphs, size, ...) -> (atoms, ...)."""
         return x.flatten(0, 1).index_select(0, self.places)
 
 

@@ -205,7 +205,7 @@ def _images(
     cutoff: float,
     plane: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Finds images near centers: atoms (graphs, images), cells (graphs, images, 3) and a mask."""
+    """Finds images near centers; returns atoms (graphs, images), cells (..., 3) and a mask."""
     graphs, most = mask.shape
     if plane:
         steps = torch.as_tensor(_IN_PLANE, device=mask.device)

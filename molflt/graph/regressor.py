@@ -349,7 +349,7 @@ def _fill_added(
 
 
 def _bounded(step: Tensor) -> Tensor:
-    """Shortens displacements (atoms, 3), in Å, smoothly to less than `_MAX_MOVE`."""
+    """Smoothly shortens displacements (atoms, 3), in Å, to less than `_MAX_MOVE`."""
     return step * (1 + (step / _MAX_MOVE).square().sum(dim=-1, keepdim=True)).rsqrt()
 
 

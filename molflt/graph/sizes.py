@@ -20,7 +20,7 @@ _PREPARED = 4  # factor for preparing nodes and pairs of each class separately
 
 
 class SizeClass(NamedTuple):
-    """Graphs padded to the size of the largest graph, in the input format of attention."""
+    """Graphs padded to the size of the largest graph, in the format that attention expects."""
 
     dense: DenseAtoms
     encoding: Encoding | None

@@ -180,7 +180,7 @@ class AttentionMemory(Memory):
 
 
 class RecurrentMemory(Memory):
-    """LSTM of "Learning to learn by gradient descent by gradient descent" (arXiv:1606.04474)."""
+    """LSTM from "Learning to learn by gradient descent by gradient descent" (arXiv:1606.04474)."""
 
     def __init__(self, dim: int, layers: int) -> None:
         super().__init__()

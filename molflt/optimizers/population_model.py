@@ -56,7 +56,7 @@ class PopulationState(NamedTuple):
 class PopulationMask(SpectralPosition):
     """FLT mask of positions, sampled at separate nodes for each population.
 
-    The same nodes for all populations would favor some directions of space. Node s is drawn from
+    The same nodes for all populations would favor some directions in space. Node s is drawn from
     the initial density of Gaussian t = s mod T, N(0, 1 / (2 pi w_t)^2). Its weight is
     c_s = 1 / (r p(xi_s)), where p is the mixture of these r densities (FLT, eq. 5).
     """

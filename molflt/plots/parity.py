@@ -89,7 +89,7 @@ def _name_worst(
 def _parity_panel(
     axes: Axes, target: _Array, energy: _Array, low: float, high: float
 ) -> list[PolyCollection]:
-    """Draws points or, for many systems, their density; returns a list of drawn densities."""
+    """Plots points, or their density if there are many systems; returns the drawn densities."""
     densities: list[PolyCollection] = []
     axes.plot([low, high], [low, high], color=GREY, linewidth=1, zorder=1)
     if len(target) <= _MAX_POINTS:

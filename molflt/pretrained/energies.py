@@ -117,7 +117,7 @@ class EnergyPredictor(Pretrained):
         return super().summary + trained_on + "".join(measured[:1])
 
     def use_compiled(self) -> None:
-        """Switches to the machine code stored with an exported model; it computes only energies."""
+        """Loads the machine code stored with an exported model, which computes only energies."""
         weights = self.trained.path
         if not weights.is_file():
             raise ValueError(f"{weights}: compiled requires an exported model; got a run; {_AGAIN}")

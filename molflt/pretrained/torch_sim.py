@@ -25,7 +25,7 @@ __all__ = ["TorchSimModel"]
 
 
 class TorchSimModel(ModelInterface):
-    """Energies, forces and stress of a potential, for example for `torch_sim.integrate`.
+    """Energies, forces and stress from a potential, for functions like `torch_sim.integrate`.
 
     Args:
         source: see `molflt.Calculator`.

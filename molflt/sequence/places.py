@@ -1,4 +1,4 @@
-"""Base class of token sequence models: positions, checks of ids, and embeddings."""
+"""Base class of token sequence models: positions, ID checks, and embeddings."""
 
 import math
 from typing import Any, ClassVar, cast

@@ -108,7 +108,7 @@ class SentenceTask(Task[_Batch, object]):
         return len(batch[3])
 
     def summarize(self, totals: Tensor) -> dict[str, float]:
-        """Computes the metrics from the sums (fields,) `totals`; the first metric is `measure`."""
+        """Computes metrics from `totals`, sums of shape (fields,); `measure` comes first."""
         found = super().summarize(totals)
         score = found[f"{self.measure}_percent"]
         if self.model.classes == 1:

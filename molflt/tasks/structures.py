@@ -64,7 +64,7 @@ class OfStructures:
         return fit
 
     def check_data(self, data: "IS2REData | PotentialData") -> None:
-        """Raises ValueError if data sets share structures or contain undescribed elements."""
+        """Raises ValueError if data sets share structures or have elements without descriptors."""
         from molflt.data.structures.parts import element_faults
         from molflt.graph.heads import undescribed
 

@@ -44,7 +44,7 @@ def _callbacks_of(
 
 
 class _Progress(Callback):
-    """Shows a progress bar over all training steps; in a log, prints one line per validation."""
+    """Shows a progress bar on a terminal; in a log, prints one line per validation run instead."""
 
     def __init__(self, task: Task[Never, Never], folder: RunFolder, table: _MetricsFile) -> None:
         self.metrics = {n: m for n, m in task.metrics.items() if "val" in m.measured_in}

@@ -83,7 +83,7 @@ def readable(error: Exception) -> str:
 
 
 def check_ranges(options: Mapping[str, object]) -> None:
-    """Raises ValueError for the first option with a number outside its range.
+    """Raises ValueError for the first option whose value is out of range.
 
     The command line calls this function before anything is loaded or written. The constructors of
     models, data and tasks also check their arguments.

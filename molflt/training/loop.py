@@ -267,7 +267,7 @@ class _MetricsFile(Callback):
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Saves the sums accumulated since the last row, which belong to the next row."""
+        """Saves the sums accumulated since the last row, which count toward the next row."""
         if self._totals is not None:
             totals = trainer.strategy.reduce(self._totals.clone(), reduce_op="sum")
             seconds = time.perf_counter() - self._since

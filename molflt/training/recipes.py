@@ -14,7 +14,7 @@ _Loaded = Callable[..., Any]
 
 
 class Recipe(NamedTuple):
-    """Parts of a recipe as ``module:name``; `load` imports a part."""
+    """References to the parts of a recipe, as ``module:name``; `load` imports one of them."""
 
     model: str
     data: str

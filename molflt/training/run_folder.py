@@ -224,7 +224,7 @@ class RunFolder:
         self._files = {name: hashlib.sha256(data).hexdigest() for name, data in files.items()}
 
     def _was(self) -> Provenance:
-        """Returns the stored provenance; {} for new runs and checkpoints of earlier versions."""
+        """Returns the stored provenance; {} for new runs and checkpoints from earlier versions."""
         return (self.checkpoint or {}).get("molflt", {})
 
     def remember(self, domain: object) -> object:
@@ -344,7 +344,7 @@ class RunFolder:
 
 
 def _precedes_training(path: Path) -> bool:
-    """Returns True for weights of step 0, which are saved before the first checkpoint."""
+    """Returns True for weights from step 0, which are saved before the first checkpoint."""
     try:
         return read_header(path).get("step") == "0"
     except ValueError:

@@ -1,4 +1,4 @@
-"""Start of a run: the command line of ``molflt train`` and initial weights (``--init``)."""
+"""Starting a run: command-line options of ``molflt train``, and initial weights (``--init``)."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def _inits(words: list[str]) -> list[str]:
 
 
 def _values_in(key: str, files: Sequence[str]) -> list[str]:
-    """Returns the values of `key` in YAML files or run folders; "init" values become absolute."""
+    """Returns the values of `key` in YAML files or run folders; "init" paths are made absolute."""
     found = []
     for name in files:
         # errors are reported by the parser
@@ -293,7 +293,7 @@ class Initializer:
         return {INIT_RECORD: content} if self._record else {}
 
     def say(self, model: nn.Module, options: Mapping[str, object]) -> None:
-        """Prints which tensors were loaded, are new, or were not used."""
+        """Prints which tensors were loaded, newly initialized, or left unused."""
         source, done = self._source, self._record
         if source is None or not done:
             return

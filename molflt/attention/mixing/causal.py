@@ -173,7 +173,7 @@ class _Chunks(NamedTuple):
         return State(log_max, self.value.new_zeros(b, h, width, self.value.shape[-1]))
 
     def carry(self, state: State) -> tuple[State, State]:
-        """Returns the states before all chunks, stacked along axis 2, and the final state."""
+        """Returns the state before each chunk, stacked along axis 2, and the final state."""
         total = self.decay[..., -1:, :]  # [b, h, c, 1, 1]
         log_k = self.log_k + (total - self.decay)  # relative to the end of the chunk
         highest = log_k.detach().amax(dim=-2, keepdim=True)  # [b, h, c, 1, m]

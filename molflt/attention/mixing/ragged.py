@@ -156,7 +156,7 @@ def _one_row(x: Tensor) -> Tensor:
 def _stabilize(
     query: Features, key: Features, queries: Ragged, keys: Ragged
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Scales features like `sums._stabilize`, with maxima over the keys of each graph."""
+    """Scales features as `sums._stabilize` does, but takes maxima over the keys of each graph."""
     log_k = key.log_scale
     if log_k is None:
         phi_q, shift = _stable_query(query, None)

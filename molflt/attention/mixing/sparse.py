@@ -67,7 +67,7 @@ def spread(weight: Tensor, x: Tensor, pattern: Pattern) -> Tensor:
 
 
 def gather(weight: Tensor, y: Tensor, pattern: Pattern) -> Tensor:
-    """Computes sum_p w_ip y_p with weights (n,) of the entries: y (columns, c) -> (rows, c)."""
+    """Computes sum_p w_ip y_p, where w (n,) are the entries: y (columns, c) -> (rows, c)."""
     if has_sparse_products(weight):
         return cast(Tensor, _Product.apply(weight, y, pattern, False))
     return _plain(weight, y, pattern.places, pattern.rows(), pattern.size[0])

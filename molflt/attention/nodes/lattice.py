@@ -85,7 +85,7 @@ def free_extent(
 
 
 def _largest(x: Tensor, graph: Tensor, graphs: int) -> Tensor:
-    """Returns maxima over the atoms of each graph, -inf without atoms: (n, 3) -> (graphs, 3)."""
+    """Returns maxima over the atoms of each graph, -inf for empty graphs: (n, 3) -> (graphs, 3)."""
     start = x.new_full((graphs, x.shape[1]), -math.inf)
     return start.scatter_reduce(0, graph[:, None].expand_as(x), x, "amax")
 

@@ -154,7 +154,7 @@ class BucketedPosition(Position):
         return Toeplitz(_look_up(self.table, self.bucket(offsets)[None])[0])
 
     def bucket(self, offset: Tensor) -> Tensor:
-        """Returns the buckets of integer offsets j - i of any shape."""
+        """Returns the bucket of each integer offset j - i; `offset` may have any shape."""
         size = self.table.shape[1]
         buckets = torch.tensor(self.buckets, device=offset.device)
         if not self.bidirectional:

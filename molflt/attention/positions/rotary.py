@@ -1,4 +1,4 @@
-"""Encodings based on angles proportional to position: rotary encoding and cosFormer's."""
+"""Encodings based on angles proportional to position: the rotary and cosFormer encodings."""
 
 import functools
 import math

@@ -49,7 +49,7 @@ class Spectrum(nn.Module):
         raise NotImplementedError(f"{type(self).__name__} must override spectrum(xi)")
 
     def mask(self, delta: Tensor) -> Tensor:
-        """Returns the exact mask f at differences: (batch, ..., l) -> (batch, heads, ...)."""
+        """Returns the exact mask f at given differences: (batch, ..., l) -> (batch, heads, ...)."""
         raise NotImplementedError(f"{type(self).__name__} must override mask(delta)")
 
 

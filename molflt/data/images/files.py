@@ -113,8 +113,7 @@ def fitted(images: Tensor, size: int, name: str, box: bool = False) -> Tensor:
     """Resizes images (n, channels, height, width) and crops them to squares.
 
     With `box`, each pixel is the mean of the area that it covers, and images must be at least as
-    large as the result. Otherwise, the filter is bilinear with antialiasing and twice
-    as wide.
+    large as the result. Otherwise, an antialiased bilinear filter of twice the width is used.
     """
     height, width = images.shape[-2:]
     if (height, width) == (size, size):

@@ -219,7 +219,7 @@ def named_options(names: Iterable[str], kind: str) -> str:
 
 
 def is_energy(key: str | None) -> bool:
-    """Returns True if an `energy_key` is the name of an energy or None, the default."""
+    """Returns True if `energy_key` names an energy or is None (the default)."""
     return key is None or key.startswith("y_") or _kind(key) == "energy"
 
 

@@ -310,7 +310,7 @@ class Domain:
 def domain_of(runs: Iterable[Path]) -> Domain | None:
     """Returns the domain of the first run, limited to elements that all runs were trained on.
 
-    Runs of earlier versions, without domain.json, are ignored; None if no run has this file.
+    Runs from earlier versions, without domain.json, are ignored; None if no run has this file.
     """
     files = {str(file): read_domain(file) for run in runs if (file := run / DOMAIN).is_file()}
     known = [Domain.from_json(content, file) for file, content in files.items()]

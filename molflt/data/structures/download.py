@@ -148,7 +148,7 @@ def _check_space(file: Path, missing: int, size: int, unpacked: int) -> None:
 
 
 def _fetch(url: str, part: Path, unpacked: int) -> None:
-    """Downloads a file, or the rest of a partial file; retries as long as data arrive."""
+    """Downloads a file, or the rest of a partial file; retries as long as data keeps arriving."""
     idle, size = 0, None
     while idle < _ATTEMPTS:
         have = part.stat().st_size if part.exists() else 0

@@ -1,4 +1,4 @@
-"""Checks of the units and signs of energies, forces and stress, based on the data themselves."""
+"""Sanity checks on the units and signs of energies, forces and stress, based on their values."""
 
 from __future__ import annotations
 

@@ -117,7 +117,7 @@ def _basis(cell: NDArray[np.float64], axes: NDArray[np.bool_]) -> NDArray[np.flo
 
 
 def overlaps_of(name: str, sids: Sequence[int] = (), count: int = 1) -> str:
-    """Returns a warning about coinciding atoms in the structures `sids`, out of `count`."""
+    """Returns a warning that atoms coincide in the structures `sids`, out of `count` in total."""
     has, whose = "it has", "its energy is"
     if sids:
         has, whose = f"{len(sids)} of {count} structures have", "their energies are"

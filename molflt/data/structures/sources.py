@@ -1,4 +1,4 @@
-"""Kinds of sources, patterns of file names, and splits of a data set."""
+"""Source kinds, file name patterns, and splits of a data set."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def source_of(path: Path) -> type[Structures]:
 
 
 def files_of(paths: Paths) -> list[Path]:
-    """Returns the files and folders of shards that paths refer to, each once.
+    """Returns the unique files and shard folders that the paths refer to.
 
     Args:
         paths: a file, a folder (its files and folders are read in natural order), or a pattern such

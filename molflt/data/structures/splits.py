@@ -1,4 +1,4 @@
-"""Names of splits; counts, checksums and published results of OC20 IS2RE."""
+"""Split names, counts, checksums and published results for OC20 IS2RE."""
 
 from __future__ import annotations
 

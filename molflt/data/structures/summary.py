@@ -68,7 +68,7 @@ def summarize(
     reading: Reading = AS_IT_IS,
     recipe: Purpose | None = None,
 ) -> Inspected:
-    """Summarizes a source, which is read once; invalid structures are omitted and listed.
+    """Summarizes a source in a single pass; invalid structures are skipped and listed.
 
     Args:
         path: source for :func:`molflt.data.structures.open_dataset`.

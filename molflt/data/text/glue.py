@@ -223,7 +223,7 @@ def _example(
 
 
 def _read_texts(path: Path, classes: Sequence[str]) -> Iterator[tuple[str, int]]:
-    """Yields the text (see `text_of`) and the class index of each .txt file in class folders."""
+    """Yields the text (see `text_of`) and class index of each .txt file in the class folders."""
     folders = {entry.name for entry in path.glob("[!.]*") if entry.is_dir()} - {_UNLABELED}
     if folders != {*classes}:
         raise ValueError(

@@ -90,9 +90,9 @@ class Tokenizer:
         lowercase: bool,
         name: str = "text",
     ) -> Tokenizer:
-        """Learns the subwords of a text, or returns a tokenizer with a fixed vocabulary.
+        """Learns a subword vocabulary from text, or returns a tokenizer with a fixed vocabulary.
 
-        Subwords are WordPiece as in BERT (arXiv:1810.04805), Unigram as in SentencePiece
+        The subword model is WordPiece as in BERT (arXiv:1810.04805), Unigram as in SentencePiece
         (arXiv:1808.06226), or byte pair encoding (arXiv:1508.07909) with marks for spaces, which
         allow decoding to restore the text. Training again on the same text may assign different ids
         to rare subwords.
