@@ -45,7 +45,7 @@ def merge(out: Path, sets: dict[str, Path]) -> None:
     for name, root in sets.items():
         parts = DataSet(root).open(SPLITS)
         if not np.isfinite(parts["train"].y_relaxed).all():
-            raise ValueError(f"{root}: expected energies of all structures of the training split")
+            raise ValueError(f"{root}: expected energies of all structures in the training split")
         fit = fit_element_energies(parts["train"], of_adsorbates=True)
         present = np.flatnonzero(fit.present)
         references[name] = {chemical_symbols[z]: float(fit.energies[z]) for z in present}

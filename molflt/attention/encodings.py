@@ -39,7 +39,7 @@ class Terms(NamedTuple):
 
 
 class Encoding:
-    """Base class of encodings; an instance of this class itself leaves attention unchanged."""
+    """Base class for encodings; an instance of this class itself leaves attention unchanged."""
 
     faces: ClassVar[tuple[str, ...]] = (SOFTMAX, KERNELIZED)  #: supported kinds of attention
     decodes: ClassVar[bool] = True  #: True if causal attention keeps a state of constant size
@@ -148,7 +148,7 @@ class Factors(Encoding):
 
 
 class _Multiplied(Encoding):
-    """Base class of multiplicative positional kernels with corrections for individual pairs."""
+    """Base class for multiplicative positional kernels with corrections for individual pairs."""
 
     faces = (KERNELIZED,)
 

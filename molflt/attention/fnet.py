@@ -30,7 +30,7 @@ def _real_dft(x: Tensor) -> Tensor:
 
 
 class Mixer(nn.Module):
-    """Base class of token mixers, with the interface of `Attention`; subclasses override `mix`."""
+    """Base class for token mixers, with the interface of `Attention`; subclasses override `mix`."""
 
     paper = "2105.03824, sec. 4.1"
     cost = "N² d + N d²"  # for N tokens of width d

@@ -82,7 +82,7 @@ def build_parser(words: Sequence[str] = ()) -> ArgumentParser:
 
 
 def recipe_parser(recipe: Recipe) -> ArgumentParser:
-    """Returns the parser of ``molflt evaluate`` for runs of a recipe."""
+    """Returns the parser for ``molflt evaluate`` with the options of a recipe."""
     parser = ArgumentParser()
     parser.add_function_arguments(evaluate, as_group=False, as_positional=True)
     parser.add_function_arguments(recipe.load("evaluate"), skip={"run", "model", "config", "out"})

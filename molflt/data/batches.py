@@ -123,7 +123,7 @@ class SizeBucketedBatchSampler(Sampler[list[int]]):
 
 
 class BatchedData(Generic[_Items]):
-    """Base class of data modules. Batches depend only on the data, the seed and the step.
+    """Base class for data modules. Batches depend only on the data, the seed and the step.
 
     Subclasses open each data set in `open`, or all of them in `setup`.
 

@@ -41,7 +41,7 @@ EVALUATE = (  # advice in messages
     f"{2 * _LEAST} held-out systems with labels"
 )
 ONE_RUN = "a single run has no spread; add other runs with --also"
-_SEED = 0  # part of the hash that selects the half for the calibration
+_SEED = 0  # part of the hash that selects the half for calibration
 _FLOORS = np.logspace(-2, 2, 33)  # floors to try, in units of the root mean square spread
 _LEVELS = np.arange(5, 100, 5) / 100  # levels in the figure
 _COLUMNS = {
@@ -67,8 +67,8 @@ class Calibration:
     Attributes:
         factor: dimensionless factor.
         floor: spread in eV that is added in quadrature, because members may agree by chance.
-        split: name of the split that was used for the calibration.
-        systems: number of systems that were used for the calibration.
+        split: name of the split that was used for calibration.
+        systems: number of systems that were used for calibration.
         members: SHA-256 digests of the members' weights, sorted.
         new: calibration for structures with elements that do not occur in the training data; None
             if too few such systems with labels were evaluated.
@@ -213,7 +213,7 @@ def assess(
 ) -> tuple[Results, dict[str, dict[str, _Array]], str]:
     """Calibrates the uncertainty of an ensemble and writes uncertainty.json and uncertainty.png.
 
-    If no systems are available for the calibration, only spreads are returned. For systems with new
+    If no systems are available for calibration, only spreads are returned. For systems with new
     elements, the uncertainty is calibrated on such systems if they contain at least two different
     new elements. To compute the coverage, each of these systems is evaluated with a calibration
     that is fitted to systems with different new elements.
@@ -223,7 +223,7 @@ def assess(
         found: predictions by split.
         out: folder to write to.
         split: split to calibrate on; by default the first split with labels except `learned`.
-        learned: name of the training split, whose errors are too small for a calibration.
+        learned: name of the training split, whose errors are too small for calibration.
 
     Returns:
         The metrics by split, the results of `uncertainty_of` by split, and a table of the metrics.

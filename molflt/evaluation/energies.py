@@ -78,7 +78,7 @@ def evaluate(
             published.png.
         calibration_split: for ensembles, the split used to calibrate the uncertainty; by default
             the first split with labels, except the training split, whose errors are too small. Half
-            of its systems, selected by a hash of the sid, are used for the calibration and excluded
+            of its systems, selected by a hash of the sid, are used for calibration and excluded
             from the coverage.
         tags: tag convention of files read by ASE: oc20 or ase; guess derives the tags of any source
             from the geometry; defaults to the convention used in training.

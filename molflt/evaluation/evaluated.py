@@ -165,7 +165,7 @@ class EvaluationData:
     def _expect_held_out(self, run: Path, own: DataSet) -> None:
         """Raises ValueError if a run was trained on any of the structures to evaluate."""
         if not (held := read_provenance(run).get("data", {}).get("val")):
-            return  # unknown in runs of earlier versions
+            return  # unknown in runs from earlier versions
         config = read_config(run)
 
         def holds(split: DataSet) -> bool:
@@ -187,7 +187,7 @@ class EvaluationData:
             )
 
     def domain(self, model: nn.Module | None = None) -> Domain | None:
-        """Returns the domain of the training data; None for runs of earlier versions."""
+        """Returns the domain of the training data; None for runs from earlier versions."""
         found = domain_of(model.data if isinstance(model, EnsembleRegressor) else [self.run])
         zero = (False, False) if model is None else by_contact(model)
         return None if found is None else replace(found, zero=zero)

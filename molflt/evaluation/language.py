@@ -65,8 +65,8 @@ def evaluate(
     Each block has the length used in training and is evaluated without the preceding text, as in
     the literature. Writes losses.png (loss against the position in the block), attention.png (each
     head of the last layer, for the first tokens) and, with a relative encoding, encoding.png. For
-    protein models, also compares the metrics of residues with a unigram model of the training file
-    and writes substitutions.png.
+    protein models, also compares the per-residue metrics with those of a unigram model fitted to
+    the training file, and writes substitutions.png.
 
     Args:
         batch_size: number of blocks per batch.
@@ -235,7 +235,7 @@ def _targets(task: MaskedTask, loader: Iterable[Sequence[Tensor]]) -> NDArray[np
 
 
 class Residues:
-    """Metrics of residues for the model and, if the training file exists, for a unigram model.
+    """Per-residue metrics of the model and, if the training file exists, of a unigram model.
 
     The unigram model predicts id i with probability (n_i + 1) / (n + m), where m is the number of
     possible ids, and n_i and n are the counts of id i and of all possible ids in the training file,

@@ -380,7 +380,7 @@ def _hill(numbers: NDArray[np.int64]) -> str:
 
 
 def refuse_undescribed(present: set[int], beyond: frozenset[int], name: str) -> None:
-    """Raises ValueError if `present` contains elements without descriptors, given by `beyond`."""
+    """Raises ValueError if `present` contains any of `beyond`, the elements without descriptors."""
     if unknown := beyond & present:
         raise ValueError(
             f"{name}: element {min(unknown)} has no known descriptors; omit such structures with "

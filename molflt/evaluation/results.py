@@ -1,4 +1,4 @@
-"""Results of evaluations: tables, CSV files, results.json and results_of.json.
+"""Evaluation results: tables, CSV files, results.json and results_of.json.
 
 results_of.json records the weights and the data of the evaluation that wrote results.json.
 """

@@ -49,7 +49,7 @@ class Run:
         parameters: number of parameters, including frozen parameters.
         step: number of steps; None without a last checkpoint.
         own: entries that molflt added to the last checkpoint, such as "seconds" and "data".
-        seconds: time of training and validation; None in runs of earlier versions.
+        seconds: time of training and validation; None in runs from earlier versions.
         time: `seconds` as text.
         columns: columns of metrics.csv.
         unmeasured: reason why the results in the folder do not belong to the run; empty if they do.

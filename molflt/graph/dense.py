@@ -1,4 +1,4 @@
-"""Atoms of a batch as dense tensors with a mask, the input format of attention."""
+"""Atoms of a batch as dense tensors with a mask, the format that attention expects."""
 
 from typing import NamedTuple, cast
 

@@ -1,4 +1,4 @@
-"""Checks of the memory needed for nodes, images and neighbors, before these are computed."""
+"""Memory checks for nodes, images and neighbors before these are computed."""
 
 from torch import Tensor
 

@@ -54,7 +54,7 @@ class NearPairs(NamedTuple):
         return cls(graph, query - first, key - first, vector)
 
     def pairs(self) -> Pairs:
-        """Returns the pairs in the input format of attention, without corrections."""
+        """Returns the pairs in the format that attention expects, without corrections."""
         return Pairs(self.graph, self.query, self.key, self.vector.new_zeros(1, 1))
 
 

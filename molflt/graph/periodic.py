@@ -55,7 +55,7 @@ class Open:
         """Raises ValueError if the scheme does not support the position, softmax or near field."""
 
     def dense(self, geometry: Geometry) -> DenseAtoms:
-        """Returns atoms and keys in the input format of attention."""
+        """Returns atoms and keys in the format that attention expects."""
         return DenseAtoms.of(geometry)
 
     def nodes(
@@ -108,7 +108,7 @@ class Open:
         return products(*factors, near.pairs())
 
     def radial_profile(self, position: MultiplicativePosition, distance: Tensor) -> Tensor:
-        """Returns the kernel h (heads, n) of one image at distances (n,), in Å."""
+        """Returns the kernel h (heads, n) of one image at the given distances (n,), in Å."""
         return position.radial_profile(distance).exp()
 
     def __repr__(self) -> str:

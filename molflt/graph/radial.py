@@ -13,7 +13,7 @@ _EDGE = 0.01  # smallest 1 - u^2; there exp(-2 / .) is 1e-87 and its slope is fi
 
 
 def radial_bumps(distance: Tensor, number: int, cutoff: float) -> Tensor:
-    """Evaluates smooth bumps of compact support at distances in Å: (pairs,) -> (pairs, number).
+    """Evaluates smooth bumps of compact support at distances, in Å: (pairs,) -> (pairs, number).
 
     This is e3nn's "smooth_finite" basis (arXiv:2207.09453), scaled to a second moment of about one:
     exp(-1 / (1 + u) - 1 / (1 - u)) with u = (number + 1) |r| / cutoff - n for n = 1, 2, ...,
@@ -43,7 +43,7 @@ def radial_waves(distance: Tensor, number: int, cutoff: float) -> Tensor:
 
 
 def softened(square: Tensor) -> Tensor:
-    """Returns squared distances, in Å^2, bounded smoothly from below by 1/300 Å^2.
+    """Returns squared distances, in Å^2, smoothly bounded from below by 1/300 Å^2.
 
     Squares are exact beyond 0.1 Å and have two continuous derivatives. Quotients stay finite if two
     atoms coincide.

@@ -32,8 +32,8 @@ class ImageClassifier(nn.Module):
     weight-shared Universal Transformer of FLT, fig. 3.
 
     Two-dimensional relative encodings use (row, column) of each patch relative to the center of the
-    image, in units of patches times `position_scale`. One-dimensional encodings, such as
-    cosFormer's, use the index in the sequence of patches, row by row, from 0.
+    image, in units of patches times `position_scale`. One-dimensional encodings, such as that of
+    cosFormer, use the index in the sequence of patches, row by row, from 0.
 
     Args:
         classes: number of classes; inferred from the data if null.

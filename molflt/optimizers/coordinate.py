@@ -58,7 +58,7 @@ class CoordinateOptimizer(nn.Module):
 
         update = -lr exp(s) (Adam's direction + d), |s| < 3.
 
-    Before training, d and s are small random numbers, and the updates are close to Adam's.
+    Before training, d and s are small random numbers, and the updates are close to those of Adam.
 
     Args:
         memory: kind of memory: "attention", "lstm" (arXiv:1606.04474) or "state_space"

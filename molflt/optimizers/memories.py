@@ -24,7 +24,7 @@ MemoryState = tuple[Tensor, ...]
 
 
 class Memory(nn.Module, ABC):
-    """Base class of causal maps from a sequence of features to one hidden vector per step.
+    """Base class for causal maps from a sequence of features to one hidden vector per step.
 
     Each coordinate has a separate sequence. `forward` processes a whole sequence, and `step`
     processes a single step with a state; both give the same hidden vectors.

@@ -62,7 +62,7 @@ class Trained(NamedTuple):
         return str(self.path / name) if self.path.is_dir() else f"{self.path}: {name}"
 
     def content(self, name: str) -> tuple[bytes, str]:
-        """Returns the content of a file of the model, and the name of the file in messages."""
+        """Returns the content of a file of the model and the name to use for it in messages."""
         content = json.dumps(self.files.get(name), ensure_ascii=False)
         return content.encode(), self.label(name)
 

@@ -159,7 +159,7 @@ class ImageWriter(Pretrained):
 
 
 class _Classifier(Pretrained):
-    """Base class of models with classes."""
+    """Base class for models with classes."""
 
     model: Any
 
@@ -199,7 +199,7 @@ class ImageLabeler(_Classifier):
 
 
 class _Tokenized(Pretrained):
-    """Base class of models with a tokenizer."""
+    """Base class for models with a tokenizer."""
 
     model: Any
 

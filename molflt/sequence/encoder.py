@@ -106,7 +106,7 @@ class TokenEncoder(TokenModel):
 
 
 class EncoderModel(nn.Module):
-    """Base class of models that consist of an encoder and output layers."""
+    """Base class for models that consist of an encoder and output layers."""
 
     def __init__(self, vocabulary: int | None, **encoder: Any) -> None:
         known_names(type(self), encoder, TokenEncoder, TokenModel, Stack, Attention)

@@ -14,7 +14,7 @@ _SHRINK = 4.0  # ratio of the widths of neighboring clusters
 
 
 class Head(nn.Module):
-    """Base class of layers that map hidden states to log-probabilities, in at least float32.
+    """Base class for layers that map hidden states to log-probabilities, in at least float32.
 
     Attributes:
         width: number of logits per token that are stored at once.

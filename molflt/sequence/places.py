@@ -1,4 +1,4 @@
-"""Base class of token sequence models: positions, ID checks, and embeddings."""
+"""Base class for token sequence models: positions, ID checks, and embeddings."""
 
 import math
 from typing import Any, ClassVar, cast
@@ -21,7 +21,7 @@ from molflt.attention.positions.base import ABSOLUTE, sinusoids
 
 
 class TokenModel(nn.Module):
-    """Base class of token sequence models: a stack of blocks applied to embeddings and positions.
+    """Base class for token sequence models: a stack of blocks applied to embeddings and positions.
 
     Relative encodings use the position index times `position_scale`. Subclasses build the
     embeddings and further layers, and then call `_set_places`, which creates `places`.

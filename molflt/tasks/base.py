@@ -1,4 +1,4 @@
-"""Base class of tasks: loss, metrics, optimizer and learning rate schedule."""
+"""Base class for tasks: loss, metrics, optimizer and learning rate schedule."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class _Sums(Protocol):
 
 
 class Task(ABC, Generic[_Batch, _Data]):
-    """Base class of tasks: a model, its loss, its metrics and its optimizer.
+    """Base class for tasks: a model, its loss, its metrics and its optimizer.
 
     Subclasses return the loss of a batch together with sums over its items. The sums are added over
     all batches and ranks, and `metrics()` of the total computes the metrics over all items.
@@ -159,7 +159,7 @@ class Task(ABC, Generic[_Batch, _Data]):
         return ""
 
     def summarize(self, totals: Tensor) -> dict[str, float]:
-        """Computes the metrics from `totals`, the sums (fields,) over all batches."""
+        """Computes the metrics from `totals`, the sums over all batches, of shape (fields,)."""
         make: Callable[..., _Sums] = self.sums
         return make(*totals).metrics()
 

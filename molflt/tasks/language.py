@@ -77,5 +77,5 @@ class PixelTask(LanguageTask):
         return -score.sum(), score.new_tensor(score.numel())
 
     def summarize(self, totals: Tensor) -> dict[str, float]:
-        """Computes bits per dimension from `totals`, the sums (fields,) over all batches."""
+        """Computes bits per dimension from `totals`, sums over all batches, of shape (fields,)."""
         return {"bits_per_dim": super().summarize(totals)["bits_per_token"]}

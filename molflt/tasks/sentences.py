@@ -54,8 +54,8 @@ class SentenceTask(Task[_Batch, object]):
     """Cross-entropy of classes, or squared error of scores.
 
     Batches consist of ids, types and a mask, each (batch, length), and labels (batch,); the mask is
-    False for padding. The correlation is Pearson's; for two classes, it equals Matthews'
-    correlation.
+    False for padding. The correlation is the Pearson correlation; for two classes, it equals the
+    Matthews correlation.
 
     Args:
         model: `molflt.sequence.SequenceClassifier`.

@@ -109,7 +109,7 @@ class _Progress(Callback):
 
 
 class _Averages(WeightAveraging):
-    """Moving average of weights; unlike Lightning's, it does not round frozen weights."""
+    """Moving average of weights; unlike Lightning's version, it does not round frozen weights."""
 
     def __init__(self, decay: float) -> None:
         def average(kept: Tensor, new: Tensor, _: int | Tensor) -> Tensor:

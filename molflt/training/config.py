@@ -1,4 +1,4 @@
-"""Options of a run and readers of config.yaml."""
+"""Run options, and functions that read config.yaml."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ _LONGEST = 60  # characters
 
 
 def build_parser(words: Sequence[str] = ()) -> ArgumentParser:
-    """Returns the parser of ``molflt train`` for the recipe given in `words`."""
+    """Returns the parser for ``molflt train`` with the recipe given in `words`."""
     parser = _TrainParser()
     add_options(parser, _recipe_named(list(words)))
     return parser
@@ -256,7 +256,7 @@ class Initializer:
         self._record: dict[str, Any] = {}  # content of init.json
 
     def domain(self) -> tuple[str, object] | None:
-        """Returns domain.json of the source: its name in messages, and its content.
+        """Returns the name to use in messages for domain.json of the source, and its content.
 
         A resumed run reads the content from its checkpoint. Returns None if the file is missing.
         """

@@ -1,4 +1,4 @@
-"""Options of the training loop: the group `trainer` of a configuration."""
+"""Training loop options: the `trainer` group of a configuration."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Features, the base class of feature maps, and the inputs of feature maps."""
+"""Features, the base class for feature maps, and the inputs of feature maps."""
 
 import math
 from typing import NamedTuple, Self, cast
@@ -123,7 +123,7 @@ def _squared_norm(*columns: Columns) -> Tensor:
 
 
 class FeatureMap(nn.Module):
-    """Base class of feature maps; the same map is applied to queries and keys.
+    """Base class for feature maps; the same map is applied to queries and keys.
 
     A new map overrides `forward`, sets its class attributes and is registered in `FEATURE_MAPS`.
 

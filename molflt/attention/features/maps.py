@@ -212,7 +212,7 @@ class _CosformerFeatures(_EluFeatures):
 
 
 class _RfaFeatures(FeatureMap):
-    """Base class of maps for random feature attention (RFA, arXiv:2103.02143, section 3.1).
+    """Base class for maps for random feature attention (RFA, arXiv:2103.02143, section 3.1).
 
     Queries and keys are divided by their norms and multiplied by a learned scale per head and
     dimension. This is equivalent to learning the standard deviations of the random rows.

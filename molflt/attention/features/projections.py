@@ -16,7 +16,7 @@ from molflt.attention.numerics import by_head, haar_rotation, options_of, rand64
 
 
 class Projection(nn.Module):
-    """Base class of projections with `rows` random rows of width `dim` per head.
+    """Base class for projections with `rows` random rows of width `dim` per head.
 
     Rows are drawn on the CPU in float64 and stored in buffers. A new projection overrides `_draw`
     and `forward`.
@@ -69,7 +69,7 @@ class Projection(nn.Module):
 
 
 class DenseProjection(Projection):
-    """Base class of projections stored as a matrix; subclasses override `_draw_rows`."""
+    """Base class for projections stored as a matrix; subclasses override `_draw_rows`."""
 
     rows: Tensor  # (heads, rows, dim)
 
@@ -153,7 +153,7 @@ class SobolProjection(DenseProjection):
 
 
 class _FactoredProjection(Projection):
-    """Base class of projections that are products of sparse orthogonal factors.
+    """Base class for projections that are products of sparse orthogonal factors.
 
     Subclasses override `_draw_factors` and `_rotate`. Rows form independent blocks of `size` rows.
     Their norms follow the chi distribution with `size` degrees of freedom. `_rotate` receives

@@ -60,7 +60,7 @@ def _sparse(pattern: Pattern, weight: Tensor, transposed: bool = False) -> Tenso
 
 
 def spread(weight: Tensor, x: Tensor, pattern: Pattern) -> Tensor:
-    """Computes sum_i w_ip x_i with weights (n,) of the entries: x (rows, c) -> (columns, c)."""
+    """Computes sum_i w_ip x_i, where w (n,) are the entries: x (rows, c) -> (columns, c)."""
     if has_sparse_products(weight):
         return cast(Tensor, _Product.apply(weight, x, pattern, True))
     return _plain(weight, x, pattern.rows(), pattern.places, pattern.size[1])

@@ -1,4 +1,4 @@
-"""Base class of rules that approximate the integral in FLT, eq. 4, by a sum over nodes."""
+"""Base class for rules that approximate the integral in FLT, eq. 4, by a sum over nodes."""
 
 from typing import ClassVar
 
@@ -9,7 +9,7 @@ from molflt.attention.spectra import Spectrum
 
 
 class Nodes(nn.Module):
-    """Base class of rules with nodes xi_s and weights c_s: integral g ~= sum_s c_s g(xi_s).
+    """Base class for rules with nodes xi_s and weights c_s: integral g ~= sum_s c_s g(xi_s).
 
     A new rule overrides `forward` and is registered in `NODES`.
     """

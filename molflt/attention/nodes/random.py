@@ -78,7 +78,7 @@ class GaussianNodes(Nodes):
 
 
 class _StructuredNodes(GaussianNodes):
-    """Base class of Gaussian nodes whose eps are the rows of a projection."""
+    """Base class for Gaussian nodes whose eps are the rows of a projection."""
 
     paper: ClassVar[str] = "molflt"
     _rows: type[DenseProjection]

@@ -1,4 +1,4 @@
-"""Base class of relative positional encodings."""
+"""Base class for relative positional encodings."""
 
 from typing import ClassVar, Literal
 
@@ -18,7 +18,7 @@ AS_FACTOR = ("f", "exp f multiplies the weight")
 
 
 class Position(nn.Module):
-    """Base class of positional encodings.
+    """Base class for positional encodings.
 
     A new encoding overrides `forward`, sets its class attributes and is registered in `POSITIONS`.
     """
@@ -108,7 +108,7 @@ class Position(nn.Module):
 
 
 class Positioned(nn.Module):
-    """Base class of modules that can own a position."""
+    """Base class for modules that can own a position."""
 
     position: Position | None
 

@@ -70,5 +70,5 @@ class GaussianBias(Position):
         return out.movedim(-1, 1)
 
     def radial_profile(self, distances: Tensor) -> Tensor:
-        """Computes f at distances, in units of length, for plots: (n,) -> (heads, n)."""
+        """Computes f at the given distances, in units of length, for plots: (n,) -> (heads, n)."""
         return self.bias(distances[None, :, None])[0]

@@ -78,7 +78,7 @@ class _StochasticPosition(Position):
         return Rotation(*turns)
 
     def kernel(self, delta: Tensor) -> Tensor:
-        """Returns delta_d + (1 - delta_d) P_d at lags i - j of any shape: (heads, d, *shape)."""
+        """Returns delta_d + (1 - delta_d) P_d for lags i - j: (*shape) -> (heads, d, *shape)."""
         kernel = self._position_kernel(delta.flatten())
         if self.gate is not None:
             gate = self.gate.sigmoid()[..., None]

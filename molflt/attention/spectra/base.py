@@ -1,4 +1,4 @@
-"""Base class of spectra.
+"""Base class for spectra.
 
 The mask is f(z) = Re integral exp(2 pi i z . xi) g(xi) d xi (FLT, arXiv:2302.01925, eq. 4).
 Positions are in the caller's unit of length (Å for atoms, 1 for tokens), and frequencies xi are in
@@ -17,7 +17,7 @@ from molflt.attention.numerics import options_of
 
 
 class Spectrum(nn.Module):
-    """Base class of families g(xi) with one learnable function per head.
+    """Base class for families g(xi) with one learnable function per head.
 
     A new family overrides `spectrum` and `mask`, which must be a Fourier pair, and is registered in
     `SPECTRA`.

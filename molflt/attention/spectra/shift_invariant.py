@@ -45,7 +45,7 @@ class ShiftInvariant(Spectrum):
         raise NotImplementedError(f"{type(self).__name__} must override profile(z)")
 
     def unit_log_density(self, u: Tensor) -> Tensor:
-        """Returns log p at frequencies in cycles per length_h: (..., l) -> (...)."""
+        """Returns log p at the given frequencies, in cycles per length_h: (..., l) -> (...)."""
         raise NotImplementedError(f"{type(self).__name__} must override unit_log_density(u)")
 
     def draw(self, nodes: int, generator: torch.Generator | None = None) -> Tensor:

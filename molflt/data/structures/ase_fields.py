@@ -72,7 +72,7 @@ class Converter:
         self._last = b""
 
     def record(self, atoms: Atoms | ValueError, number: int = 0) -> Data:
-        """Converts a structure, whose default sid is `number`; raises the error if given one."""
+        """Converts a structure with the default sid `number`; if given an error, raises it."""
         if isinstance(atoms, ValueError):  # the file has a structure that cannot be read
             raise atoms
         check_fields(atoms)
@@ -380,7 +380,7 @@ def _words(name: str) -> set[str]:
 
 
 def _matters(name: str, value: object) -> bool:
-    """Returns False for zeros and unknown values, and for a spin or multiplicity of one."""
+    """Returns True unless a value is unknown, zero, or a spin or multiplicity of one."""
     try:
         numbers = np.nan_to_num(np.asarray(value, dtype=np.float64))
     except (TypeError, ValueError):

@@ -40,7 +40,7 @@ class DataSet(NamedTuple):
 
     @classmethod
     def of_run(cls, data: Mapping[str, object], seed: int) -> DataSet:
-        """Returns the data set of a run; `seed` is the split seed of runs of version 0.1."""
+        """Returns the data set of a run; `seed` is the split seed of runs from version 0.1."""
         reading = Reading(**{name: data[name] for name in Reading._fields if name in data})  # type: ignore[arg-type]
         return cls(
             Path(str(data["root"])),

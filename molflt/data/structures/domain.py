@@ -75,7 +75,7 @@ class Domain:
         kind: kind of energies; see `molflt.data.structures.labels.energy_kind`.
         energy: smallest and largest relaxed energy, in eV; None without labels.
         surface: smallest and largest share of tag 1 in a slab; None without tags, and
-            for files of version 0.1.
+            for files from version 0.1.
         initial: domains of the initial weights, of their initial weights, and so on; empty for
             random initial weights. `kind` and `energy` describe only the most recent data.
         zero: flags for clean slabs and for molecules without a slab; True if the model can predict

@@ -114,7 +114,7 @@ def _expect_md5(path: Path, md5: str, advice: str, name: object = None) -> None:
 
 
 def _get(archive: Path, base_url: str, md5: str, unpacked: int) -> None:
-    """Downloads or verifies an archive, whose unpacked content has `unpacked` bytes."""
+    """Downloads or verifies an archive; `unpacked` is the size of its content in bytes."""
     if archive.is_file():
         _check_space(archive, 0, archive.stat().st_size, unpacked)
         _expect_md5(archive, md5, "delete it to download it again, or set --md5")
@@ -189,7 +189,7 @@ def _bar(file: IO[bytes], method: str, total: int, name: str, start: int = 0) ->
 
 
 def _unpack(archive: Path, directory: Path, wanted: list[str], verify: bool = True) -> None:
-    """Unpacks the files `wanted`, keys of `OC20_FILES`, to ``directory/is2re/KEY/data.lmdb``."""
+    """Unpacks the files `wanted` (keys of `OC20_FILES`) to ``directory/is2re/KEY/data.lmdb``."""
     again = "delete it and download again"
     left = {f"{OC20_ARCHIVE.inner}/{name}/{_FILE}": name for name in wanted}
     try:

@@ -1,4 +1,4 @@
-"""Kinds of energies, invalid labels, and reference energies of elements."""
+"""Energy kinds, invalid labels, and reference energies of elements."""
 
 from __future__ import annotations
 

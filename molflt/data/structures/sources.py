@@ -33,7 +33,7 @@ _LISTED = 12
 
 
 def source_of(path: Path) -> type[Structures]:
-    """Returns the class that opens a file or a folder of shards."""
+    """Returns the class that opens a file or a shard folder."""
     if not path.exists():
         raise FileNotFoundError(
             f"{path}: no such file or folder; expected a {', '.join(SOURCES)}; see molflt data "

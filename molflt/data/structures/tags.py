@@ -403,7 +403,7 @@ def _bonds(numbers: _Numbers, pos: Any, cell: Any, pbc: Any) -> tuple[Any, ...]:
 
 
 def sides_agree(record: Data) -> bool:
-    """Returns False if an adsorbate is on a side of the slab without surface atoms (tag 1)."""
+    """Returns True unless an adsorbate is on a side of the slab without surface atoms (tag 1)."""
     atoms = _Atoms(record, bonds=False)
     tags = record.tags.numpy()
     if len(atoms.open_axes) != 1 or not (tags != Tag.ADSORBATE).any():
@@ -417,7 +417,7 @@ def sides_agree(record: Data) -> bool:
 
 
 def heights_agree(record: Data) -> bool:
-    """Returns False if mean heights do not increase from subsurface to surface to adsorbate."""
+    """Returns True if mean heights do not decrease from subsurface to surface to adsorbate."""
     atoms = _Atoms(record, bonds=False)
     if len(atoms.open_axes) != 1:
         return True
