@@ -41,7 +41,7 @@ _SUBPACKAGES = {
 
 
 def __getattr__(name: str) -> object:
-    """Imports models on first use; `molflt --help` does not need them."""
+    """Imports models on first use, because `molflt --help` does not need them."""
     if name in _SUBPACKAGES:
         return getattr(import_module(f"molflt.{_SUBPACKAGES[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

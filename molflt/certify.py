@@ -240,7 +240,7 @@ def _forces(case: _Case) -> float:
 
 
 def _stress(case: _Case, on: str, **box: Any) -> float:
-    """Checks each component of the stress; a molecule in a box must not have a stress."""
+    """Checks each component of the stress; for a molecule in a box, any stress is an error."""
     atoms = _with(case.of(on)[0], **box)
     atoms.calc = case.make()
     try:

@@ -75,7 +75,7 @@ def atomically(path: Path) -> Iterator[Path]:
 
 
 def clear_parts(folder: Path) -> None:
-    """Removes unfinished files of killed processes from a folder."""
+    """Removes unfinished files left by killed processes from a folder."""
     for part in folder.glob(".*.part"):
         pid = part.name.split(".")[-2]
         if pid.isdecimal() and not _is_alive(int(pid)):

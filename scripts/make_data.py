@@ -121,7 +121,7 @@ def make(
 
 
 def _claim(directory: Path, settings: dict[str, Any]) -> dict[str, Any]:
-    """Returns the content of made.json, which is written first if it does not exist.
+    """Returns the content of made.json; writes this file first if it does not exist.
 
     Raises ValueError if the folder contains data that were made with different settings.
     """

@@ -43,7 +43,7 @@ def digest_of(images: LabeledImages) -> str:
 
 
 def evaluation(options: argparse.Namespace) -> tuple[str, ...]:
-    """Returns the options of `molflt evaluate`, which disable the evaluation of Adam."""
+    """Returns the options for `molflt evaluate`, without the evaluation of Adam."""
     words = ["--steps", str(options.steps), "--repeats", str(options.repeats), "--rates=[]"]
     words += [] if options.data is None else ["--data", str(options.data)]
     words += [] if options.tasks is None else ["--tasks", *options.tasks]

@@ -69,7 +69,7 @@ class CrossAttention(Attention):
 
 
 class DecoderState(NamedTuple):
-    """State of decoding: one memory of the other sequence per layer, and the state of the stack."""
+    """Decoding state: one memory of the other sequence per layer, and the state of the stack."""
 
     memory: list[Memory]
     stack: StackState | None = None

@@ -28,7 +28,7 @@ _Turn = Callable[[Tensor], Tensor]
 
 
 class Terms(NamedTuple):
-    """Inputs of sums over keys: the features of queries and keys, and the values."""
+    """Inputs to the sums over keys: the features of queries and keys, and the values."""
 
     query: Features
     key: Features

@@ -44,7 +44,7 @@ def adsorb(
 ) -> int:
     """Places a molecule on all distinct sites of slabs and ranks the placements by energy.
 
-    Writes the best placements, which differ from each other in slab, site or orientation, a table
+    Writes the best placements (which differ from each other in slab, site or orientation), a table
     of all placements (.csv), and a figure of the first five (.png).
 
     Args:

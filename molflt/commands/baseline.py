@@ -209,7 +209,7 @@ def _begin(make: Callable[[], Any], threads: int) -> None:
 
 
 def _submit(pool: ProcessPoolExecutor | None, fmax: float, steps: int, atoms: Atoms) -> Any:
-    """Returns a future, or without a pool an object that computes its result when requested."""
+    """Returns a future or, without a pool, an object that computes its result when requested."""
     if pool is not None:
         return pool.submit(_energy, atoms, fmax, steps)
     return SimpleNamespace(result=cache(partial(_energy, atoms, fmax, steps)))

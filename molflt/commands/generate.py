@@ -60,7 +60,7 @@ def generate(
             images; default 1).
         top_k: sample only from the k most likely tokens (language, images; default all).
         seed: random seed (language, images; default 0).
-        images: number of images; with `file`, the first images in it (images; default 8).
+        images: number of images; with `file`, its first images are used (images; default 8).
         rows: number of known rows at the top of each image in `file` (images; default half).
         fit: scale down larger images in `file`, as data.image_size does in training (images).
         out: PNG to write; by default samples.png, or completions.png with `file`, in the run

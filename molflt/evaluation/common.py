@@ -140,7 +140,7 @@ def batches(
 ) -> Iterator[Iterable[_Batch]]:
     """Yields the batches of a source for inference, on the device of a model, with a progress bar.
 
-    If memory does not suffice, raises a ValueError that contains `batch`, the size of a batch as
+    If memory is insufficient, raises a ValueError that contains `batch`, the size of a batch as
     text, such as "64 images".
     """
     what, device = f"{name}: a batch of {batch}", device_of(model)

@@ -143,7 +143,7 @@ def digest_of(model: nn.Module) -> str:
 def expect_same_totals(ensemble: EnsembleRegressor, dataset: Structures) -> None:
     """Raises ValueError if members were trained on different kinds of energies.
 
-    The compositions in the training data may not determine each reference. Therefore, the totals
+    The compositions in the training data may not determine every reference. Therefore, the totals
     (references plus mean) are compared for the structures to predict. If only some members add a
     baseline, their totals include it.
     """

@@ -1,4 +1,4 @@
-"""Errors by group of structures: adsorbate, metal, element and size."""
+"""Errors of groups of structures: by adsorbate, metal, element and size."""
 
 from __future__ import annotations
 

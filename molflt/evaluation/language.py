@@ -277,7 +277,7 @@ class Residues:
 def draw_substitutions(head: Head, ids: Mapping[str, int], png: Path) -> str:
     """Draws the similarity of the output embeddings of amino acids next to BLOSUM62.
 
-    The similarity is the cosine between embeddings after their mean is subtracted, similar to the
+    The similarity is the cosine between embeddings after their mean is subtracted, much as in the
     appendix of Performer (arXiv:2009.14794). Without Biopython, which provides BLOSUM62, only the
     learned table is drawn. Returns a line with the correlation between the tables.
     """

@@ -190,7 +190,7 @@ class GraphEncoding(nn.Module):
         return SizeClass.of(geometry, dense, encoding)
 
     def _found(self, geometry: Geometry, neighbors: Neighbors | None = None) -> _Found:
-        """Finds neighbors and nodes of the whole batch at once; errors then refer to its graphs."""
+        """Finds neighbors and nodes of the whole batch at once; errors thus refer to the batch."""
         alone, near = self.periodic.without_nodes(geometry), self.near_field
         large = self.periodic.on_mesh(geometry)
         nodes = self.periodic.nodes(geometry, self.position, large if alone is None else alone)

@@ -86,7 +86,7 @@ class Open:
     def mesh(
         self, geometry: Geometry, dense: DenseAtoms, position: SpectralPosition, chosen: Tensor
     ) -> MeshKernel | None:
-        """Returns the far field on a mesh, or None; `chosen`, from `on_mesh`, is constant."""
+        """Returns the far field on a mesh, or None; `chosen` (from `on_mesh`) has equal entries."""
         return None
 
     def far(

@@ -17,7 +17,7 @@ class PBCRadiusGraph(BaseTransform):
 
     This transform is similar to `torch_geometric.transforms.RadiusGraph`, but supports periodic
     structures and does not need a compiled extension. Each periodic image within the radius is a
-    separate edge. They include images of the atom itself, but not the atom itself at distance 0.
+    separate edge. This includes images of the atom itself, but not the atom itself at distance 0.
     Edges point from the neighbor, `edge_index[0]`, to the atom, `edge_index[1]`, as in message
     passing, and are sorted by atom.
 

@@ -36,7 +36,7 @@ _further: ContextVar[tuple[tuple[str, ...], list[Path]]] = ContextVar("further",
 
 @contextmanager
 def further_formats(names: Collection[str]) -> Iterator[list[Path]]:
-    """Within the context, also writes each figure in each format in `names`.
+    """Inside the block, also writes each figure in each of the formats `names`.
 
     Yields a list to which the written files are added.
     """

@@ -22,7 +22,7 @@ __all__ = ["structure_overview", "structure_views"]
 def structure_overview(
     energies: Mapping[str, np.ndarray], shown: Data, name: str, file: Path
 ) -> None:
-    """Draws a histogram of the labels in a data source, and one structure from two sides.
+    """Draws a histogram of the labels in a data source, and two views of one structure.
 
     `energies` contains the labels of each split in eV, with NaN for missing labels.
     """

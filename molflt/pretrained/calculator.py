@@ -53,7 +53,7 @@ def is_class(source: str) -> bool:
 
 
 class Calculator(AseCalculator):
-    """Energy, forces and stress of a potential trained with ``--recipe potential``.
+    """Energy, forces and stress from a potential trained with ``--recipe potential``.
 
     Use it like any ASE calculator: ``atoms.calc = molflt.Calculator("runs/mine")``. For a potential
     with a long-range part, `results` also contains energy_local, energy_near and energy_far, in eV.

@@ -44,7 +44,7 @@ class MaskedLanguageModel(EncoderModel):
         self.register_buffer("ordinary", torch.ones(self.encoder.vocabulary, dtype=torch.bool))
 
     def set_special(self, mask_id: int, special: list[int]) -> None:
-        """Sets the id of the mask token and the ids of all special tokens, which include it."""
+        """Sets the id of the mask token and the ids of all special tokens, including this one."""
         self.mask_id.fill_(mask_id)
         self.ordinary.fill_(True)
         self.ordinary[[mask_id, *special]] = False

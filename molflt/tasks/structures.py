@@ -93,7 +93,7 @@ class OfStructures:
         return f"sids {', '.join(map(str, batch.sid.tolist()))}"
 
     def blame(self, batch: "Batch", diverges: Callable[["Batch"], bool]) -> str:
-        """Names structures that diverge individually; if none does, those with coincident atoms."""
+        """Names structures that diverge individually; if none do, those with coincident atoms."""
         from molflt.data.structures.overlaps import atoms_coincide
 
         records = {int(record.sid): record.cpu() for record in batch.to_data_list()}

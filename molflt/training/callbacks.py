@@ -139,7 +139,7 @@ class _Interrupted(Exception):
 
 
 class _BestWeights(Callback):
-    """Saves the weights of the best validation; stops training if validations do not improve.
+    """Saves the best weights by validation; stops training if validations do not improve.
 
     `Task.ranking` compares validations. If two validations are equal, the later one counts as
     better. A validation is never the best if one of its sums, such as the loss, is not finite.

@@ -387,7 +387,7 @@ def _is_same(kept: object, content: bytes) -> bool:
 
 
 def _change(name: str, now: Tensor, was: Tensor | None) -> str:
-    """Returns the name of a buffer that depends on the data; adds the values if it is a number."""
+    """Returns the name of a buffer that depends on the data, with both values if it is a number."""
     if was is None or now.numel() != 1 or was.numel() != 1:
         return name
     return f"{name} {float(now):.6g}, {float(was):.6g} in the source"

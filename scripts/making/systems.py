@@ -224,7 +224,7 @@ def _attempt(rng: np.random.Generator, plan: _Plan, split: str, sid: int) -> _Sy
 
 
 def _relax_system(plan: _Plan, split: str, index: int) -> _System:
-    """Draws and relaxes a system, which is identified by its split and index.
+    """Draws and relaxes the system with the given split and index.
 
     A draw is rejected and replaced by the next draw for these reasons:
         slab: the clean slab reconstructs.

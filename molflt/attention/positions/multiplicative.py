@@ -25,7 +25,7 @@ class MultiplicativePosition(SpectralPosition):
 
     The kernel is h(z) = background + f(z), with f and its Fourier factors from `SpectralPosition`.
     Attention depends only on differences of positions, for any feature map. The kernel of cosFormer
-    is a special case with r = 1. The kernel can become negative through learning, or through
+    is a special case with r = 1. The kernel can become negative during training, or because of
     ripples if there are few nodes; see `Attention.sums` and `floor`.
 
     Args:
@@ -165,7 +165,7 @@ class NearField(nn.Module):
         self.exact = exact
 
     def switch(self, distance: Tensor) -> Tensor:
-        """Returns s(r), with the shape of the distances."""
+        """Returns s(r), of the same shape as the distances."""
         return fade(2 * distance / self.cutoff - 1)
 
     def forward(self, pairs: Pairs, vector: Tensor, far: Tensor) -> Pairs:

@@ -61,10 +61,10 @@ _Loads = Iterator[tuple[int, "Callable[[], Atoms]"]]  # number of a structure, f
 class AseStructures(Held):
     """Structures from files or databases that ASE reads, kept in memory.
 
-    Positions, cell, periodic axes, ``atoms.get_tags()`` (0 subsurface, 1 surface, 2 adsorbate; 0
-    without tags) and constraints that fix atoms in all directions are read. Other constraints are
-    ignored with a warning. ``y_relaxed`` is the entry `energy_key`, by default the first one found
-    of ``info["y_relaxed"]``, the stored calculator's energy and ``info["energy"]``. ``y_init`` is
+    Reads positions, cell, periodic axes, ``atoms.get_tags()`` (0 subsurface, 1 surface, 2
+    adsorbate; 0 if untagged) and constraints that fix atoms in all directions. Other constraints
+    are ignored with a warning. ``y_relaxed`` is the entry `energy_key`, by default the first of
+    ``info["y_relaxed"]``, the energy of the calculator and ``info["energy"]``. ``y_init`` is
     ``info["y_init"]``, and the relaxed positions are the array ``pos_relaxed``. The sid is
     ``info["sid"]`` or, by default, the number of the frame or row, counted over all files. A
     textual sid becomes the name of the structure. In ASE databases, key-value pairs are treated as

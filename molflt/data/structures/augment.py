@@ -118,7 +118,7 @@ def repeat(batch: Batch, share: float) -> Batch:
 
 
 def _across(batch: Batch) -> Tensor:
-    """Returns a mask (structures,) of structures with adsorbate atoms near opposite cell ends."""
+    """Selects structures with adsorbate atoms near opposite ends of a cell: mask (structures,)."""
     kept = batch.tags == Tag.ADSORBATE.value
     graph, cell = batch.batch[kept], batch.cell[:, :2]
     inverse = torch.linalg.pinv(batch.cell)[:, :, :2]

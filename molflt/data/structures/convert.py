@@ -47,7 +47,7 @@ def convert(
     stress_key: str | None = None,
     baseline_key: str | None = None,
 ) -> None:
-    """Converts structures to a compact store, which is fast to read and has no edges or pickles.
+    """Converts structures to a compact store that is fast to read and contains no pickles or edges.
 
     A folder is converted to a folder with one store for each file or folder in it. Several files,
     the matches of a pattern, or a folder of files that are not splits are combined into DST, which

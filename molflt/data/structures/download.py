@@ -1,4 +1,4 @@
-"""Downloads of public archives, with checks of disk space and MD5 checksums."""
+"""Downloads public archives, and checks disk space and MD5 checksums."""
 
 from __future__ import annotations
 

@@ -183,7 +183,7 @@ def fit_element_energies(
     of_adsorbates: bool = False,
     labels: NDArray[np.float64] | None = None,
 ) -> ElementEnergies:
-    """Fits energies with sums of element energies over the atoms.
+    """Fits element energies, whose sums over the atoms approximate the labels.
 
     The fit is the least-squares solution of smallest norm. A QR decomposition is updated in blocks
     of structures, which needs constant memory and keeps the accuracy of float64 for energies of 1e5

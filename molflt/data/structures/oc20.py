@@ -220,7 +220,7 @@ def _guarded(read: Callable[[bytes], _T], content: bytes, where: str, expected: 
 
 
 def shards_in(folder: Path) -> list[Path]:
-    """Returns the LMDB files of a folder; empty for a file."""
+    """Returns the LMDB files in a folder, or an empty list for a file."""
     shards = sorted(p for p in folder.glob("*.lmdb") if p.is_file())
     return shards or [p for p in (folder / "data.mdb",) if p.is_file()]
 

@@ -100,7 +100,7 @@ def fingerprint(record: Data) -> NDArray[np.float64]:
 
 
 def equal_structures(features: NDArray[np.float64]) -> NDArray[np.int64]:
-    """Numbers structures; equal structures share a number: (structures, 46) -> (structures,)."""
+    """Numbers the structures; equal ones share a number: (structures, 46) -> (structures,)."""
     line = features[:, 1:] @ np.random.default_rng(1).normal(size=features.shape[1] - 1)
     order = np.lexsort((line, features[:, 0]))
     differ = (np.abs(np.diff(features[order], axis=0)) > _EQUAL).any(axis=1)

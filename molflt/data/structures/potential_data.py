@@ -71,7 +71,7 @@ class PotentialData(IS2REData):
             else stress, else REF_stress. A name with "virial" is read as a virial in eV.
         tags: `any` ignores the tags in ASE's formats, because a potential does not need tags;
             `oc20` and `ase` check them.
-        check_units: reject energies beyond those of all electrons, and forces and stress that do
+        check_units: reject energies above those of all electrons, and forces and stress that do
             not match the energy differences between similar frames. Also reject forces beyond 1,000
             eV/Å and stress beyond 10 eV/Å^3; with `skip_bad`, leave out these structures instead.
         options: see `molflt.data.structures.datamodule.IS2REData`.

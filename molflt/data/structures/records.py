@@ -27,7 +27,7 @@ _TAGS = ", ".join(f"{tag:d} ({tag.name.lower()})" for tag in Tag)
 
 
 def _lattice_shift(delta: Tensor, cell: Tensor, pbc: Tensor) -> Tensor:
-    """Returns the lattice vectors (N, 3), in Å, whose subtraction makes `delta` shortest."""
+    """Returns the lattice vectors (N, 3), in Å, to subtract from `delta` to make it shortest."""
     from ase.geometry import complete_cell, find_mic
 
     axes, vectors = pbc.flatten().numpy(), delta.double().numpy()

@@ -213,7 +213,7 @@ def _is_structures(path: Path) -> bool:
 
 
 def is_shards(folder: Path) -> bool:
-    """Returns True if a folder contains shards of one source and not splits."""
+    """Returns True if a folder contains shards of one source rather than splits."""
     whole = folder.is_dir() and any(source.takes(folder) for source in SOURCES.values())
     return whole and not {each.stem for each in folder.glob("*.lmdb")} & {*SPLITS_IN_ORDER}
 
