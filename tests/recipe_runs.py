@@ -1,13 +1,12 @@
 """Tiny runs of all recipes for texts, images and optimizers, which several tests share."""
 
-import tempfile
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from tiny_run import results_of
+from tiny_run import results_of, shared_folder
 from token_files import write_idx, write_pairs, write_sentences
 
 from molflt.commands.cli import main
@@ -242,15 +241,10 @@ CASES = {
 
 
 @cache
-def _shared() -> tempfile.TemporaryDirectory[str]:
-    return tempfile.TemporaryDirectory(prefix="molflt-recipes-")
-
-
-@cache
 def data_of(name: str) -> Path:
     """Returns a folder with the files of a case; only for reading."""
-    folder = Path(_shared().name) / name.replace(" ", "-") / "data"
-    folder.mkdir(parents=True)
+    folder = shared_folder(name.replace(" ", "-")) / "data"
+    folder.mkdir()
     CASES[name].write(folder)
     return folder
 

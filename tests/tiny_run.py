@@ -176,10 +176,17 @@ def _shared() -> tempfile.TemporaryDirectory[str]:
     return tempfile.TemporaryDirectory(prefix="molflt-tests-")
 
 
+def shared_folder(name: str) -> Path:
+    """Makes a folder that is removed when the process ends."""
+    folder = Path(_shared().name) / name
+    folder.mkdir()
+    return folder
+
+
 @cache
 def shared_data() -> Path:
     """Returns a folder of 22 training and 13 validation structures; only for reading."""
-    return write_data(Path(_shared().name) / "data")
+    return write_data(shared_folder("data"))
 
 
 @cache
@@ -188,7 +195,7 @@ def shared_run() -> Path:
 
     Its output is in the file `log` in the parent folder.
     """
-    run = Path(_shared().name) / "run"
+    run = shared_folder("is2re") / "run"
     words = ["--trainer.max_steps=8", "--trainer.val_every=4", "--trainer.log_every=2"]
     with open(run.with_name("log"), "w") as file, redirect_stdout(file):
         assert start(shared_data(), run, *words) == 0

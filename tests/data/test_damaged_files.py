@@ -10,7 +10,6 @@ import pickle
 import struct
 from functools import cache
 from pathlib import Path
-from tempfile import mkdtemp
 
 import ase.io
 import numpy as np
@@ -19,7 +18,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from oc20_files import Evil, old_record, write_lmdb
-from tiny_run import error_of
+from tiny_run import error_of, shared_folder
 
 from molflt.data.images.files import open_images
 from molflt.data.structures import SOURCES, open_dataset
@@ -41,7 +40,7 @@ property_test = settings(
 @cache
 def originals() -> Path:
     """Returns a folder with a small valid file of each format."""
-    folder = Path(mkdtemp(prefix="molflt-damaged-"))
+    folder = shared_folder("damaged")
     small = open_dataset(SAMPLE)
     records = [small[int(i)] for i in np.argsort(small.natoms)[:3]]
     write_store(folder / "a.safetensors", records, source="sample")
