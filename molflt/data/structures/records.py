@@ -150,12 +150,10 @@ def _known_tags(tags: _Array | None, count: int, name: str) -> Tensor:
 def _tensor(value: _Array, key: str, name: str) -> Tensor:
     try:
         if isinstance(value, Tensor):
-            tensor = value.detach().cpu()
-        else:  # a copy: the source may be a read-only memory map
-            tensor = torch.from_numpy(np.array(value))
+            return value.detach().cpu()
+        return torch.from_numpy(np.array(value))  # a copy: the source may be read-only
     except (TypeError, ValueError, OverflowError) as error:
         raise ValueError(f"{name}: {key} must be an array of numbers; {error}") from None
-    return tensor
 
 
 def _whole(value: object, key: str) -> int:
@@ -196,9 +194,7 @@ def _positions(value: _Array, key: str, name: str, count: int | None = None) -> 
 
 
 def _atom_integers(value: _Array | None, key: str, count: int, name: str) -> Tensor:
-    if value is None:
-        return torch.zeros(count, dtype=torch.int64, device="cpu")
-    tensor = _tensor(value, key, name)
+    tensor = _tensor(np.zeros(count, np.int64) if value is None else value, key, name)
     if tuple(tensor.shape) != (count,):
         raise ValueError(
             f"{name}: {key} must have one number for each of {count} atoms, shape ({count},); "
@@ -207,31 +203,24 @@ def _atom_integers(value: _Array | None, key: str, count: int, name: str) -> Ten
     if tensor.is_floating_point():
         odd = ~torch.isfinite(tensor) | (tensor != tensor.round())
         if odd.any():
-            got = float(tensor[odd][0])
-            raise ValueError(f"{name}: {key} must be integers; got {got}")
+            raise ValueError(f"{name}: {key} must be integers; got {float(tensor[odd][0])}")
     return tensor.to(torch.int64).contiguous()
 
 
 def _cell(cell: _Array | None, pbc: _Array | None, name: str) -> tuple[Tensor, Tensor]:
     """Checks the cell and the periodic axes; returns a cell (1, 3, 3), in Å, and a mask (1, 3)."""
-    if cell is None:
-        lattice = torch.zeros(1, 3, 3, dtype=torch.float64, device="cpu")
-    else:
-        tensor = _tensor(cell, "cell", name)
-        if tuple(tensor.shape) not in ((3, 3), (1, 3, 3)):
-            raise ValueError(
-                f"{name}: cell must be (3, 3) or (1, 3, 3) in Å; got shape {tuple(tensor.shape)}"
-            )
-        lattice = tensor.reshape(1, 3, 3).double().contiguous()
+    tensor = _tensor(np.zeros((3, 3)) if cell is None else cell, "cell", name)
+    if tuple(tensor.shape) not in ((3, 3), (1, 3, 3)):
+        raise ValueError(
+            f"{name}: cell must be (3, 3) or (1, 3, 3) in Å; got shape {tuple(tensor.shape)}"
+        )
+    lattice = tensor.reshape(1, 3, 3).double().contiguous()
     if not torch.isfinite(lattice.float()).all():
         raise ValueError(f"{name}: cell must be finite; got {lattice[0].tolist()}")
-    if pbc is None:
-        periodic = torch.full((1, 3), bool(lattice.any()), device="cpu")
-    else:
-        axes = _tensor(pbc, "pbc", name)
-        if axes.numel() not in (1, 3):
-            raise ValueError(f"{name}: pbc must be three booleans; got shape {tuple(axes.shape)}")
-        periodic = _flags(axes, "pbc", name).reshape(1, -1).expand(1, 3).contiguous()
+    axes = _tensor(bool(lattice.any()) if pbc is None else pbc, "pbc", name)
+    if axes.numel() not in (1, 3):
+        raise ValueError(f"{name}: pbc must be three booleans; got shape {tuple(axes.shape)}")
+    periodic = _flags(axes, "pbc", name).reshape(1, -1).expand(1, 3).contiguous()
     lowest = lattice_heights(lattice.numpy(), periodic.numpy()).min()
     if lowest < LOWEST:
         raise ValueError(
