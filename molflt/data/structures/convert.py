@@ -13,12 +13,7 @@ from tqdm import tqdm
 from molflt.data.structures import Reading, Structures, open_dataset
 from molflt.data.structures.base import Tags, grouped, warn
 from molflt.data.structures.force_units import MOST_FRAMES, unit_fault
-from molflt.data.structures.labels import (
-    MOST_ADSORPTION,
-    label_faults,
-    most_adsorption,
-    point_fault,
-)
+from molflt.data.structures.labels import label_faults, most_adsorption, point_fault
 from molflt.data.structures.overlaps import atoms_coincide, overlaps_of
 from molflt.data.structures.sources import (
     Paths,
@@ -117,7 +112,7 @@ def _convert_one(
     overlapping: dict[int, int] = {}  # sids by index
     kept: list[Data] = []  # records with forces
     absurd: dict[int, str] = {}  # faults of forces or stress by index
-    limits: dict[int, float] = {}  # of large adsorption energies by index
+    limits: list[float] = []  # of adsorption energies
 
     def records() -> Iterator[Data]:
         for place, record in enumerate(one_pass(dataset, limit)):
@@ -127,8 +122,7 @@ def _convert_one(
                 kept.append(record)
             if fault := point_fault(record):
                 absurd[place] = fault
-            if abs(float(record.y_relaxed)) > MOST_ADSORPTION:
-                limits[place] = most_adsorption(record)
+            limits.append(most_adsorption(record))
             yield record
 
     def left_out(sids: np.ndarray, energies: np.ndarray, natoms: np.ndarray) -> Collection[int]:

@@ -92,9 +92,11 @@ def beyond_rounding(spread: float, energies: NDArray[np.float64]) -> float:
 def most_adsorption(record: Data) -> float:
     """Returns the largest plausible magnitude of an adsorption energy: 20 eV per adsorbate.
 
-    Energies beyond 20 eV per adsorbate atom are implausible without counting adsorbates. The result
-    is then 20 eV times the number of adsorbate atoms, which saves time for total energies.
+    To save time, adsorbates are counted only if their number decides. The result is 20 eV for
+    smaller and unknown energies, and 20 eV per adsorbate atom for energies beyond that.
     """
+    if not abs(float(record.y_relaxed)) > MOST_ADSORPTION:  # also for NaN
+        return MOST_ADSORPTION
     most = MOST_ADSORPTION * max(1, int((record.tags == Tag.ADSORBATE).sum()))
     if abs(float(record.y_relaxed)) > most:
         return most

@@ -14,7 +14,6 @@ from molflt.data.structures.ase_fields import is_energy, named_options
 from molflt.data.structures.convert import one_pass
 from molflt.data.structures.force_units import MOST_FRAMES, unit_fault
 from molflt.data.structures.labels import (
-    MOST_ADSORPTION,
     energy_kind,
     label_faults,
     most_adsorption,
@@ -131,7 +130,7 @@ class _Seen(Survey):
         self.displacements = list[np.ndarray]()  # of free atoms, in Å
         self.compositions, self.tags = np.zeros(MAX_ATOMIC_NUMBER + 1), Counter[int]()
         self.absurd, self.untagged = list[tuple[int, str]](), 0
-        self.limits = dict[int, float]()  # of large adsorption energies by index
+        self.limits = list[float]()  # of adsorption energies
         self.kept: list[Data] = []
         self.shown: Data | None = None
 
@@ -149,8 +148,7 @@ class _Seen(Survey):
         if not bool(record.pos_relaxed.isnan().any()):
             moves = (record.pos_relaxed - record.pos)[~record.fixed]
             self.displacements.append(moves.norm(dim=1).numpy())
-        if abs(float(record.y_relaxed)) > MOST_ADSORPTION:
-            self.limits[len(self.atoms) - 1] = most_adsorption(record)
+        self.limits.append(most_adsorption(record))
         if reason := point_fault(record):
             self.absurd.append((self.sids[-1], reason))
         if len(self.kept) < MOST_FRAMES and bool(record.energy.isfinite()):
