@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-from molflt.files import atomically
+from molflt.files import csv_rows, csv_text, write_atomically
 
 __all__ = ["SYSTEMS", "System", "read_systems", "write_systems"]
 
@@ -28,14 +27,9 @@ class System(NamedTuple):
 
 def write_systems(folder: Path, splits: Iterable[tuple[str, Iterable[System]]]) -> None:
     """Writes systems.csv, with a column for each field and a column for the split."""
-    with (
-        atomically(folder / SYSTEMS) as part,
-        open(part, "w", encoding="utf-8", newline="") as file,
-    ):
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow([*System._fields, "split"])
-        for split, systems in splits:
-            writer.writerows([*system, split] for system in systems)
+    rows = [system._asdict() | {"split": split} for split, systems in splits for system in systems]
+    text = csv_text(rows, [*System._fields, "split"])
+    write_atomically(folder / SYSTEMS, text.encode())
 
 
 def read_systems(folder: Path) -> dict[int, System]:
@@ -46,6 +40,6 @@ def read_systems(folder: Path) -> dict[int, System]:
             f"{path}: no such file; expected the names of the systems; scripts/game_net.py in the "
             "repository writes it"
         )
-    with open(path, encoding="utf-8", newline="") as file:
-        rows = ([row[field] for field in System._fields] for row in csv.DictReader(file))
-        return {int(sid): System(int(sid), *others) for sid, *others in rows}
+    rows = csv_rows(path.read_text(encoding="utf-8"))
+    found = ([row[field] for field in System._fields] for row in rows)
+    return {int(sid): System(int(sid), *others) for sid, *others in found}
