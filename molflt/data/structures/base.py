@@ -178,14 +178,12 @@ class Structures(Dataset["Data"], ABC):
     @cached_property  # reading OC20's LMDB files takes minutes
     def y_relaxed(self) -> np.ndarray:
         """Relaxed energies in eV, as a float64 array (len,); NaN if missing."""
-        records = with_bar(self, "reading labels")
-        return np.array([float(record.y_relaxed) for record in records], dtype=np.float64)
+        return np.array([float(record.y_relaxed) for record in with_bar(self, "reading labels")])
 
     @cached_property
     def y_baseline(self) -> np.ndarray:
         """Baseline energies in eV, as a float64 array (len,); NaN if missing."""
-        records = with_bar(self, "reading baselines")
-        return np.array([float(record.y_baseline) for record in records], dtype=np.float64)
+        return np.array([float(own.y_baseline) for own in with_bar(self, "reading baselines")])
 
     def compositions(
         self, indices: NDArray[np.int64], of_adsorbates: bool = False

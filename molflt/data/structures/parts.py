@@ -45,14 +45,13 @@ class Part(Structures):
         # shared with a single source, which may add names while it is read
         joined = {name: own for one in self.sources for name, own in one.labels.items()}
         self.labels = first.labels if len(self.sources) == 1 else joined
-        self._kept = None if kept is None else np.asarray(kept, dtype=np.int64)
+        self._kept = np.arange(self._ends[-1]) if kept is None else np.asarray(kept, np.int64)
 
     def __len__(self) -> int:
-        return int(self._ends[-1]) if self._kept is None else len(self._kept)
+        return len(self._kept)
 
     def _stored(self, index: int) -> int:
-        index = super()._stored(index)
-        return index if self._kept is None else int(self._kept[index])
+        return int(self._kept[super()._stored(index)])
 
     def _at(self, index: int) -> tuple[Structures, int]:
         stored = self._stored(index)
@@ -92,13 +91,11 @@ class Part(Structures):
 
     @cached_property
     def natoms(self) -> np.ndarray:
-        natoms = np.concatenate([source.natoms for source in self.sources])
-        return natoms if self._kept is None else natoms[self._kept]
+        return np.concatenate([source.natoms for source in self.sources])[self._kept]
 
     @cached_property
     def y_relaxed(self) -> np.ndarray:
-        energies = np.concatenate([source.y_relaxed for source in self.sources])
-        return energies if self._kept is None else energies[self._kept]
+        return np.concatenate([source.y_relaxed for source in self.sources])[self._kept]
 
 
 def readable(source: Structures) -> Structures:
