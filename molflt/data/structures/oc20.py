@@ -108,11 +108,6 @@ def _tensor(
     return tensor.bool() if kind == "Bool" else tensor
 
 
-def _no_hooks() -> dict[str, object]:
-    """Returns an empty dict in place of the ``collections.OrderedDict`` of a tensor's hooks."""
-    return {}
-
-
 def _build(reader: Any) -> None:
     """Sets the state of an instance; nothing else can be changed."""
     state = reader.stack.pop()
@@ -169,7 +164,7 @@ _NAMES: dict[str, object] = {
     "torch_geometric.data.storage.BaseStorage": _Instance,
     "torch_geometric.data.data.DataEdgeAttr": _Instance,
     "torch_geometric.data.data.DataTensorAttr": _Instance,
-    "collections.OrderedDict": _no_hooks,
+    "collections.OrderedDict": dict,  # hooks of a tensor
     "torch.storage._load_from_bytes": _storage,
     "torch._utils._rebuild_tensor_v2": _tensor,
     "numpy.dtype": _Dtype,
