@@ -204,9 +204,6 @@ class BatchedData(Generic[_Items]):
                 digest.update(part)
         return digest.hexdigest()
 
-    def check(self, use: str, batch: object) -> None:
-        """Raises ValueError if a batch of "train" or "val" cannot be used."""
-
     def train_dataloader(self, rank: int = 0, world: int = 1) -> DataLoader[object]:
         """Returns an endless loader that begins at step `start_step`."""
         return self._loader("train", self._sampler("train", rank, world, self.start_step))

@@ -65,10 +65,6 @@ class _LightningTask(pl.LightningModule, Generic[_Batch, _Data]):
     def val_dataloader(self) -> DataLoader[object]:
         return self.data.val_dataloader(self.global_rank, self.trainer.world_size)
 
-    def on_before_batch_transfer(self, batch: _Batch, dataloader_idx: int) -> _Batch:
-        self.data.check("train" if self.trainer.training else "val", batch)
-        return batch
-
     def on_train_batch_start(self, batch: object, batch_idx: int) -> None:
         """Seeds torch from the task's seed, the rank, the step, and the batch index in the step.
 
