@@ -8,6 +8,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any, ClassVar, Generic, Literal, Protocol, TypeVar, cast
 
 import torch
@@ -94,10 +95,8 @@ class Task(ABC, Generic[_Batch, _Data]):
         self.lr = lr
         self.warmup_steps = warmup_steps
         self.schedule = schedule
-        self.optimizer_class = AdamW if optimizer == "adamw" else Adam
-        self.betas = betas
-        self.eps = eps
-        self.weight_decay = weight_decay
+        adam = AdamW if optimizer == "adamw" else Adam
+        self.adam = partial(adam, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
         self.redraw_every = redraw_every
         self.seed = seed
         parameters = dict(model.named_parameters())
@@ -181,13 +180,7 @@ class Task(ABC, Generic[_Batch, _Data]):
             fits = (f for pattern, f in self.lr_factors.items() if fnmatchcase(name, pattern))
             if parameter.requires_grad:
                 groups.setdefault(next(fits, 1.0), []).append(parameter)
-        return self.optimizer_class(
-            [{"params": own, "lr": self.lr * f} for f, own in groups.items() if own],
-            lr=self.lr,
-            betas=self.betas,
-            eps=self.eps,
-            weight_decay=self.weight_decay,
-        )
+        return self.adam([{"params": own, "lr": self.lr * f} for f, own in groups.items() if own])
 
     def lr_factor(self, step: int, max_steps: int) -> float:
         """Returns the learning rate of a step, counted from 0, relative to its peak."""
