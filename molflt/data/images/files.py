@@ -6,6 +6,7 @@ import math
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -101,8 +102,7 @@ class LabeledImages(Dataset[tuple[Tensor, Tensor]]):
         for i in range(count):
             for total, channel in zip(levels, self.image(i * len(self) // count), strict=True):
                 total += torch.bincount(channel.flatten(), minlength=256)
-        share = levels.double()
-        share = share / share.sum(dim=1, keepdim=True)
+        share = levels.double() / levels.sum(dim=1, keepdim=True)
         level = torch.arange(256, dtype=torch.float64) / 255
         mean = share @ level
         std = (share * (level - mean[:, None]).square()).sum(dim=1).sqrt()
@@ -203,14 +203,11 @@ def _open_folder(
             f"{path}: expected folders of the {len(known)} trained classes; got "
             f"{', '.join(unknown[:5])} as well; rename or remove them"
         )
-    files: list[str] = []
-    labels: list[int] = []
-    for name in found:
-        own = _image_files(path / name)
-        files += own
-        labels += [known.index(name)] * len(own)
-    read = partial(_read_image, files, draft, fit)
-    return LabeledImages(path, torch.tensor(labels), known, read, names=files)
+    files = {name: _image_files(path / name) for name in found}
+    labels = torch.tensor([known.index(name) for name, own in files.items() for _ in own])
+    names = [*chain.from_iterable(files.values())]
+    read = partial(_read_image, names, draft, fit)
+    return LabeledImages(path, labels, known, read, names)
 
 
 def _read_image(files: Sequence[str], draft: int | None, fit: _Fit, index: int) -> Tensor:
