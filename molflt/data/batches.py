@@ -312,10 +312,8 @@ class Shard(NamedTuple):
                 f"batches of {batch_size} for {found:,} structures; use fewer shards, or a smaller "
                 "--batch_size"
             )
-        batches = list(
-            SizeBucketedBatchSampler(natoms, batch_size, rank=self.number - 1, world=self.total)
-        )
-        return np.sort(np.concatenate(batches)).astype(np.int64)
+        own = SizeBucketedBatchSampler(natoms, batch_size, rank=self.number - 1, world=self.total)
+        return np.sort(np.concatenate([*own])).astype(np.int64)
 
 
 def held_out(labels: Tensor, fraction: float, source: Path, items: str) -> Tensor:
