@@ -99,10 +99,8 @@ class IS2REData(BatchedData[Structures]):
         baseline_key: str | None = None,
     ) -> None:
         super().__init__(batch_size, workers)
-        self.val_fraction = val_fraction
-        self.split_seed = split_seed
+        self.data_set = DataSet(Path(root), train_split, val_split, val_fraction, split_seed)
         self.reading = Reading(energy_key, tags, baseline_key=baseline_key)
-        self.root = Path(root)
         self.splits = {"train": train_split, "val": val_split}
         self.max_size = max_atoms
         self.bucket = bucket
@@ -112,10 +110,9 @@ class IS2REData(BatchedData[Structures]):
     def setup(self, stage: str = "fit") -> None:
         if self.datasets.keys() >= self.splits.keys():
             return
-        train, val = self.splits["train"], self.splits["val"]
-        data = DataSet(self.root, train, val, self.val_fraction, self.split_seed, self.reading)
+        data = self.data_set._replace(reading=self.reading)
         self._refuse_options(data)
-        opened = data.open([train, val], self.skip_bad)
+        opened = data.open(self.splits.values(), self.skip_bad)
         first = os.environ.get("LOCAL_RANK", "0") == "0"  # once per machine, not per process
         for dataset in opened.values() if first else ():
             dataset.verify()
@@ -152,7 +149,7 @@ class IS2REData(BatchedData[Structures]):
             why = "is for a folder of splits; got one file, split by data.split_seed"
         for name, value in given.items():
             if value not in (None, 0, "train", "val_id"):
-                raise ValueError(f"{self.root}: data.{name}={value} {why}; remove it")
+                raise ValueError(f"{data.root}: data.{name}={value} {why}; remove it")
 
     def _labeled(self, opened: Mapping[str, Structures]) -> dict[str, Structures]:
         """Rejects structures with missing or implausible labels (with `skip_bad`, omits them)."""
