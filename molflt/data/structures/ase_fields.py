@@ -144,15 +144,15 @@ class Converter:
         self._steps, self._last = self._steps + (same == self._last), same
         self._lost.update(_held(atoms)[1])
 
-    def check(self) -> None:
-        """Raises ValueError if no structure has an entry with the name that an option specifies."""
+    def check(self, name: str) -> None:
+        """Raises ValueError if no structure of file `name` has the entry that an option names."""
         for label, key in self._keys.items():
             if key is None or key in self._used.values():
                 continue
             option = "energy" if label == "y_relaxed" else label
             there = {*self._energies, *self._numbers} if option == "energy" else {*self._there}
             raise ValueError(
-                f"no structure has the {option}_key {shown(key)}; expected one of "
+                f"{name}: no structure has the {option}_key {shown(key)}; expected one of "
                 f"{_listed(sorted(there)) or 'no entries'}, or null for the default"
             )
 

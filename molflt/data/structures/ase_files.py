@@ -112,10 +112,7 @@ class AseStructures(Held):
                     self.atoms.append(atoms)
         if not self._files and not self.bad:
             raise ValueError(f"{self.path}: no structures; expected at least one")
-        try:
-            converter.check()
-        except ValueError as error:
-            raise ValueError(f"{self.path}: {error}") from None
+        converter.check(str(self.path))
         self.hint, self.labels = converter.hint, converter.labels
         converter.warn(str(self.path))
 
