@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -127,9 +127,15 @@ def _convert_one(
 
     def left_out(sids: np.ndarray, energies: np.ndarray, natoms: np.ndarray) -> Collection[int]:
         some = skip_bad and bool(np.isfinite(energies).any())  # test splits have no labels
-        faults = label_faults(energies, natoms, some, bool(kept), limits=limits.__getitem__)
-        faults = absurd | faults
-        _note_faults(dataset, faults, sids)
+        faults = absurd | label_faults(
+            energies, natoms, some, bool(kept), limits=limits.__getitem__
+        )
+        bad = [(f"{dataset.path}: sid {sids[i]}", reason) for i, reason in faults.items()]
+        if bad and not skip_bad:
+            raise ValueError(
+                f"{': '.join(bad[0])}; --skip-bad leaves it out ({len(bad)} structures)"
+            )
+        dataset.bad += bad
         for place in faults:
             overlapping.pop(place, None)
         return faults
@@ -152,16 +158,6 @@ def _report(dataset: Structures, dst: Path, count: int) -> None:
     if dataset.bad:
         bad = [f"left out {len(dataset.bad)} invalid structures:", *grouped(dataset.bad)]
         print("\n  ".join(bad), file=sys.stderr)
-
-
-def _note_faults(dataset: Structures, faults: Mapping[int, str], sids: np.ndarray) -> None:
-    """Records structures with missing or implausible labels, or raises ValueError for the first."""
-    found = [(f"{dataset.path}: sid {sids[i]}", reason) for i, reason in faults.items()]
-    if found and not dataset.skip_bad:
-        raise ValueError(
-            f"{': '.join(found[0])}; --skip-bad leaves it out ({len(found)} structures)"
-        )
-    dataset.bad += found
 
 
 def one_pass(dataset: Structures, limit: int | None = None) -> Iterator[Data]:
