@@ -229,10 +229,9 @@ class _Atoms:
         level = slab & (self.numbers == self.numbers[start])
         level &= np.abs(self.heights - self.heights[start]) < 0.3
         level[start] = False
-        ends = [int(one) for one in np.flatnonzero(level)[:_MOST]]
         return [
             self.pos[one] - self.pos[start]
-            for one in ends
+            for one in np.flatnonzero(level)[:_MOST].tolist()
             if self._repeats(start, one, slab, slab, _ALL)
         ]
 
@@ -437,9 +436,8 @@ class Tagged(Part):
         super().__init__(source)
         guesses = [guess_tags(one, share) for one in with_bar(source, "guessing tags")]
         self._tags = [torch.from_numpy(one.tags) for one in guesses]
-        found = Counter(one.text for one in guesses if one.tags.any())
-        lacking = Counter(one.text for one in guesses if not one.tags.any())
-        for what, texts in (("tags guessed", found), ("no tags guessed", lacking)):
+        for what, known in (("tags guessed", True), ("no tags guessed", False)):
+            texts = Counter(one.text for one in guesses if one.tags.any() == known)
             parts = [f"{text} ({count})" for text, count in texts.most_common(_LISTED)]
             more = [f"{len(texts) - _LISTED} other kinds"] * (len(texts) > _LISTED)
             if texts:
