@@ -127,12 +127,10 @@ def label_faults(
         limits: returns the largest plausible magnitude, in eV, of the adsorption energy of a system
             beyond 20 eV; see `most_adsorption`.
     """
-    faults: dict[int, str] = {}
-    if required:
-        for index in np.flatnonzero(~np.isfinite(energies)):
-            faults[int(index)] = "y_relaxed must be a finite energy in eV; got none"
+    missing = np.flatnonzero(~np.isfinite(energies)).tolist() if required else []
+    faults = dict.fromkeys(missing, "y_relaxed must be a finite energy in eV; got none")
     if not at_pos and (kind or energy_kind(energies, natoms)) == "adsorption":
-        for place in map(int, np.flatnonzero(np.abs(energies) > MOST_ADSORPTION)):
+        for place in np.flatnonzero(np.abs(energies) > MOST_ADSORPTION).tolist():
             if abs(energies[place]) > (limit := limits(place)):
                 faults[place] = (
                     f"y_relaxed is {energies[place]:.3f} eV; expected at most {limit:g} eV in "
