@@ -12,6 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from molflt.atoms import symbol
+
 if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch_geometric.data import Batch
@@ -51,16 +53,13 @@ class OfStructures:
         `explained` contains the energies, in eV, that the fit subtracts from the labels.
         """
         # same annotation as in the tasks, because typing caches the order of a union's members
-        from ase.data import chemical_symbols
-
         if references in (None, "none"):
             return None
         fit = data.element_energies(
             None if references in ("fit", "adapt") else Path(references), of_adsorbates, explained
         )
         self.model.get_buffer("element_energies").copy_(torch.from_numpy(fit.energies))
-        there = np.flatnonzero(fit.present)
-        self._fitted = {chemical_symbols[number]: float(fit.energies[number]) for number in there}
+        self._fitted = {symbol(z): float(fit.energies[z]) for z in np.flatnonzero(fit.present)}
         return fit
 
     def check_data(self, data: "IS2REData | PotentialData") -> None:
