@@ -14,13 +14,12 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from molflt.data.packed import PACKED
-from molflt.data.text.datamodule import TokenizedData, padded_rows
+from molflt.data.text.datamodule import _NO_TARGET, TokenizedData, padded_rows
 from molflt.data.text.sources import _lines
 from molflt.data.text.tokenizer import Tokenizer
 
 __all__ = ["Pairs", "ParallelData", "ParallelText", "paired", "read_lines", "read_parallel"]
 
-_NO_TARGET = -1
 _Item = tuple[Tensor, Tensor]
 
 
