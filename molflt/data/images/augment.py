@@ -21,11 +21,7 @@ _RATIO = (3 / 4, 4 / 3)  # width over height
 _TRIES = 10  # boxes drawn before the whole image is used
 
 
-def augment(
-    images: Tensor,
-    kind: Augmentation,
-    size: int | None = None,
-) -> Tensor:
+def augment(images: Tensor, kind: Augmentation, size: int | None = None) -> Tensor:
     """Returns independent random variants of the images of a training batch.
 
     Args:

@@ -15,13 +15,7 @@ from molflt.data.structures.base import Tags, grouped, warn
 from molflt.data.structures.force_units import MOST_FRAMES, unit_fault
 from molflt.data.structures.labels import label_faults, most_adsorption, point_fault
 from molflt.data.structures.overlaps import atoms_coincide, overlaps_of
-from molflt.data.structures.sources import (
-    Paths,
-    files_of,
-    is_one_source,
-    is_same,
-    sources_in,
-)
+from molflt.data.structures.sources import Paths, files_of, is_one_source, is_same, sources_in
 from molflt.data.structures.store import write_store
 from molflt.files import readable_size
 
