@@ -63,8 +63,8 @@ class OptimizerTask(Task[Tensor, object]):
     unit = "problems"
     sums: ClassVar[type[_OptimizerSums]] = _OptimizerSums
     metrics: ClassVar = {
-        "mean_log_loss": Metric("mean log(f / f₀)", measured_in=("train", "val"), scale="linear"),
-        "last_log_loss": Metric("last log(f / f₀)", measured_in=("train", "val")),
+        "mean_log_loss": Metric("mean log(f / f₀)"),
+        "last_log_loss": Metric("last log(f / f₀)"),
     }
     best = "mean_log_loss"
 
@@ -133,7 +133,7 @@ class PopulationTask(Task[Tensor, ProblemData]):
     model: PopulationModel
     unit = "problems"
     sums: ClassVar[type[_PopulationSums]] = _PopulationSums
-    metrics: ClassVar = {"log10_best": Metric("log10 of the best value", digits=3)}
+    metrics: ClassVar = {"log10_best": Metric("log10 of the best value")}
     best = "log10_best"
 
     def __init__(
@@ -159,17 +159,16 @@ class PopulationTask(Task[Tensor, ProblemData]):
 
     def loss(self, batch: Tensor, progress: float) -> tuple[Tensor, _PopulationSums]:
         functions, populations = self._begin(batch)
-        terms, first = [], None
-        for number in range(self.generations):
-            if number and number % self.window == 0:
+        populations.tell(functions(populations.state.position))
+        first = populations.state.best_value.median(dim=1).values  # before any member has moved
+        terms = []
+        for number in range(1, self.generations):
+            if number % self.window == 0:
                 detached = (part.detach() for part in populations.state)
                 populations.state = PopulationState(*detached)
             populations.tell(functions(populations.state.position))
-            values = populations.state.best_value
-            if first is None:
-                first = values.median(dim=1).values  # before any member has moved
-                continue
-            terms.append((values.amin(dim=1) / first + self.resolution).log().mean())
+            best = populations.state.best_value.amin(dim=1)
+            terms.append((best / first + self.resolution).log().mean())
         return torch.stack(terms).mean().float(), _sums(populations.state)
 
     @torch.no_grad()
