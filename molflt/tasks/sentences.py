@@ -71,7 +71,7 @@ class SentenceTask(Task[_Batch, object]):
         "score_percent": Metric("measure", "%", digits=2, largest_is_best=True),
         "accuracy_percent": Metric("accuracy", "%", digits=2, largest_is_best=True),
         "correlation_percent": Metric("correlation", "%", digits=2, largest_is_best=True),
-        "mean_loss": Metric("loss", "", measured_in=("val",)),
+        "mean_loss": Metric("loss", measured_in=("val",)),
     }
     best = "score_percent"
 
