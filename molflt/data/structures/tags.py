@@ -275,14 +275,12 @@ class _Atoms:
                 most = neighbors[own & (heights <= middle)].max(initial=0)
                 found |= own & (heights > middle) & (neighbors < most)
         low, high = share or (0.0, 1.0)
-        if low <= found.sum() / slab.sum() <= high:
-            return found
         order = np.sort(heights[slab])[::-1]
         ends = np.flatnonzero(order[:-1] - order[1:] > _LAYER)
+        if not len(ends) or low <= found.sum() / slab.sum() <= high:
+            return found
         shares = (ends + 1) / len(order)
         off = np.maximum(low - shares, 0) + np.maximum(shares - high, 0)
-        if not len(ends):
-            return found
         return slab & (heights >= order[ends[off.argmin()]] - 1e-9)
 
     def depth(self, adsorbate: _Flags) -> NDArray[np.float64]:
