@@ -91,13 +91,12 @@ def _record(data: Data, number: int) -> Data:
     if data.get("pos") is None or numbers is None:
         there = ", ".join(sorted(map(str, data.keys()))) or "nothing"
         raise ValueError(f"expected pos, (atoms, 3) Å, and atomic_numbers, (atoms,); got {there}")
-    names = ("cell", "pbc", "tags", "fixed", "charge")
     return make_record(
         pos=data.pos,
         atomic_numbers=numbers,
         sid=number if data.get("sid") is None else data.sid,
         **{name: _known(data.get(name)) for name in ("y_relaxed", "y_baseline")},
-        **{name: data.get(name) for name in names},
+        **{name: data.get(name) for name in ("cell", "pbc", "tags", "fixed", "charge")},
     )
 
 
