@@ -6,8 +6,9 @@
 import hashlib
 import os
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from functools import cached_property, partial
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -137,7 +138,10 @@ class IS2REData(BatchedData[Structures]):
                 "nothing about other structures; choose another split with --data.val_split",
                 stacklevel=3,
             )
-        self._say_unused(opened.values())
+        unused = {dataset.path: self._unused(dataset) for dataset in opened.values()}
+        if names := dict.fromkeys(chain.from_iterable(unused.values())):
+            where = next(path for path, own in unused.items() if own)
+            warnings.warn(f"{where}: unused labels: {', '.join(names)}", stacklevel=3)
 
     def _refuse_options(self, data: DataSet) -> None:
         """Rejects options for one file if the root is a folder of splits, and vice versa."""
@@ -204,13 +208,6 @@ class IS2REData(BatchedData[Structures]):
         if self.reading.baseline_key is None and len(dataset):
             found += ["y_baseline"] * bool(dataset[0].y_baseline.isfinite())
         return found
-
-    def _say_unused(self, datasets: Iterable[Structures]) -> None:
-        found = {dataset.path: self._unused(dataset) for dataset in datasets}
-        names = dict.fromkeys(name for own in found.values() for name in own)
-        if names:
-            first = next(path for path, own in found.items() if own)
-            warnings.warn(f"{first}: unused labels: {', '.join(names)}", stacklevel=3)
 
     def describe(self) -> list[str]:
         return [f"{self.splits[use]} {self._described(use)}" for use in self.datasets]
