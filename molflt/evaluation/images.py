@@ -18,12 +18,7 @@ from molflt import plots
 from molflt.data.images.datamodule import ImageData, PixelData
 from molflt.data.images.files import LabeledImages
 from molflt.evaluation import common
-from molflt.evaluation.results import (
-    Evaluation,
-    Results,
-    results_table,
-    write_csv,
-)
+from molflt.evaluation.results import Evaluation, Results, results_table, write_csv
 from molflt.image.classifier import ImageClassifier
 from molflt.memory import within_memory
 from molflt.sequence.pixels import LEVELS, PixelModel

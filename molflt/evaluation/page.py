@@ -168,10 +168,7 @@ def page_of(path: Path) -> tuple[str, list[str]]:
     environment.filters["cut"] = _cut
     source = files("molflt.evaluation").joinpath("page.html").read_text("utf-8")
     made = environment.from_string(source).render(
-        title=f"Run {page.run.name}",
-        missing=page.missing,
-        sections=sections,
-        version=__version__,
+        title=f"Run {page.run.name}", missing=page.missing, sections=sections, version=__version__
     )
     return made, page.missing
 

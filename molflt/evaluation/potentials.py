@@ -18,13 +18,7 @@ from molflt.data.structures.potential_data import SinglePoints
 from molflt.evaluation.evaluated import EvaluationData, warn_of_labels
 from molflt.evaluation.groups import groups_by_name, groups_by_size, size_edges, write_groups
 from molflt.evaluation.predictions import Predictions, infer
-from molflt.evaluation.results import (
-    Evaluation,
-    Results,
-    results_table,
-    warn,
-    write_csv,
-)
+from molflt.evaluation.results import Evaluation, Results, results_table, warn, write_csv
 from molflt.plots import GroupError
 from molflt.tasks.potential import PotentialTask, point_errors
 from molflt.training.config import Config

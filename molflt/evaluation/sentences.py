@@ -17,13 +17,7 @@ from molflt.data.text.glue import GLUE, TASKS, Example, read_examples, read_spli
 from molflt.data.text.sentences import Sentences, padded
 from molflt.data.text.tokenizer import Tokenizer
 from molflt.evaluation import common
-from molflt.evaluation.results import (
-    Evaluation,
-    Results,
-    results_table,
-    warn,
-    write_csv,
-)
+from molflt.evaluation.results import Evaluation, Results, results_table, warn, write_csv
 from molflt.sequence.classifier import SequenceClassifier
 from molflt.training.config import Config
 

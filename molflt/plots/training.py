@@ -229,10 +229,7 @@ def loss_curves(tasks: Mapping[str, Mapping[str, _Array]], file: Path, steps: in
 
 
 def best_values(
-    panels: Mapping[str, Mapping[str, _Array]],
-    evaluations: _Array,
-    file: Path,
-    runs: int,
+    panels: Mapping[str, Mapping[str, _Array]], evaluations: _Array, file: Path, runs: int
 ) -> None:
     """Plots the mean of log10 of the best value, with a band of ± one standard deviation.
 
