@@ -116,8 +116,7 @@ def finite_row(columns: Mapping[str, NDArray[np.float64]], i: int) -> dict[str, 
 
 def provenance_of(weights: Iterable[Path], checkpoint: str) -> Provenance:
     """Returns a record for results_of.json that describes the evaluated weights."""
-    digests = sorted(weights_digest(path) for path in weights)
-    return {"checkpoint": checkpoint, "weights": digests, "data": None}
+    return {"checkpoint": checkpoint, "weights": sorted(map(weights_digest, weights))}
 
 
 def write_results(
@@ -155,13 +154,10 @@ def write_results(
     for name, content in {RESULTS: known, _NOTE: note}.items():
         files[name] = f"{json.dumps(content, indent=2, allow_nan=False)}\n".encode()
     clear_parts(out)
-    old = [f"{name}.{ending}" for name in FIGURES for ending in FORMATS] + [
-        *_TABLES,
-        RESULTS,
-        _NOTE,
-    ]
-    for path in [path for name in old for path in out.glob(name)]:
-        path.unlink()
+    figures = [f"{name}.{ending}" for name in FIGURES for ending in FORMATS]
+    for name in (*figures, *_TABLES, RESULTS, _NOTE):
+        for path in [*out.glob(name)]:
+            path.unlink()
     for name, content in files.items():  # results.json is written after the files it belongs to
         write_atomically(out / name, content)
     return [out / name for name in files]
