@@ -123,10 +123,7 @@ def _molecule_in(path: Path) -> Atoms:
 
 
 def _charge(atoms: Atoms) -> float:
-    """Returns the total charge, in units of e.
-
-    The multiplicity is ignored, because it may change on the surface.
-    """
+    """Returns the charge in e; ignores the multiplicity, which may change on the surface."""
     plain = atoms.copy()
     plain.info = {name: x for name, x in atoms.info.items() if "multiplicity" not in name.lower()}
     return total_charge(plain) or 0.0
@@ -222,10 +219,7 @@ def _at(
 
 
 def _poses(own: Atoms) -> Iterator[tuple[str, _Array]]:
-    """Yields the name and the positions (atoms, 3) of each orientation.
-
-    The site is the origin, and z points upward.
-    """
+    """Yields names and positions (atoms, 3) of orientations; the site is at 0, and z is up."""
     pos, center = own.positions, own.positions.mean(axis=0)
     names = [f"{symbol}{i}" for i, symbol in enumerate(own.symbols)]
     for i, name in enumerate(names):
@@ -286,10 +280,7 @@ def _prepared(slab: Atoms) -> Atoms:
 
 
 def _gap(atoms: Atoms, axis: int) -> tuple[float, float]:
-    """Returns the largest gap between atoms along a cell vector, and the end of this gap.
-
-    The gap is in Å; its end is the fractional coordinate of the atom above it.
-    """
+    """Returns the largest gap along a cell vector, in Å, and its end, a fractional coordinate."""
     order = np.sort(atoms.get_scaled_positions(wrap=False)[:, axis] % 1)
     gaps = np.diff(order, prepend=order[-1:] - 1)  # below each atom
     others = np.cross(atoms.cell.array[axis - 2], atoms.cell.array[axis - 1])

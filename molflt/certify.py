@@ -266,10 +266,7 @@ def _torque(case: _Case) -> float:
 
 
 def _jump(case: _Case, path: Callable[[float], tuple[Atoms, Any]], end: float) -> float:
-    """Returns the first mismatch between the energy change and the work of the forces.
-
-    The two are compared in steps along a path. The result is 0 if they agree in all steps.
-    """
+    """Returns the first difference between energy and work of the forces along a path, or 0."""
     calculator = case.make()
 
     def at(t: float) -> tuple[float, float, float]:
@@ -369,10 +366,7 @@ def _accepted(case: _Case, number: int) -> float:
 
 
 def _not_stopped(case: _Case) -> float:
-    """Returns the number of dynamics steps that succeed although the torch model fails.
-
-    The result is NaN without a torch model.
-    """
+    """Counts dynamics steps that succeed although the torch model fails; NaN without a model."""
     atoms = case.of("molecule crystal")[0]
     atoms.calc, steps = case.make(), 0
     dynamics = VelocityVerlet(atoms, units.fs).irun(5)

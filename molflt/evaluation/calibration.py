@@ -300,8 +300,7 @@ def _with_new(
 ) -> tuple[Calibration, dict[str, _Array]]:
     """Extends a calibration to new elements if possible; also returns uncertainties in eV by split.
 
-    The uncertainty of a system with new elements is computed with a calibration that is fitted to
-    systems with different new elements.
+    Calibrations of systems with new elements are fitted to systems with different new elements.
     """
     new = [(part, part.labeled & part.is_new) for part in found.values()]
     columns = ((*_errors(part, own), part.new_elements[own]) for part, own in new)

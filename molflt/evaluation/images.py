@@ -191,10 +191,9 @@ def evaluate_pixels(
 def _histograms(
     own: PixelData | None, options: Mapping[str, object], model: PixelModel
 ) -> tuple[Tensor | None, str]:
-    """Returns -log2 of the frequency of each value at each position, and a description of it.
+    """Returns -log2 of the frequency of each value by position, (bytes per image, 256), and a note.
 
-    The first result has shape (bytes per image, 256); it is None if the training images are
-    missing.
+    The first result is None if the training images are missing.
     """
     if own is None:
         own = PixelData(**options)  # type: ignore[arg-type]  # as in `named_images`

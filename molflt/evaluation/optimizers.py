@@ -192,10 +192,7 @@ _Ends = Mapping[str, tuple[float, float]]  # mean and standard deviation (or NaN
 
 
 def _metrics(ends: _Ends, name: str) -> dict[str, float | None]:
-    """Returns the mean and standard deviation of the metric `name` for each optimizer.
-
-    The keys of all optimizers except the first begin with the name of the optimizer.
-    """
+    """Returns means and standard deviations; names optimizers after the first in their keys."""
     found: dict[str, float | None] = {}
     for place, (optimizer, (mean, sd)) in enumerate(ends.items()):
         prefix = f"{optimizer.lower()}_" if place else ""
@@ -312,10 +309,7 @@ def _own_name(config: Config) -> str:
 def _by_model(
     model: PopulationModel, members: int, functions: Functions, seeds: list[int], evaluations: int
 ) -> _Curve:
-    """Returns the values (runs, evaluations) that the learned optimizer finds.
-
-    The populations of all runs are evaluated in one batch.
-    """
+    """Returns the values (runs, evaluations) of the learned optimizer, with all runs in a batch."""
     populations = Populations(model, seeds, members)
     functions = functions.to(populations.device)
     values: list[Tensor] = []

@@ -90,10 +90,9 @@ def compare(published: Published, found: Mapping[str, Predictions], out: Path) -
 def _common(
     published: Published, found: Mapping[str, Predictions]
 ) -> tuple[list[dict[str, Any]], dict[str, _Array]]:
-    """Returns the labeled systems that all models predicted, and the predictions by model.
+    """Returns rows of the labeled systems that all models predicted, and energies by model.
 
-    Each system is a row of published.csv without energies. The predictions are energies in eV
-    of shape (systems, training runs).
+    The energies are in eV, of shape (systems, training runs).
     """
     finite = np.all([np.isfinite(array).all(1) for array in published.models.values()], axis=0)
     systems, ours, rows = [], [], []
@@ -118,10 +117,7 @@ def _common(
 def _error_rows(
     errors: Mapping[str, _Array], groups: Mapping[str, list[str]]
 ) -> Iterator[dict[str, Any]]:
-    """Yields a row of errors for each group and model.
-
-    The errors are the mean MAE of the training runs and the MAE of their averaged predictions.
-    """
+    """Yields rows with the mean MAE of the training runs and the MAE of their mean prediction."""
     for kind, names in groups.items():
         where = {name: np.array(names) == name for name in dict.fromkeys(names)}
         if kind == "split" and len(where) > 1:

@@ -102,10 +102,7 @@ def _checked(weights: ArrayLike | torch.Tensor) -> torch.Tensor:
 
 
 def _weight_colors(pixels: _Array) -> tuple[Normalize, Colormap, str, str]:
-    """Returns the norm and the color map for weights, and two strings for the color bar.
-
-    The strings are the name of the scale and the value of Matplotlib's option `extend`.
-    """
+    """Returns the norm and the color map for weights, the name of the scale, and `extend`."""
     from matplotlib import colormaps
     from matplotlib.colors import LogNorm, Normalize
 

@@ -189,11 +189,7 @@ def _bias(position: torch.nn.Module, delta: torch.Tensor) -> _Array:
 
 
 def _sampled(position: Any, reach: tuple[float, ...], points: int) -> tuple[list[_Array], _Array]:
-    """Returns the sampled offsets along each axis, and f for all combinations of offsets.
-
-    `reach` contains the largest offset along each of the first axes; f has the shape
-    (heads, offsets, ...), with one dimension for each of these axes.
-    """
+    """Returns offsets up to `reach` along each axis, and f, of shape (heads, offsets, ...)."""
     import torch
 
     like = _like(position)
