@@ -162,10 +162,9 @@ def _with(atoms: Atoms, positions: Any = None, cell: Any = None) -> Atoms:
 @contextlib.contextmanager
 def _quiet() -> Iterator[io.StringIO]:
     """Yields a buffer that collects the output and the warnings of the block."""
-    text, errors = io.StringIO(), contextlib.redirect_stderr
-    with warnings.catch_warnings(record=True) as caught, contextlib.redirect_stdout(text):
-        warnings.simplefilter("always")
-        with errors(text), np.errstate(all="ignore"):
+    text = io.StringIO()
+    with contextlib.redirect_stdout(text), contextlib.redirect_stderr(text):
+        with warnings.catch_warnings(record=True, action="always") as caught:
             yield text
         text.write(" ".join(str(one.message) for one in caught))
 
