@@ -124,20 +124,10 @@ def _json(path: Path) -> object:
 
 def _exported(path: Path, device: str) -> Trained:
     saved = read_saved(path)
-    content, models = saved.content, saved.models()
+    models = saved.models()
     model = models[0] if len(models) == 1 else EnsembleRegressor(models).eval()
-    return Trained(
-        path=path,
-        recipe=str(content["recipe"]),
-        model=model.to(device),
-        options=content["models"],
-        task=content["task"],
-        results=content["results"],
-        files=content["files"],
-        about=content.get("about"),
-        license=content.get("license"),
-        datasets=content["datasets"],
-    )
+    known = {name: saved.content[name] for name in Trained._fields if name in saved.content}
+    return Trained(path=path, model=model.to(device), options=saved.options, **known)
 
 
 class Card(NamedTuple):
@@ -191,10 +181,8 @@ class Pretrained:
         return f"{self.name}: {self.about or self.trained.recipe}"
 
     def __repr__(self) -> str:
-        unmeasured = self.trained.unmeasured
-        return (
-            f"{type(self).__name__}({self.summary}{unmeasured and f'; not measured: {unmeasured}'})"
-        )
+        why = self.trained.unmeasured
+        return f"{type(self).__name__}({self.summary}{why and f'; not measured: {why}'})"
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Writes the model to a folder; raises an error instead of replacing other files."""

@@ -32,7 +32,7 @@ from molflt.evaluation.calibration import (
 )
 from molflt.evaluation.ensemble import ENSEMBLE, EnsembleRegressor
 from molflt.evaluation.predictions import Predictions, infer, open_structures
-from molflt.evaluation.results import warn
+from molflt.evaluation.results import finite_row, warn
 from molflt.files import atomically, read_json, shown, write_atomically
 from molflt.graph import EnergyRegressor
 from molflt.graph.computation import CompiledEnergies, compile_energies
@@ -99,13 +99,11 @@ class EnergyPredictor(Pretrained):
 
     def __init__(self, trained: Trained) -> None:
         super().__init__(trained)
-        content = trained.files.get(DOMAIN)
-        known = None if content is None else Domain.from_json(content, trained.label(DOMAIN))
-        if known is not None and self.predicts_forces:
-            known = known.without_tags()
-        if known is not None:
-            known = replace(known, zero=by_contact(self.model))
-        self.domain: Domain | None = known
+        self.domain: Domain | None = None
+        if (content := trained.files.get(DOMAIN)) is not None:
+            known = Domain.from_json(content, trained.label(DOMAIN))
+            known = known.without_tags() if self.predicts_forces else known
+            self.domain = replace(known, zero=by_contact(self.model))
         self.compiled: nn.Module | None = None
 
     @property
@@ -241,13 +239,11 @@ class EnergyPredictor(Pretrained):
         """
         if tags is not None and self.predicts_forces:
             raise ValueError(f"tags={tags!r} has no effect on a potential; remove it")
-        baseline: Any = None
         trained = cast("Tags | None", self.trained.task.get("tags"))
         by_ase = files is None or any("tags" in source_of(f).options for f in files_of(files))
         if by_ase or trained == "guess":  # guesses also replace the tags of other sources
             tags = tags or trained
-        if by_ase:
-            baseline = self.trained.task.get("baseline_key")
+        baseline: Any = self.trained.task.get("baseline_key") if by_ase else None
         if self.predicts_forces:
             return ANY_TAGS
         surface = self.domain.surface if tags == "guess" and self.domain is not None else None
@@ -280,25 +276,20 @@ class EnergyPredictor(Pretrained):
         columns: dict[str, _Energies],
         embedding: str | None,
     ) -> Prediction:
-        spread, known = columns.get("spread_eV"), columns.get("uncertainty_eV")
-        tokens = None
-        if embedding is not None:
-            tokens = found.by_atom["embedding"][i]
-            if embedding == "pooled" and not self.predicts_forces:
-                tokens = tokens[Geometry.of_data(dataset[i]).above_subsurface().numpy()]
-            if embedding == "pooled":
-                tokens = tokens.mean(axis=0)
-        relaxed = None
-        if "displacement" in found.by_atom:
-            relaxed = _moved(dataset, i, found.by_atom["displacement"][i])
+        row, own = finite_row(columns, i), {name: one[i] for name, one in found.by_atom.items()}
+        if embedding == "pooled":
+            if not self.predicts_forces:
+                counted = Geometry.of_data(dataset[i]).above_subsurface().numpy()
+                own["embedding"] = own["embedding"][counted]
+            own["embedding"] = own["embedding"].mean(axis=0)
         return Prediction(
             float(found.energy[i]),
-            None if known is None or np.isnan(known[i]) else float(known[i]),
-            None if spread is None else float(spread[i]),
-            relaxed,
+            row.get("uncertainty_eV"),
+            row.get("spread_eV"),
+            _moved(dataset, i, own["displacement"]) if "displacement" in own else None,
             tuple(found.outside[i]),
-            tokens,
-            found.by_atom["forces"][i] if "forces" in found.by_atom else None,
+            own.get("embedding"),
+            own.get("forces"),
             found.by_adsorbate[i],
         )
 
@@ -364,7 +355,5 @@ def _record(weights: Path, package: Path) -> Mapping[str, str]:
         "processor": f"{platform.system()} {platform.machine()} "
         f"{torch.backends.cpu.get_cpu_capability()}",
     }
-    for name, path in {"weights": weights, "package": package}.items():
-        with open(path, "rb") as file:
-            found[name] = hashlib.file_digest(file, "sha256").hexdigest()
-    return found
+    files = {"weights": weights.read_bytes(), "package": package.read_bytes()}
+    return found | {name: hashlib.sha256(data).hexdigest() for name, data in files.items()}
