@@ -244,22 +244,22 @@ def attention_of(
         return [layer.weights(*inputs, **options) for layer, inputs, options in calls]
 
 
-def locality_of(matrices: list[Tensor], distances: Tensor, causal: bool) -> dict[str, float | None]:
+def locality_of(
+    stack: nn.Module, run: Callable[[], object], distances: Tensor, causal: bool = False
+) -> dict[str, float | None]:
     """Returns the share of attention to the "nearest" and "farthest" 10 % of the tokens.
 
     Both shares are averages over heads and layers. They are None if the attention does not sum to
-    1, as with normalize "none". See `attention_of` for `matrices` and `molflt.metrics.locality` for
-    `distances`, of shape (tokens, tokens).
+    1, as with normalize "none". See `attention_of` for `stack` and `run`, and
+    `molflt.metrics.locality` for `distances`, of shape (tokens, tokens).
     """
-    apart = distances.double().cpu().numpy()
+    names, apart = ("nearest", "farthest"), distances.double().cpu().numpy()
+    matrices = attention_of(stack, run)
     try:
         shares = [locality(w.double().cpu().numpy(), apart, causal=causal) for w in matrices]
     except ValueError:
-        return {"nearest": None, "farthest": None}
-    return {
-        "nearest": float(np.mean([share.nearest for share in shares])),
-        "farthest": float(np.mean([share.farthest for share in shares])),
-    }
+        return dict.fromkeys(names)
+    return {name: float(np.mean([getattr(one, name) for one in shares])) for name in names}
 
 
 class Kept(Protocol):

@@ -110,8 +110,7 @@ def _locality(model: ImageClassifier, images: LabeledImages) -> dict[str, float 
     places = model.places[0].double()
     # Matrix products are avoided because their rounding errors would make equal distances differ.
     distances = torch.cdist(places, places, compute_mode="donot_use_mm_for_euclid_dist")
-    matrices = common.attention_of(model.stack, lambda: model(batch))
-    return common.locality_of(matrices, distances, causal=False)
+    return common.locality_of(model.stack, lambda: model(batch), distances)
 
 
 def _draw_classes(

@@ -150,9 +150,7 @@ def _locality(model: LanguageModel, blocks: TokenBlocks) -> dict[str, float | No
     tokens = blocks[0][0][blocks[0][1] >= 0].to(common.device_of(model))[None]
     place = torch.arange(tokens.shape[1])
     distances = (place[:, None] - place).abs()
-    return common.locality_of(
-        common.attention_of(model.stack, lambda: model(tokens)), distances, causal=True
-    )
+    return common.locality_of(model.stack, lambda: model(tokens), distances, causal=True)
 
 
 def evaluate_masked(
