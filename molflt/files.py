@@ -280,10 +280,9 @@ def verify_tensors(path: Path) -> bool:
 def read_json(path: Path, expected: str, hint: str) -> object:
     """Reads a JSON file; if it is damaged, raises ValueError with `expected` and `hint`."""
     try:
-        found: object = json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: expected {expected}; {shown(str(error), 100)}; {hint}") from None
-    return found
 
 
 def shown(value: object, most: int = 80) -> str:

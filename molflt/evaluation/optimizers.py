@@ -316,8 +316,7 @@ def _by_model(
     for _ in range(-(-evaluations // members)):
         values.append(functions(populations.state.position))
         populations.tell(values[-1])
-    found: _Curve = torch.cat(values, dim=1)[:, :evaluations].cpu().numpy()
-    return found
+    return torch.cat(values, dim=1)[:, :evaluations].cpu().numpy()
 
 
 def _cma_es(functions: Functions, seeds: list[int], evaluations: int) -> _Curve:
@@ -345,8 +344,7 @@ def _cma_es(functions: Functions, seeds: list[int], evaluations: int) -> _Curve:
 
 def _random(functions: Functions, seeds: list[int], evaluations: int) -> _Curve:
     draws = [_uniform(evaluations, functions, generator_of(seed, 3)) for seed in seeds]
-    found: _Curve = functions(torch.stack(draws)).numpy()
-    return found
+    return functions(torch.stack(draws)).numpy()
 
 
 BASELINES: dict[str, _Search] = {"cma-es": _cma_es, "random": _random}
@@ -363,8 +361,7 @@ def _best(values: _Curve) -> _Curve:
     """Returns log10 of the best value up to each evaluation, of shape (runs, evaluations)."""
     # NaN from a diverged model does not count as an improvement.
     known = np.where(np.isnan(values), np.inf, values)
-    found: _Curve = np.log10(np.maximum(np.minimum.accumulate(known, axis=1), _SMALLEST))
-    return found
+    return np.log10(np.maximum(np.minimum.accumulate(known, axis=1), _SMALLEST))
 
 
 def _mean_and_sd(values: NDArray[np.float64]) -> tuple[float, float]:

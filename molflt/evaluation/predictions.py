@@ -353,24 +353,20 @@ def _outputs(model: nn.Module, batch: Batch, path: Path) -> Mapping[str, Tensor]
 
     with within_memory(lambda: f"{described()},", "lower --batch-size"):
         try:
-            out: Mapping[str, Tensor] = model(batch)
+            return model(batch)
         except ValueError as error:
             raise ValueError(f"{described()}: {error}") from None
-    return out
 
 
 def _energies(out: Mapping[str, Tensor], batch: Batch, path: Path) -> NDArray[np.float64]:
     """Returns energies (graphs, members) in eV; a single model counts as one member."""
-    energy: NDArray[np.float64] = out["energy"].double().cpu().numpy()
+    energy = out["energy"].double().cpu().numpy()
     if len(bad := np.flatnonzero(~np.isfinite(energy))):
         raise ValueError(
             f"{path}: sid {int(batch.sid[bad[0]])}: the predicted energy is {energy[bad[0]]} eV; "
             "expected a finite number; check this structure, or use a different checkpoint"
         )
-    if "energy_by_member" not in out:
-        return energy[:, None]
-    by_member: NDArray[np.float64] = out["energy_by_member"].cpu().numpy()
-    return by_member
+    return out["energy_by_member"].cpu().numpy() if "energy_by_member" in out else energy[:, None]
 
 
 def _hill(numbers: NDArray[np.int64]) -> str:
