@@ -216,22 +216,20 @@ def _write(
 ) -> None:
     rows: list[dict[str, object]] = []
     for split, part in found.items():
-        for i, known in enumerate(part.labeled):
-            energy, target = float(part.energy[i]), float(part.target[i])
-            rows.append(
-                {
-                    "split": split,
-                    "sid": part.sid[i],
-                    **datasets[split].origin(i),
-                    "adsorbate": part.adsorbate[i],
-                    "slab": part.slab[i],
-                    "natoms": part.natoms[i],
-                    "energy_eV": energy,
-                    "target_eV": target if known else None,
-                    "error_eV": energy - target if known else None,
-                    **finite_row(more.get(split, {}), i),
-                }
-            )
+        energies = {"energy_eV": part.energy, "target_eV": part.target}
+        energies["error_eV"] = part.energy - part.target
+        rows += [
+            {
+                "split": split,
+                "sid": part.sid[i],
+                **datasets[split].origin(i),
+                "adsorbate": part.adsorbate[i],
+                "slab": part.slab[i],
+                "natoms": part.natoms[i],
+                **finite_row({**energies, **more.get(split, {})}, i),
+            }
+            for i in range(len(part.sid))
+        ]
     _write_arrays(out / "predictions.npz", found)
     write_csv(out / "predictions.csv", rows)
 

@@ -33,14 +33,13 @@ def errors_by_group(found: Mapping[str, Predictions]) -> dict[str, dict[str, lis
     parts = {}
     for split, part in found.items():
         if (known := part.labeled).any():
-            error, adsorbate = np.abs(part.energy - part.target), np.array(part.adsorbate)
-            slab = np.array(part.slab)
-            parts[split] = error[known], adsorbate[known], slab[known], part.natoms[known]
+            error = np.abs(part.energy - part.target)
+            columns = (error, part.adsorbate, part.slab, part.natoms)
+            parts[split] = [np.array(one)[known] for one in columns]
     if not parts:
         return {}
-    error, adsorbate, slab, natoms = map(np.concatenate, zip(*parts.values(), strict=True))
-    parts["all"] = (error, adsorbate, slab, natoms)
-    edges = size_edges(natoms)
+    parts["all"] = [*map(np.concatenate, zip(*parts.values(), strict=True))]
+    edges = size_edges(parts["all"][-1])
     return {
         split: {
             "adsorbate": groups_by_name(adsorbate, error),
