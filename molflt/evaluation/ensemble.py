@@ -96,14 +96,21 @@ def load_ensemble(
         run: DataSet.of_run(config["data"], config["seed"])
         for run, config in zip(runs, configs, strict=True)
     }
-    configs[0]["data"]["baseline_key"] = _baseline_key(data)
+    reading = data[first].reading
+    keys = (one.reading.baseline_key for one in data.values())
+    baseline = configs[0]["data"]["baseline_key"] = next(filter(None, keys), None)
     ensemble = EnsembleRegressor(models, data)
     own = ensemble.weights
     for i, run in enumerate(runs):
-        if (tags := data[run].reading.tags) != data[first].reading.tags:
+        if (key := data[run].reading.baseline_key) and key != baseline:
             raise ValueError(
-                f"{run}: trained with data.tags {tags}; expected {data[first].reading.tags}, as in "
-                f"{first}, because the members of an ensemble read the same structures"
+                f"{run}: trained with data.baseline_key {key}; expected {baseline}, as in another "
+                "run of the ensemble, because all runs that add a baseline must add the same"
+            )
+        if (tags := data[run].reading.tags) != reading.tags:
+            raise ValueError(
+                f"{run}: trained with data.tags {tags}; expected {reading.tags}, as in {first}, "
+                "because the members of an ensemble read the same structures"
             )
         if own[i] in own[:i]:
             raise ValueError(
@@ -116,19 +123,6 @@ def load_ensemble(
                 "of an ensemble; train all members in the same way"
             )
     return ensemble.eval(), configs[0]
-
-
-def _baseline_key(data: Mapping[Path, DataSet]) -> str | None:
-    """Returns the one `data.baseline_key` of the runs that add a baseline, or None."""
-    known = [(run, key) for run, own in data.items() if (key := own.reading.baseline_key)]
-    first = known[0][1] if known else None
-    for run, key in known:
-        if key != first:
-            raise ValueError(
-                f"{run}: trained with data.baseline_key {key}; expected {first}, as in another "
-                "run of the ensemble, because all runs that add a baseline must add the same"
-            )
-    return first
 
 
 def digest_of(model: nn.Module) -> str:
