@@ -29,7 +29,6 @@ __all__ = ["OptimizerName", "Relaxed", "adwt", "position_error", "readable_struc
 __all__ += ["relax_atoms", "write_relaxed"]
 
 OptimizerName = Literal["lbfgs", "bfgs", "fire"]
-_CLASSES = {"lbfgs": "LBFGS", "bfgs": "BFGS", "fire": "FIRE"}
 _UNMET = "Did not converge"  # error message of FixBondLengths
 _LARGEST_STEP = 0.1  # Å per atom; with ASE's default, 0.2, atoms may leave the learned region
 _Numbers = NDArray[np.float64]
@@ -114,7 +113,7 @@ def relax_atoms(
     seen: list[tuple[float, float, float]] = []  # energy, largest force and virial of each step
     options: dict[str, Any] = {"logfile": None, "trajectory": trajectory and str(trajectory)}
     converged, count, why = False, 0, ""
-    made = getattr(ase.optimize, _CLASSES[optimizer])(subject, maxstep=_LARGEST_STEP, **options)
+    made = getattr(ase.optimize, optimizer.upper())(subject, maxstep=_LARGEST_STEP, **options)
     try:
         for at_rest in made.irun(fmax=fmax, steps=steps):
             converged = bool(at_rest)
