@@ -12,8 +12,6 @@ from pathlib import Path
 
 __all__ = ["config_names", "find_config", "shipped"]
 
-_ENDING = ".yaml"
-
 
 def shipped(folder: str) -> Path:
     """Returns the folder ``configs`` or ``datasets`` of this package."""
@@ -27,7 +25,7 @@ def shipped(folder: str) -> Path:
 def config_names() -> list[str]:
     """Returns the names of the shipped configurations: ``demo``, ``atoms/flt``, ..."""
     root = shipped("configs")
-    found = (path.relative_to(root).with_suffix("") for path in root.rglob(f"*{_ENDING}"))
+    found = (path.relative_to(root).with_suffix("") for path in root.rglob("*.yaml"))
     return sorted(path.as_posix() for path in found)
 
 
@@ -37,9 +35,9 @@ def find_config(name: str | Path) -> Path:
     if path.is_file():
         return path
     names = config_names()
-    short = str(name).removeprefix("configs/").removesuffix(_ENDING)
-    if str(name) in (short, f"{short}{_ENDING}") and short in names:
-        return shipped("configs") / f"{short}{_ENDING}"
+    short = str(name).removeprefix("configs/").removesuffix(".yaml")
+    if str(name) in (short, f"{short}.yaml") and short in names:
+        return shipped("configs") / f"{short}.yaml"
     leaves = {known.rpartition("/")[2]: known for known in names}
     leaves |= {known: known for known in names}
     close = difflib.get_close_matches(short, leaves, 1, 0.7)

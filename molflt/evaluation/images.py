@@ -209,9 +209,8 @@ def _histograms(
             values = model.bytes_of(images).cpu()
             counts += torch.bincount((values + first).flatten(), minlength=len(counts))
     bits = math.log2(len(train) + LEVELS) - (counts + 1).double().log2()
-    return bits.view(
-        -1, LEVELS
-    ), f"histogram: frequencies at each position of {len(train):,} images"
+    note = f"histogram: frequencies at each position of {len(train):,} images"
+    return bits.view(-1, LEVELS), note
 
 
 def _judge(

@@ -354,11 +354,8 @@ def _worst(page: Page) -> list[_Part]:
         structures |= page.attempt(partial(_structures, page.run, split, own), {})
     figures: list[_Part] = []
     for one in filter(structures.__contains__, worst):
-        wrong = f"{one.error:{form}} {unit}"
-        text = (
-            f"sid {one.sid} ({one.split}): {one.name}, {one.natoms} atoms, viewed from the top and "
-        )
-        text += f"from the side; {what} {wrong}"
+        text = f"sid {one.sid} ({one.split}): {one.name}, {one.natoms} atoms, viewed from the top "
+        text += f"and from the side; {what} {one.error:{form}} {unit}"
         figures += page.drawn(text, partial(plots.structure_views, {"": structures[one]}))
     legend = (
         "Atoms of the adsorbate (tag 2) have thick edges, fixed atoms are hatched, and dashed "
