@@ -34,6 +34,7 @@ _MAX_BARS = 20
 _STYLES = ("-", "--", ":", "-.")
 _LEAST = 1e-30  # smallest loss on a logarithmic axis
 
+_PREFIXES = {"val": ("validation", VERMILION), "lr": ("", GREEN), "train": ("training", BLUE)}
 _KINDS = {  # kind of groups -> axis label, title
     "adsorbate": ("adsorbate", "by adsorbate"),
     "slab": ("elements of the slab", "by metal"),
@@ -83,7 +84,9 @@ def training_curve(
         for axes, (name, lines) in zip(rows, shown.items(), strict=True):
             metric = known[name]
             for line in lines:
-                _curve(axes, columns, line, alone=len(lines) == 1)
+                label, color = _PREFIXES[line.partition("_")[0]]
+                label += " only" if label and len(lines) == 1 else ""
+                _curve(axes, columns, line, color=color, label=label)
                 if best is not None and line == f"val_{best[0]}":
                     _star(axes, columns, line, metric, best[1])
             if name != "lr":
@@ -128,14 +131,12 @@ def _star(axes: Axes, columns: dict[str, _Array], name: str, metric: Metric, ste
         axes.plot(step, value, "*", color=VERMILION, markersize=11, label=text)
 
 
-def _curve(axes: Axes, columns: dict[str, _Array], name: str, alone: bool) -> None:
+def _curve(axes: Axes, columns: Mapping[str, _Array], name: str, **options: Any) -> None:
+    """Plots the values of a column against the step, with markers if there are few."""
     known = np.isfinite(columns[name])
-    kinds = {"val": ("validation", VERMILION), "lr": ("", GREEN), "train": ("training", BLUE)}
-    label, color = kinds[name.partition("_")[0]]
-    label += " only" if alone and label else ""
     marker = "o" if known.sum() < 40 else ""
     step, value = columns["step"][known], columns[name][known]
-    axes.plot(step, value, color=color, label=label, marker=marker, markersize=3)
+    axes.plot(step, value, marker=marker, markersize=3, **options)
 
 
 def _log_if_wide(axes: Axes) -> None:
@@ -169,12 +170,8 @@ def overlaid_curves(
         for axes, name in zip(rows, shown, strict=True):
             styles = itertools.cycle(itertools.product(_STYLES, SERIES))
             for (run, columns), (style, color) in zip(runs.items(), styles, strict=False):
-                values = columns.get(name, np.full(len(columns["step"]), np.nan))
-                known = np.isfinite(values)
-                steps, values = columns["step"][known], values[known]
-                marker = "o" if len(values) < 40 else ""
-                options: dict[str, Any] = {"color": color, "lw": 1.4, "markersize": 3, "label": run}
-                axes.plot(steps, values, f"{marker}{style}", **options)
+                if name in columns:
+                    _curve(axes, columns, name, color=color, ls=style, lw=1.4, label=run)
             if metrics[name].scale == "log":
                 _log_if_wide(axes)
             axes.set_xlim(0, 1.02 * last)
