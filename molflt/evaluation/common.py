@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
@@ -262,24 +262,21 @@ def locality_of(
     return {name: float(np.mean([getattr(one, name) for one in shares])) for name in names}
 
 
-class Kept(Protocol):
-    """A trained model that contains the small files of its run."""
-
-    def content(self, name: str) -> tuple[bytes, str]:
-        """Returns the content of a file and the name to use for it in error messages."""
+_Source = Path | Callable[[str], tuple[bytes, str]]
+"""folder of a run, or a function that returns the content of a file and its name for messages"""
 
 
-def vocabulary_of(source: Path | Kept, size: int) -> Vocabulary:
+def vocabulary_of(source: _Source, size: int) -> Vocabulary:
     """Reads the vocabulary of a run or a trained model and checks its size."""
     return _sized(Vocabulary.from_json, source, "vocabulary.json", size, "tokens")
 
 
-def tokenizer_of(source: Path | Kept, size: int) -> Tokenizer:
+def tokenizer_of(source: _Source, size: int) -> Tokenizer:
     """Reads the tokenizer of a run or a trained model and checks its size."""
     return _sized(Tokenizer.from_json, source, TOKENIZER, size, "tokens")
 
 
-def classes_of(source: Path | Kept, count: int) -> list[str]:
+def classes_of(source: _Source, count: int) -> list[str]:
     """Reads the class names of a run or a trained model and checks their number."""
     return _sized(_classes, source, CLASSES, count, "classes")
 
@@ -294,12 +291,12 @@ def _classes(content: bytes, name: str) -> list[str]:
 
 
 def _sized(
-    parse: Callable[[bytes, str], _Sized], source: Path | Kept, name: str, size: int, what: str
+    parse: Callable[[bytes, str], _Sized], source: _Source, name: str, size: int, what: str
 ) -> _Sized:
     if isinstance(source, Path):
         content, label = (source / name).read_bytes(), str(source / name)
     else:
-        content, label = source.content(name)
+        content, label = source(name)
     found = parse(content, label)
     if len(found) != size:
         raise ValueError(
