@@ -251,8 +251,7 @@ def _prepared(slab: Atoms) -> Atoms:
     whole, vacuum = slab.copy(), 0.0
     if slab.cell.rank == 3 and slab.pbc[:2].all():
         vacuum, lowest = _gap(slab, axis=2)
-        heights = slab.get_scaled_positions(wrap=False)[:, 2] - lowest
-        turns = np.floor(heights + 1e-6)
+        turns = np.floor(slab.get_scaled_positions(wrap=False)[:, 2] - lowest + 1e-6)
         whole.positions -= turns[:, None] * slab.cell.array[2]
     if vacuum < _VACUUM:
         raise ValueError(

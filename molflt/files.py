@@ -112,8 +112,7 @@ def expect_writable(path: Path, *read: Path) -> None:
         if path.is_dir():
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
         folder = next(each for each in path.absolute().parents if each.exists())
-        with tempfile.TemporaryFile(dir=folder):
-            pass
+        tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
         raise _not_written(path, error, "nothing was computed") from error
 
@@ -235,8 +234,7 @@ def read_arrays(path: Path, wanted: Collection[str]) -> dict[str, np.ndarray]:
         raise ValueError(
             f"{path}: expected an npz file with arrays; {shown(str(error), 120)}"
         ) from None
-    absent = [name for name in wanted if name not in found]
-    if absent:
+    if absent := [name for name in wanted if name not in found]:
         raise ValueError(
             f"{path}: expected arrays {', '.join(wanted)}; got {shown(sorted(found))} without "
             f"{absent[0]}"

@@ -103,10 +103,9 @@ def align(lines: Sequence[Sequence[str]], text_columns: int = 1) -> str:
     return "\n".join("  ".join(cells).format(*line).rstrip() for line in lines)
 
 
-def write_csv(path: Path, rows: Sequence[Mapping[str, object]]) -> Path:
-    """Writes rows as CSV, formatted by `csv_text`, and returns the path."""
+def write_csv(path: Path, rows: Sequence[Mapping[str, object]]) -> None:
+    """Writes rows as CSV, formatted by `csv_text`."""
     write_atomically(path, csv_text(rows).encode())
-    return path
 
 
 def finite_row(columns: Mapping[str, NDArray[np.float64]], i: int) -> dict[str, float | None]:
