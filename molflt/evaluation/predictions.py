@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from molflt.atoms import Tag
+from molflt.atoms import Tag, symbol
 from molflt.data.batches import SizeBucketedBatchSampler
 from molflt.data.structures import AS_IT_IS, Reading, Structures, open_dataset
 from molflt.data.structures.domain import Domain
@@ -232,8 +232,6 @@ def _row(
     domain: Domain | None,
     force: bool,
 ) -> dict[str, Any]:
-    from ase.data import chemical_symbols
-
     reasons: list[str] = []
     if domain is not None:
         refused = domain.refusal(record) if force else ""
@@ -256,7 +254,7 @@ def _row(
         "adsorbate": _hill(numbers[adsorbed]) or UNKNOWN,
         "outside": reasons,
         "by_atom": by_atom,
-        "slab": "-".join(sorted({chemical_symbols[number] for number in slab})) or UNKNOWN,
+        "slab": "-".join(sorted(map(symbol, set(slab.tolist())))) or UNKNOWN,
         "by_adsorbate": shares,
         "new_elements": "" if domain is None else domain.new_elements(record),
         "elements": set(numbers.tolist()),
@@ -392,12 +390,11 @@ def warn_of_elements(
     Models of adsorption energies need references only for the elements in `adsorbed`; None stands
     for all elements.
     """
-    from ase.data import chemical_symbols
 
     def without_buffer(models: Sequence[nn.Module], buffer: str, numbers: set[int]) -> str:
         known = [held for one in models if (held := getattr(one, buffer, None)) is not None]
         lacking = [z for z in sorted(numbers) if not all(bool(each[z]) for each in known)]
-        return ", ".join(chemical_symbols[z] for z in lacking)
+        return ", ".join(map(symbol, lacking))
 
     members = list(getattr(model, "members", [model]))
     if unknown := without_buffer(members, "trained_elements", present):
