@@ -66,7 +66,6 @@ def evaluate(
     lowercase = tokenizer.ignores_case
     bleu(["a"], ["a"])  # fails without sacrebleu before anything is computed
     results: Results = {}
-    lines: dict[str, list[str]] = {}
     texts = {}  # all texts are read before the first is translated
     for split, name in common.named_sources(options, **which).items():
         text = read_parallel(name, *languages)
@@ -79,15 +78,13 @@ def evaluate(
         loader = DataLoader(pairs, batch_size, collate_fn=partial(paired, pad=tokenizer.pad))
         total = common.total_of(task, loader, split, f"{batch_size} pairs")
         results[split] = {"perplexity": task.summarize(total)["perplexity"]}
-        translated = lines[split] = translate(
+        translated = translate(
             model, tokenizer, text.source, beam, length_penalty, batch_size, split
         )
+        write_atomically(out / f"translations-{split}.txt", "\n".join([*translated, ""]).encode())
         found = bleu(translated, text.target, lowercase)
         scores = {"bleu": found.bleu, "chrf": found.chrf, "length_ratio": found.length_ratio}
         results[split] |= scores | {"pairs": len(translated)}
-    for split, translated in lines.items():
-        content = "\n".join([*translated, ""]).encode()
-        write_atomically(out / f"translations-{split}.txt", content)
     _draw(out, model, pairs, tokenizer, split)
     how = f"beam {beam}, length penalty {length_penalty:g}, {'-'.join(languages)}"
     how += ", ignoring case, as the tokenizer does" if lowercase else ""
