@@ -158,7 +158,7 @@ def _warn_of_labels(split: str, part: Predictions, dataset: Structures) -> None:
         warn(f"{split}: {absent} of {count} systems have no label; errors ignore them")
     limits = partial(limit_in, dataset)
     faults = label_faults(part.target, part.natoms, required=False, limits=limits)
-    warn_of_labels(split, part.sid, faults)
+    warn_of_labels(split, dataset, faults)
 
 
 def _metrics(found: Predictions, median: float | None, added: bool) -> dict[str, float | None]:

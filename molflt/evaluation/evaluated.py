@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from torch import nn
 
 from molflt.data.structures import Structures
@@ -31,12 +30,12 @@ from molflt.training.run_folder import read_provenance
 __all__ = ["EvaluationData", "warn_of_labels"]
 
 
-def warn_of_labels(split: str, sids: NDArray[np.int64], faults: Mapping[int, str]) -> None:
+def warn_of_labels(split: str, dataset: Structures, faults: Mapping[int, str]) -> None:
     """Warns about the first implausible label of a split; `faults` maps indices to reasons."""
     for index, reason in list(faults.items())[:1]:
         warn(
-            f"{split}: sid {sids[index]}: {reason}; the errors include {len(faults)} such "
-            "structures; remove them with molflt data convert --skip-bad"
+            f"{split}: sid {int(dataset[index].sid)}: {reason}; the errors include {len(faults)} "
+            "such structures; remove them with molflt data convert --skip-bad"
         )
 
 

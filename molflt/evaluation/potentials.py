@@ -85,8 +85,7 @@ def evaluate(
             warn(f"{split}: {fault}")
         if points.without_energy:
             warn(f"{split}: {points.without_energy} structures have no energy and are omitted")
-        sids = np.array([int(points.source[index].sid) for index in points.absurd])
-        warn_of_labels(split, sids, dict(enumerate(points.absurd.values())))
+        warn_of_labels(split, dataset, points.absurd)
         found[split] = infer_points(model, points, batch_size, split)
         metrics = found[split].metrics
         row = {name: metrics.get(name) for name in _COLUMNS if name != "n"}
