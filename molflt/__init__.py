@@ -13,18 +13,8 @@ if TYPE_CHECKING:
     from molflt.pretrained.calculator import Calculator
     from molflt.sequence import LanguageModel
 
-__all__ = [
-    "Attention",
-    "Calculator",
-    "EnergyRegressor",
-    "GraphAttention",
-    "ImageClassifier",
-    "LanguageModel",
-    "PBCRadiusGraph",
-    "Potential",
-    "Stack",
-    "load",
-]
+__all__ = ["Attention", "Calculator", "EnergyRegressor", "GraphAttention", "ImageClassifier"]
+__all__ += ["LanguageModel", "PBCRadiusGraph", "Potential", "Stack", "load"]
 
 _SUBPACKAGES = {
     "Attention": "attention",

@@ -21,24 +21,9 @@ if TYPE_CHECKING:
     import numpy as np
     from torch import Tensor
 
-__all__ = [
-    "add_row",
-    "append",
-    "appending",
-    "atomically",
-    "clear_parts",
-    "csv_rows",
-    "csv_text",
-    "expect_writable",
-    "natural",
-    "read_arrays",
-    "read_header",
-    "readable_size",
-    "save_tensors",
-    "shown",
-    "verify_tensors",
-    "write_atomically",
-]
+__all__ = ["add_row", "append", "appending", "atomically", "clear_parts", "csv_rows", "csv_text"]
+__all__ += ["expect_writable", "natural", "read_arrays", "read_header", "read_json"]
+__all__ += ["readable_size", "save_tensors", "shown", "verify_tensors", "write_atomically"]
 
 _ADVICE = dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "choose a writable folder")
 _ADVICE |= dict.fromkeys((errno.EISDIR, errno.ENOTDIR, errno.ENOENT), "choose another name")
