@@ -129,8 +129,7 @@ class EvaluationData:
         there = [split for split in usual if self.data.has(split)]
         if not there:
             self.data.open(usual[:1])  # raises an error that lists the splits that exist
-        missing = [split for split in VAL_SPLITS if split not in there]
-        if missing:
+        if missing := [split for split in VAL_SPLITS if split not in there]:
             self.absent = f"missing splits: {', '.join(missing)}"
         return there
 

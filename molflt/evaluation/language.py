@@ -209,9 +209,7 @@ def evaluate_masked(
             results[split] |= residues.judge(*scores, _targets(always, loader))
     tokens, types, there = (part[None] for part in blocks[0])
     count = min(_SHOWN, int(there.sum()))
-    first: Sequence[Tensor] = [
-        part[:, :count].to(common.device_of(model)) for part in (tokens, types)
-    ]
+    first = [part[:, :count].to(common.device_of(model)) for part in (tokens, types)]
     stack, scale = model.encoder.stack, model.encoder.position_scale
     title = f"last layer with attention, first {count} tokens of {split}"
     common.draw_stack(out, stack, lambda: model(*first), title, scale, blocks.length)

@@ -98,9 +98,8 @@ def evaluate(
     chosen = tasks_of(tasks, data)
     like = next(model.parameters())
     found: dict[str, dict[str, Raced]] = {}
-    with within_memory(
-        lambda: f"{run}: the optimizer's state", "choose smaller tasks with --tasks"
-    ):
+    what = f"{run}: the optimizer's state"
+    with within_memory(lambda: what, "choose smaller tasks with --tasks"):
         for name, made in tqdm(chosen.items(), desc="tasks", leave=False, disable=None):
             opened = partial(LearnedOptimizer, model=model)
             found[name] = {run.name: _race(made, opened, steps, repeats, like)}

@@ -171,8 +171,7 @@ class Calculator(AseCalculator):
     def _warn_of_new(self, atoms: Atoms) -> None:
         whole("atomic_numbers", torch.from_numpy(atoms.numbers), 1, MAX_ATOMIC_NUMBER, "elements")
         self._warn_of_unused(atoms)
-        new = set(atoms.numbers.tolist()) - self._warned_elements
-        if new:
+        if new := set(atoms.numbers.tolist()) - self._warned_elements:
             refuse_undescribed(new, undescribed(self.model), atoms.get_chemical_formula())
             self._warned_elements |= new
             warn_of_elements(self.model, new, atoms.get_chemical_formula())
