@@ -316,14 +316,15 @@ def _stale(case: _Case) -> float:
     return max(errors)
 
 
-def _ignored(case: _Case, word: str, put: Callable[[Atoms], object]) -> float:
-    """Returns 0 if changing a quantity affects the energy or causes a message; otherwise 1."""
+def _ignored(case: _Case, word: str, moment: float | None = None, **info: int) -> float:
+    """Returns 0 if setting a quantity affects the energy or causes a message; otherwise 1."""
     atoms = case.of("molecule crystal")[0]
     atoms.calc, used = case.make(), False
     with _quiet() as text:
         try:
             before = atoms.get_potential_energy()
-            put(atoms)
+            atoms.info |= info
+            atoms.set_initial_magnetic_moments(moment and [moment] * len(atoms))
             new = _Results(case.make(), atoms)["energy"]
             used = before != new == atoms.get_potential_energy()
         except Exception as problem:
@@ -399,12 +400,6 @@ _EQUAL: dict[str, dict[str, Any]] = {
     "deepcopy": {"through": copy.deepcopy},
     "pickle": {"through": lambda c: pickle.loads(pickle.dumps(c))},
 }
-_moments = Atoms.set_initial_magnetic_moments
-_IGNORED: dict[str, dict[str, Any]] = {
-    "charge used or named": {"word": "charge", "put": lambda a: a.info.update(charge=2)},
-    "spin used or named": {"word": "spin", "put": lambda a: a.info.update(spin=3)},
-    "moments used or named": {"word": "mag", "put": lambda a: _moments(a, [2.0] * len(a))},
-}
 
 CHECKS: dict[str, tuple[Callable[[_Case], float], float, str]] = {
     **{name: (partial(_equal, **options), 1e-7, "eV, Å") for name, options in _EQUAL.items()},
@@ -421,7 +416,9 @@ CHECKS: dict[str, tuple[Callable[[_Case], float], float, str]] = {
     "energy jump: two atoms pulled apart": (_drawn, 1e-6, "eV"),
     "energy jump: sliding layers": (_slid, 1e-6, "eV"),
     "changes in place": (_stale, 1e-7, "eV, Å"),
-    **{name: (partial(_ignored, **options), 0, "ignored") for name, options in _IGNORED.items()},
+    "charge used or named": (partial(_ignored, word="charge", charge=2), 0, "ignored"),
+    "spin used or named": (partial(_ignored, word="spin", spin=3), 0, "ignored"),
+    "moments used or named": (partial(_ignored, word="mag", moment=2.0), 0, "ignored"),
     "structure unchanged": (_touched, 0, "changed"),
     "coincident atoms: finite or refused": (_not_finite, 0, "wrong"),
     "element 0 refused by name": (partial(_accepted, number=0), 0, "accepted"),
