@@ -66,12 +66,6 @@ class Trained(NamedTuple):
         content = json.dumps(self.files.get(name), ensure_ascii=False)
         return content.encode(), self.label(name)
 
-    @property
-    def name(self) -> str:
-        """Name of the run or of the exported folder."""
-        named = self.path.name == "model.safetensors"
-        return self.path.resolve().parent.name if named else self.path.stem
-
 
 def read_trained(
     source: str | Path | None,
@@ -166,7 +160,8 @@ class Pretrained:
 
     def __init__(self, trained: Trained) -> None:
         self.trained = trained
-        self.name = trained.name
+        path = trained.path
+        self.name = path.resolve().parent.name if path.name == "model.safetensors" else path.stem
         self.about, self.license = trained.about, trained.license
         self.datasets = list(trained.datasets)
 
