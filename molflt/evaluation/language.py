@@ -279,11 +279,9 @@ def draw_substitutions(head: Head, ids: Mapping[str, int], png: Path) -> str:
     """
     places = torch.tensor([ids[letter] for letter in _ORDER], device=common.device_of(head))
     with torch.inference_mode():
-        vectors = head.embed(places).double().cpu().numpy()
-    vectors = vectors - vectors.mean(axis=0)
-    norms = np.linalg.norm(vectors, axis=1, keepdims=True)
-    unit = vectors / np.maximum(norms, np.finfo(float).tiny)
-    table = unit @ unit.T
+        vectors = head.embed(places).double().cpu()
+        unit = torch.nn.functional.normalize(vectors - vectors.mean(dim=0))
+    table = (unit @ unit.T).numpy()
     tables, blosum = {"cosine of output embeddings": table}, _blosum()
     if blosum is None:
         note = f"{png.name}: without BLOSUM62, which needs Biopython: pip install biopython"
@@ -307,5 +305,4 @@ def _blosum() -> NDArray[np.float64] | None:
         return None
     from Bio.Align import substitution_matrices
 
-    known = substitution_matrices.load("BLOSUM62")
-    return np.array([[known[a, b] for b in _ORDER] for a in _ORDER], dtype=np.float64)
+    return np.array(substitution_matrices.load("BLOSUM62").select(_ORDER))
