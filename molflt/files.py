@@ -231,8 +231,7 @@ def read_header(path: Path) -> dict[str, str]:
     """Returns the metadata of a safetensors file; raises ValueError if the file is incomplete."""
     from safetensors import SafetensorError, safe_open
 
-    with open(path, "rb"):  # safetensors reports unreadable files as missing
-        pass
+    open(path, "rb").close()  # safetensors reports unreadable files as missing
     try:
         with safe_open(path, framework="np") as opened:
             return opened.metadata() or {}

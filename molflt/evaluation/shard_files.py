@@ -87,8 +87,7 @@ def merge_shards(out: Path) -> int:
         try:
             text = path.read_text(encoding="utf-8")
             own = read(text)
-            notes = {str(row.pop(_KEY)) for row in own if int(str(row["index"])) >= 0}
-            (found,) = notes
+            (found,) = {str(row.pop(_KEY)) for row in own if int(str(row["index"])) >= 0}
             if not text.endswith("\n") or int(_COUNT.findall(found)[0][0]) != len(own):
                 raise ValueError("lines are missing")
         except (ValueError, LookupError, TypeError, AttributeError, csv.Error) as error:
