@@ -88,8 +88,7 @@ def evaluate(
     if position is not None and position.dim == 1:
         scale, side = 1.0, side**2
     common.draw_stack(out, model.stack, lambda: model(first), title, scale, side, "patches")
-    text = f"\n\n{results_table('images', _COLUMNS, results)}\n\n{_NOTE}\n"
-    return Evaluation(results, text)
+    return Evaluation(results, f"\n\n{results_table('images', _COLUMNS, results)}\n\n{_NOTE}\n")
 
 
 def _datasets(
@@ -183,8 +182,7 @@ def evaluate_pixels(
     with within_memory(lambda: what, "use a smaller model or smaller images"):
         title = "last layer, first image; bytes row by row"
         common.draw_stack(out, model.stack, run_model, title, model.position_scale, *axis)
-    text = f"\n\n{results_table('images', _BITS, results)}\n\n{note}\n"
-    return Evaluation(results, text)
+    return Evaluation(results, f"\n\n{results_table('images', _BITS, results)}\n\n{note}\n")
 
 
 def _histograms(

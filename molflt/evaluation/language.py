@@ -109,8 +109,7 @@ def evaluate(
     text = f"{results_table('text', _COLUMNS, results)}\n\n{_NOTE}"
     if residues is not None:
         text += residues.report(results, model.head, vocabulary.ids, out / "substitutions.png")
-    text = f", blocks of {length} tokens\n\n{text}\n"
-    return Evaluation(results, text)
+    return Evaluation(results, f", blocks of {length} tokens\n\n{text}\n")
 
 
 def metrics_of(losses: NDArray[np.float64]) -> dict[str, float]:
@@ -260,8 +259,7 @@ class Residues:
         if (counts := self._counts) is not None:
             nats = -np.log(counts[targets] / counts.sum())
             metrics["unigram_perplexity"] = math.exp(nats.mean())
-            hits = targets == counts.argmax()
-            metrics["unigram_accuracy_percent"] = 100 * float(hits.mean())
+            metrics["unigram_accuracy_percent"] = 100 * float((targets == counts.argmax()).mean())
         return metrics
 
     def report(self, results: Results, head: Head, ids: Mapping[str, int], png: Path) -> str:

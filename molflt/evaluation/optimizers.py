@@ -259,8 +259,7 @@ def evaluate_population(
         log10 of the best value; the same for each baseline, such as cma-es_log10_best; and n, the
         number of runs.
     """
-    trained: Any = config["task"]["members"]
-    size = trained if members is None else members
+    size: Any = config["task"]["members"] if members is None else members
     d = model.dimension if dimension is None else dimension
     least = {"members": (size, 2), "dimension": (d, 1), "runs": (runs, 1)}
     for name, (value, low) in {**least, "evaluations": (evaluations, size)}.items():
@@ -333,8 +332,7 @@ def _cma_es(functions: Functions, seeds: list[int], evaluations: int) -> _Curve:
         known: list[float] = []
         while len(known) < evaluations:
             asked = strategy.ask()
-            points = torch.as_tensor(np.array(asked))[None]
-            values = function(points)[0].tolist()
+            values = function(torch.as_tensor(np.array(asked))[None])[0].tolist()
             strategy.tell(asked, values)
             known += values
         found.append(known[:evaluations])

@@ -83,8 +83,7 @@ def compare(published: Published, found: Mapping[str, Predictions], out: Path) -
         f"compared with {published.path.name}: MAE / eV over the {len(systems):,} of {total:,} "
         "systems that all models predicted\n"
     )
-    tables = [_table(rows, kind) for kind in groups]
-    return heading + "\n\n".join(tables)
+    return heading + "\n\n".join(_table(rows, kind) for kind in groups)
 
 
 def _common(

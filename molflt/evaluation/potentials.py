@@ -87,8 +87,7 @@ def evaluate(
             warn(f"{split}: {points.without_energy} structures have no energy and are omitted")
         warn_of_labels(split, dataset, points.absurd)
         found[split] = infer_points(model, points, batch_size, split)
-        metrics = found[split].metrics
-        row = {name: metrics.get(name) for name in _COLUMNS if name != "n"}
+        row = {name: found[split].metrics.get(name) for name in _COLUMNS if name != "n"}
         results[split] = {**row, **_baseline(model, points), "n": len(points)}
     write_csv(out / "predictions.csv", _rows(datasets, found))
     _draw(out, found)
@@ -102,9 +101,8 @@ def _baseline(model: nn.Module, points: SinglePoints) -> dict[str, float | None]
     references = model.get_buffer("element_energies").cpu().numpy()
     of_elements = points.compositions(np.arange(len(points))) @ references
     rest = (points.y_relaxed - of_elements) / points.natoms
-    energy = 1e3 * float(np.abs(rest - np.median(rest)).mean())
     return {
-        "baseline_energy_mae_meV_per_atom": energy,
+        "baseline_energy_mae_meV_per_atom": 1e3 * float(np.abs(rest - np.median(rest)).mean()),
         "baseline_force_mae_meV_per_A": 1e3 * points.force_size if points.with_forces else None,
     }
 

@@ -170,8 +170,7 @@ def position_error(pos: NDArray[np.floating], record: Data) -> float:
     offset = (record.pos_relaxed.numpy() - pos)[free]
     if not len(offset) or not np.isfinite(offset).all():
         return float("nan")
-    lengths = find_mic(offset, record.cell[0].numpy(), record.pbc[0].numpy())[1]
-    return float(lengths.mean())
+    return float(find_mic(offset, record.cell[0].numpy(), record.pbc[0].numpy())[1].mean())
 
 
 def write_relaxed(

@@ -147,8 +147,7 @@ def write_results(
     if others is None and unlike:
         how = ", ".join(f"{key} {value}" for key, value in unlike.items())
         others = f"{own.get('root') if data is None else data} with {how}"
-    given = None if data is None else str(absolute(data))
-    note = {**provenance, "data": others, "given": given}
+    note = {**provenance, "data": others, "given": None if data is None else str(absolute(data))}
     files = {path.name: path.read_bytes() for path in sorted(made.iterdir())}
     for name, content in {RESULTS: known, _NOTE: note}.items():
         files[name] = f"{json.dumps(content, indent=2, allow_nan=False)}\n".encode()

@@ -121,7 +121,6 @@ def logits_of(
     rows = Sentences(examples, tokenizer, length, name)
     if rows.cut:
         warn(f"{name}: {rows.cut:,} of {len(rows):,} exceed {length} tokens and were truncated")
-    collate = partial(padded, pad=tokenizer.pad)
-    loader = DataLoader(rows, batch_size=batch_size, collate_fn=collate)
+    loader = DataLoader(rows, batch_size, collate_fn=partial(padded, pad=tokenizer.pad))
     found, _ = common.logits_of(model, loader, name, f"{batch_size} x {length:,} tokens")
     return found.numpy()

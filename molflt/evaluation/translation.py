@@ -89,8 +89,7 @@ def evaluate(
     how = f"beam {beam}, length penalty {length_penalty:g}, {'-'.join(languages)}"
     how += ", ignoring case, as the tokenizer does" if lowercase else ""
     table = results_table("text", _COLUMNS, results)
-    tables = f", {how}\n\n{table}\n\nsacrebleu {found.signature}\n"
-    return Evaluation(results, tables)
+    return Evaluation(results, f", {how}\n\n{table}\n\nsacrebleu {found.signature}\n")
 
 
 class Bleu(NamedTuple):

@@ -196,8 +196,7 @@ def _sampled(position: Any, reach: tuple[float, ...], points: int) -> tuple[list
     if position.grid:  # a grid needs all tokens in order; each offset is read from one pair
         shape = tuple(int(end) + 1 for end in reach)
         axes = [np.arange(1.0 - size, size) for size in shape]
-        tokens = np.indices(shape).reshape(len(shape), -1).T
-        cells = like.new_tensor(tokens[None])
+        cells = like.new_tensor(np.indices(shape).reshape(len(shape), -1).T[None])
         values = _array(position("softmax", cells, cells).bias)[0]
         offsets = np.stack(np.meshgrid(*axes, indexing="ij")).reshape(len(shape), -1).astype(int)
         queries = np.ravel_multi_index(tuple(np.maximum(offsets, 0)), shape)

@@ -63,8 +63,7 @@ class Trained(NamedTuple):
 
     def content(self, name: str) -> tuple[bytes, str]:
         """Returns the content of a file of the model and the name to use for it in messages."""
-        content = json.dumps(self.files.get(name), ensure_ascii=False)
-        return content.encode(), self.label(name)
+        return json.dumps(self.files.get(name), ensure_ascii=False).encode(), self.label(name)
 
 
 def read_trained(

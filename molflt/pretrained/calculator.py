@@ -181,9 +181,8 @@ def _data(atoms: Atoms) -> Data:
     from torch_geometric.data import Data
 
     pos = torch.from_numpy(atoms.positions)
-    near = pos - origin_of(pos) if len(pos) and pos.isfinite().all() else pos
     return Data(
-        pos=near,
+        pos=pos - origin_of(pos) if len(pos) and pos.isfinite().all() else pos,
         atomic_numbers=torch.from_numpy(atoms.numbers).long(),
         cell=torch.from_numpy(atoms.cell.array)[None],
         pbc=torch.from_numpy(atoms.pbc)[None],

@@ -143,8 +143,7 @@ class EnergyPredictor(Pretrained):
         model = cast(EnergyRegressor, self.model)
         with tempfile.TemporaryDirectory() as made, atomically(files[0]) as part:
             shutil.copyfile(compile_energies(model, Path(made) / _PACKAGE), part)
-        text = json.dumps(_record(weights, files[0]), indent=1)
-        write_atomically(files[1], text.encode())
+        write_atomically(files[1], json.dumps(_record(weights, files[0]), indent=1).encode())
 
     @property
     def predicts_positions(self) -> bool:

@@ -139,8 +139,7 @@ class ImageWriter(Pretrained):
         generator = torch.Generator().manual_seed(seed)
         drawn = sample(self.model, prompt, left, temperature, top_k, generator)
         bar = tqdm(drawn, total=left, desc="bytes", disable=None if progress else True)
-        values = torch.cat((known.cpu(), torch.stack(list(bar), dim=1)), dim=1)
-        return self.model.images_of(values)
+        return self.model.images_of(torch.cat((known.cpu(), torch.stack(list(bar), dim=1)), dim=1))
 
     def _known(self, count: int, given: Tensor | None, rows: int | None) -> Tensor:
         """Returns the known bytes (images, bytes) of each image on the device of the model."""
