@@ -191,7 +191,7 @@ _Ends = Mapping[str, tuple[float, float]]  # mean and standard deviation (or NaN
 
 
 def _metrics(ends: _Ends, name: str) -> dict[str, float | None]:
-    """Returns means and standard deviations; names optimizers after the first in their keys."""
+    """Returns means and deviations; the keys of all but the first optimizer begin with its name."""
     found: dict[str, float | None] = {}
     for place, (optimizer, (mean, sd)) in enumerate(ends.items()):
         prefix = f"{optimizer.lower()}_" if place else ""
