@@ -7,6 +7,7 @@ it. In shapes, b is the batch size or 1, and h is the number of heads or 1.
 from collections.abc import Callable
 from typing import ClassVar, NamedTuple
 
+import torch
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -28,7 +29,7 @@ _Turn = Callable[[Tensor], Tensor]
 
 
 class Terms(NamedTuple):
-    """Inputs to the sums over keys: the features of queries and keys, and the values."""
+    """Inputs to the sums over keys, in at least float32; sums are computed without autocast."""
 
     query: Features
     key: Features
@@ -86,13 +87,15 @@ class Encoding:
             columns = 0 if self.kernel is None else self.kernel[0].shape[-1]
             if size := chunk_size(query, key, value, columns):
                 return linear_in_chunks(query, key, value, size, self.kernel), None
-        phi_q, phi_k, log_decay = query.features(), key.features(), None
-        if gate is not None:
-            gate = at_least_float32(gate)
-            phi_k, log_decay = phi_k.scaled(F.logsigmoid(-gate)), F.logsigmoid(gate)
-        terms = Terms(phi_q, phi_k, value, causal, log_decay, state)
-        sums, last = (self.by_matrix(terms), None) if matrix else self.mix(terms)
-        return self._with_single_pairs(sums, query, key, value), last
+        with torch.autocast(value.device.type, enabled=False):
+            value = at_least_float32(value)
+            phi_q, phi_k, log_decay = query.features(), key.features(), None
+            if gate is not None:
+                gate = at_least_float32(gate)
+                phi_k, log_decay = phi_k.scaled(F.logsigmoid(-gate)), F.logsigmoid(gate)
+            terms = Terms(phi_q, phi_k, value, causal, log_decay, state)
+            sums, last = (self.by_matrix(terms), None) if matrix else self.mix(terms)
+            return self._with_single_pairs(sums, query, key, value), last
 
     def by_matrix(self, terms: Terms, **kernel: Tensor) -> Sums:
         """Computes the sums from the N x N attention matrix, as a reference for `mix`."""
@@ -209,8 +212,7 @@ class Kernel(_Multiplied):
             return linear_with_kernel(*terms[:3], self.kernel, self._sorted_pairs(terms)), None
         if self.pairs is not None:
             raise ValueError("causal attention does not support a near field; remove it")
-        value = at_least_float32(terms.value)
-        left, right = (factor.to(value.dtype) for factor in self.kernel)
+        left, right = (factor.to(terms.value.dtype) for factor in self.kernel)
         query, key = terms.query.kronecker(left), terms.key.kronecker(right)
         return super().mix(terms._replace(query=query, key=key))
 

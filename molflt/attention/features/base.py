@@ -93,9 +93,6 @@ class Features(NamedTuple):
         reach = 0.7 * math.log(torch.finfo(self.log_scale.dtype).tiny)
         return Features(self.values, torch.maximum(self.log_scale, largest + reach))
 
-    def at_least_float32(self) -> "Features":
-        return Features(*(None if part is None else at_least_float32(part) for part in self))
-
 
 class Projected(NamedTuple):
     """Columns x, represented by their random projections and their squared norms."""

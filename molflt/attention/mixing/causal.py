@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from molflt.attention.features.base import Features, cut
 from molflt.attention.mixing.sums import Sums, _causal_mask
-from molflt.attention.numerics import at_least_float32, recomputed
+from molflt.attention.numerics import recomputed
 
 _CHUNK = 128  # fastest of 32..512 for m = 64 and d = 64 on a CPU
 _CHUNKS_AT_ONCE = 8  # intermediate tensors are recomputed in the backward pass
@@ -83,27 +83,25 @@ def _step(
     query: Features, key: Features, value: Tensor, log_decay: Tensor | None, state: State | None
 ) -> tuple[Sums, State]:
     """Computes `causal_linear` for one token, without the matrices of a chunk."""
-    with torch.autocast(value.device.type, enabled=False):
-        query, key = query.at_least_float32().bounded(), key.at_least_float32().bounded()
-        value = at_least_float32(value)
-        zero = value.new_zeros(*value.shape[:-1], 1)
-        log_k = (zero if key.log_scale is None else key.log_scale).clamp(min=_EMPTY).mT
-        if state is None:
-            shape = (*log_k.shape[:2], key.width, value.shape[-1] + 1)
-            state = State(torch.full_like(log_k, _EMPTY), value.new_zeros(shape))
-        decayed = state.log_max
-        if log_decay is not None:
-            decayed = decayed + at_least_float32(log_decay)[..., None]
-        log_max = torch.maximum(decayed, log_k).detach()
-        phi = Features(None if key.values is None else key.values.mT, log_k)  # [b, h, m, 1]
-        added = phi.shifted(log_max.where(log_max > _EMPTY / 2, 0.0))
-        past = state.sums * (decayed - log_max).exp()
-        sums = past.addcmul(added, torch.cat((value, zero + 1), dim=-1))
+    query, key = query.bounded(), key.bounded()
+    zero = value.new_zeros(*value.shape[:-1], 1)
+    log_k = (zero if key.log_scale is None else key.log_scale).clamp(min=_EMPTY).mT
+    if state is None:
+        shape = (*log_k.shape[:2], key.width, value.shape[-1] + 1)
+        state = State(torch.full_like(log_k, _EMPTY), value.new_zeros(shape))
+    decayed = state.log_max
+    if log_decay is not None:
+        decayed = decayed + log_decay[..., None]
+    log_max = torch.maximum(decayed, log_k).detach()
+    phi = Features(None if key.values is None else key.values.mT, log_k)  # [b, h, m, 1]
+    added = phi.shifted(log_max.where(log_max > _EMPTY / 2, 0.0))
+    past = state.sums * (decayed - log_max).exp()
+    sums = past.addcmul(added, torch.cat((value, zero + 1), dim=-1))
 
-        log_q = (zero if query.log_scale is None else query.log_scale) + log_max.mT
-        row = log_q.detach().amax(dim=-1, keepdim=True)
-        row = row.where(row > _EMPTY / 2, 0.0)  # no key at all so far
-        out = Features(query.values, log_q - row).materialize() @ sums
+    log_q = (zero if query.log_scale is None else query.log_scale) + log_max.mT
+    row = log_q.detach().amax(dim=-1, keepdim=True)
+    row = row.where(row > _EMPTY / 2, 0.0)  # no key at all so far
+    out = Features(query.values, log_q - row).materialize() @ sums
     return Sums(out[..., :-1], out[..., -1:], row), State(log_max, sums)
 
 
@@ -116,12 +114,10 @@ def _scan(
     chunk: int,
 ) -> tuple[Sums, State]:
     tokens = value.shape[-2]
-    with torch.autocast(value.device.type, enabled=False):
-        length = max(1, min(chunk, tokens))
-        query, key = query.at_least_float32().bounded(), key.at_least_float32().bounded()
-        parts = _Chunks.cut(query, key, at_least_float32(value), log_decay, length)
-        before, last = parts.carry(state if state is not None else parts.empty_state())
-        sums = parts.mix(before)
+    length = max(1, min(chunk, tokens))
+    parts = _Chunks.cut(query.bounded(), key.bounded(), value, log_decay, length)
+    before, last = parts.carry(state if state is not None else parts.empty_state())
+    sums = parts.mix(before)
     return Sums(*(part.flatten(2, 3)[:, :, :tokens] for part in sums)), last
 
 
@@ -154,7 +150,7 @@ class _Chunks(NamedTuple):
         query_values = None if query.values is None else split(query.values)
         scale = log_q.exp()
         log_k = split(zero if key.log_scale is None else key.log_scale, _EMPTY)
-        decay = zero if log_decay is None else at_least_float32(log_decay)[..., None]
+        decay = zero if log_decay is None else log_decay[..., None]
         return cls(
             scale if query_values is None else query_values * scale,
             log_q,

@@ -83,7 +83,7 @@ class KeySums(NamedTuple):
 
 def absorb(key: Operand, value: Tensor, right: Tensor | None = None) -> KeySums:
     """Computes sums over keys; `value` is (batch, heads, keys, dv) and `right` is the factor V."""
-    phi = key.features().at_least_float32()
+    phi = key.features()
     with torch.autocast(value.device.type, enabled=False):
         value = F.pad(at_least_float32(value), (0, 1), value=1.0)
         if right is not None:
@@ -100,7 +100,7 @@ def absorb(key: Operand, value: Tensor, right: Tensor | None = None) -> KeySums:
 
 def answer(query: Operand, keys: KeySums, left: Tensor | None = None) -> Sums:
     """Computes the sums of each query over absorbed keys; `left` is the factor U of the kernel."""
-    phi = query.features().at_least_float32()
+    phi = query.features()
     with torch.autocast(keys.context.device.type, enabled=False):
         log_max = None if keys.log_max is None else finite(keys.log_max)  # infinite if masked
         phi_q, shift = _stable_query(phi, log_max)

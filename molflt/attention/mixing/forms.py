@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from molflt.attention.features import Features
 from molflt.attention.mixing.pairs import _TRANSIENT, Pairs, SortedPairs, _pair_sums
 from molflt.attention.mixing.sums import Sums, _causal_mask, _per_token, _stabilize
-from molflt.attention.numerics import at_least_float32, finite, recomputed, undecided
+from molflt.attention.numerics import finite, recomputed, undecided
 
 _COMPILED = 8  # columns per chunk in compiled code
 
@@ -96,41 +96,38 @@ def quadratic(
         log_kernel: logarithm of a positive kernel, with the same shape.
         log_decay: (batch, heads, keys), at most 0; requires `causal` and as many queries as keys.
     """
-    with torch.autocast(value.device.type, enabled=False):
-        query, key = query.at_least_float32(), key.at_least_float32()
-        logs = [] if log_kernel is None else [log_kernel.to(at_least_float32(value).dtype)]
-        if log_decay is not None:
-            total = at_least_float32(log_decay).cumsum(dim=-1)
-            logs.append(total[..., :, None] - total[..., None, :])
-        if causal:
-            # Later keys must not scale a query. Each token is therefore scaled by itself, and each
-            # row by its largest visible entry.
-            phi_q, top = _per_token(query.bounded())
-            phi_k, key_log = _per_token(key.bounded())
-            shift = phi_q.new_zeros(()) if top is None else finite(top)
-            past = _causal_mask(query.tokens, key.tokens, value.device)
-            logs.append(torch.zeros_like(past, dtype=phi_q.dtype).masked_fill(~past, -torch.inf))
-            logs += [] if key_log is None else [key_log.mT]
-        else:
-            phi_q, phi_k, shift = _stabilize(query, key)
-        weights = phi_q @ phi_k.mT
-        if kernel is not None:
-            weights = weights * kernel.to(weights.dtype)
-        if logs and key.tokens:
-            log_scale = sum(logs[1:], logs[0])
-            row = finite(log_scale.detach().amax(dim=-1, keepdim=True))
-            weights, shift = weights * (log_scale - row).exp(), shift + row
-        normalizer = weights.sum(dim=-1, keepdim=True)
-        return Sums(weights @ at_least_float32(value), normalizer, shift.expand_as(normalizer))
+    logs = [] if log_kernel is None else [log_kernel.to(value.dtype)]
+    if log_decay is not None:
+        total = log_decay.cumsum(dim=-1)
+        logs.append(total[..., :, None] - total[..., None, :])
+    if causal:
+        # Later keys must not scale a query. Each token is therefore scaled by itself, and each
+        # row by its largest visible entry.
+        phi_q, top = _per_token(query.bounded())
+        phi_k, key_log = _per_token(key.bounded())
+        shift = phi_q.new_zeros(()) if top is None else finite(top)
+        past = _causal_mask(query.tokens, key.tokens, value.device)
+        logs.append(torch.zeros_like(past, dtype=phi_q.dtype).masked_fill(~past, -torch.inf))
+        logs += [] if key_log is None else [key_log.mT]
+    else:
+        phi_q, phi_k, shift = _stabilize(query, key)
+    weights = phi_q @ phi_k.mT
+    if kernel is not None:
+        weights = weights * kernel.to(weights.dtype)
+    if logs and key.tokens:
+        log_scale = sum(logs[1:], logs[0])
+        row = finite(log_scale.detach().amax(dim=-1, keepdim=True))
+        weights, shift = weights * (log_scale - row).exp(), shift + row
+    normalizer = weights.sum(dim=-1, keepdim=True)
+    return Sums(weights @ value, normalizer, shift.expand_as(normalizer))
 
 
 def linear(query: Features, key: Features, value: Tensor) -> Sums:
     """Computes phi(Q) (phi(K)^T V) and phi(Q) (phi(K)^T 1) in O(N m dv); see `quadratic`."""
-    with torch.autocast(value.device.type, enabled=False):
-        phi_q, phi_k, shift = _stabilize(query.at_least_float32(), key.at_least_float32())
-        context = phi_k.transpose(-1, -2) @ at_least_float32(value)  # [b, h, m, dv]
-        total = phi_k.sum(dim=-2).unsqueeze(-1)  # [b, h, m, 1]
-        return Sums(phi_q @ context, phi_q @ total, shift)
+    phi_q, phi_k, shift = _stabilize(query, key)
+    context = phi_k.transpose(-1, -2) @ value  # [b, h, m, dv]
+    total = phi_k.sum(dim=-2).unsqueeze(-1)  # [b, h, m, 1]
+    return Sums(phi_q @ context, phi_q @ total, shift)
 
 
 def linear_with_kernel(
@@ -152,24 +149,22 @@ def linear_with_kernel(
         kernel: U (batch or 1, heads or 1, queries, p) and V (batch or 1, heads or 1, keys, p).
         pairs: w_ij, corrections for individual pairs.
     """
-    with torch.autocast(value.device.type, enabled=False):
-        phi_q, phi_k, shift = _stabilize(query.at_least_float32(), key.at_least_float32())
-        value = at_least_float32(value)
-        value = torch.cat((value, torch.ones_like(value[..., :1])), dim=-1)
-        left, right = (factor.to(value.dtype) for factor in kernel)
-        sums = torch.zeros_like(phi_q[..., :1]).expand(*phi_q.shape[:-1], value.shape[-1])
-        # Multiplies values by features or by columns, whichever are fewer, and then uses matmul.
-        by_feature = undecided(left.shape[-1] > phi_q.shape[-1], True)
-        parts, rest = ((phi_q, phi_k), (left, right))[:: 1 if by_feature else -1]
-        # Compiled code has the same number of chunks for all sizes.
-        compiling = torch.compiler.is_compiling()
-        chunk = _COMPILED if compiling else max(1, _TRANSIENT // max(1, value.numel()))
-        for u, v in zip(*(part.split(chunk, dim=-1) for part in parts), strict=True):
-            several = chunk < parts[0].shape[-1]
-            sums = sums + recomputed(_grouped, *rest, value, u, v, several=several)
-        if pairs is not None:
-            sums = sums + _pair_sums(phi_q, phi_k, value, pairs)
-        return Sums(sums[..., :-1], sums[..., -1:], shift)
+    phi_q, phi_k, shift = _stabilize(query, key)
+    value = torch.cat((value, torch.ones_like(value[..., :1])), dim=-1)
+    left, right = (factor.to(value.dtype) for factor in kernel)
+    sums = torch.zeros_like(phi_q[..., :1]).expand(*phi_q.shape[:-1], value.shape[-1])
+    # Multiplies values by features or by columns, whichever are fewer, and then uses matmul.
+    by_feature = undecided(left.shape[-1] > phi_q.shape[-1], True)
+    parts, rest = ((phi_q, phi_k), (left, right))[:: 1 if by_feature else -1]
+    # Compiled code has the same number of chunks for all sizes.
+    compiling = torch.compiler.is_compiling()
+    chunk = _COMPILED if compiling else max(1, _TRANSIENT // max(1, value.numel()))
+    for u, v in zip(*(part.split(chunk, dim=-1) for part in parts), strict=True):
+        several = chunk < parts[0].shape[-1]
+        sums = sums + recomputed(_grouped, *rest, value, u, v, several=several)
+    if pairs is not None:
+        sums = sums + _pair_sums(phi_q, phi_k, value, pairs)
+    return Sums(sums[..., :-1], sums[..., -1:], shift)
 
 
 def _grouped(query: Tensor, key: Tensor, value: Tensor, left: Tensor, right: Tensor) -> Tensor:

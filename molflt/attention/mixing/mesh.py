@@ -11,7 +11,7 @@ from molflt.attention.mixing.pairs import Pairs, SortedPairs, _pair_sums
 from molflt.attention.mixing.sparse import Pattern, gather, spread
 from molflt.attention.mixing.sums import Sums, _stabilize
 from molflt.attention.nodes.mesh import Mesh
-from molflt.attention.numerics import at_least_float32, recomputed, uncompiled
+from molflt.attention.numerics import recomputed, uncompiled
 
 _CHANNELS = 272  # largest number of feature-value products on the mesh; more is not faster
 _ON_MESH = 2**22  # maximum number of mesh values at a time; a single feature may exceed it
@@ -75,33 +75,30 @@ def linear_with_mesh(
     sum_a phi_a(q_i) sum_j h(r_i - r_j) [phi_a(k_j) v_j] is computed for one head and a few features
     at a time and is recomputed in the backward pass.
     """
-    with torch.autocast(value.device.type, enabled=False):
-        phi_q, phi_k, shift = _stabilize(query.at_least_float32(), key.at_least_float32())
-        value = at_least_float32(value)
-        value = torch.cat((value, torch.ones_like(value[..., :1])), dim=-1)
-        batch, heads, tokens, width = value.shape
-        points = sum(mesh.points for mesh in kernel.meshes)
-        features = max(1, min(_CHANNELS, _ON_MESH // max(1, points)) // width)
-        several = heads > 1 or features < phi_q.shape[-1]
-        found, by_head = [], (x.unbind(1) for x in (phi_q, phi_k, value))
-        # without slices, whose gradients would have the size of the whole tensor
-        for head, (q, k, v) in enumerate(zip(*by_head, strict=True)):
-            parts = zip(q.split(features, dim=-1), k.split(features, dim=-1), strict=True)
-            sums = (recomputed(_part, *x, v, kernel, head, several=several) for x in parts)
-            found.append(reduce(torch.add, sums))
-        out = value.new_zeros(batch * tokens, heads, width)
-        if len(kernel.rows):
-            out = out.index_copy(0, kernel.rows, torch.stack(found, dim=1))
-        out = out.unflatten(0, (batch, tokens)).transpose(1, 2)
-        if pairs is not None:
-            out = out + _pair_sums(phi_q, phi_k, value, pairs)
-        return Sums(out[..., :-1], out[..., -1:], shift)
+    phi_q, phi_k, shift = _stabilize(query, key)
+    value = torch.cat((value, torch.ones_like(value[..., :1])), dim=-1)
+    batch, heads, tokens, width = value.shape
+    points = sum(mesh.points for mesh in kernel.meshes)
+    features = max(1, min(_CHANNELS, _ON_MESH // max(1, points)) // width)
+    several = heads > 1 or features < phi_q.shape[-1]
+    found, by_head = [], (x.unbind(1) for x in (phi_q, phi_k, value))
+    # without slices, whose gradients would have the size of the whole tensor
+    for head, (q, k, v) in enumerate(zip(*by_head, strict=True)):
+        parts = zip(q.split(features, dim=-1), k.split(features, dim=-1), strict=True)
+        sums = (recomputed(_part, *x, v, kernel, head, several=several) for x in parts)
+        found.append(reduce(torch.add, sums))
+    out = value.new_zeros(batch * tokens, heads, width)
+    if len(kernel.rows):
+        out = out.index_copy(0, kernel.rows, torch.stack(found, dim=1))
+    out = out.unflatten(0, (batch, tokens)).transpose(1, 2)
+    if pairs is not None:
+        out = out + _pair_sums(phi_q, phi_k, value, pairs)
+    return Sums(out[..., :-1], out[..., -1:], shift)
 
 
 def _part(query: Tensor, key: Tensor, value: Tensor, kernel: MeshKernel, head: int) -> Tensor:
     """Returns the sums of one head over the given features: (tokens of the kernel, dv)."""
-    with torch.autocast(value.device.type, enabled=False):
-        q, k, v = (x.flatten(0, 1).index_select(0, kernel.rows) for x in (query, key, value))
-        products = (k[:, :, None] * v[:, None, :]).flatten(1)
-        mixed = kernel.apply(products, head).unflatten(1, (k.shape[1], -1))
-        return torch.einsum("na,nav->nv", q, mixed)
+    q, k, v = (x.flatten(0, 1).index_select(0, kernel.rows) for x in (query, key, value))
+    products = (k[:, :, None] * v[:, None, :]).flatten(1)
+    mixed = kernel.apply(products, head).unflatten(1, (k.shape[1], -1))
+    return torch.einsum("na,nav->nv", q, mixed)

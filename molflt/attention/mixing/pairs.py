@@ -108,36 +108,35 @@ def with_exact_pairs(
     heads, keys) and False for missing or dropped keys.
     """
     assert pairs.exact is not None
-    with torch.autocast(value.device.type, enabled=False):
-        query, key, value = (at_least_float32(x) for x in (query, key, value))
-        f, switch = (at_least_float32(x) for x in pairs.exact)
-        logit = (products(query, key, pairs) + f).T  # [pair, h]
-        batch, heads, queries, _ = query.shape
-        if key_mask is not None:
-            seen = key_mask.expand(batch, -1, -1)[pairs.batch, :, pairs.key]  # [pair, h or 1]
-            logit = logit.masked_fill(~seen, -torch.inf)
-        row = pairs.batch * queries + pairs.query
-        before = sums.log_scale.expand(batch, heads, queries, 1).transpose(1, 2).flatten(0, 1)
-        index = row[:, None].expand(-1, heads)
-        highest = before[..., 0].scatter_reduce(0, index, logit.detach(), "amax")  # [b n, h]
-        weight = (logit - highest[row]).exp() * switch[:, None]
-        value = torch.cat((value, torch.ones_like(value[..., :1])), dim=-1)
-        added = value.new_zeros(batch * queries, heads, value.shape[-1])
-        chunk = max(1, _TRANSIENT // (heads * value.shape[-1]))
-        parts = pieces(row.shape[0], chunk)
-        for part in parts:
-            rest = weight[part], pairs.batch[part], pairs.key[part]
-            messages = recomputed(_weighted, value, *rest, several=len(parts) > 1)
-            added = added.index_add(0, row[part], messages)
-        added, shift = (
-            x.unflatten(0, (batch, queries)).transpose(1, 2) for x in (added, highest[..., None])
-        )
-        scale = (sums.log_scale - shift).exp()
-        return Sums(
-            sums.numerator * scale + added[..., :-1],
-            sums.normalizer * scale + added[..., -1:],
-            shift,
-        )
+    query, key = at_least_float32(query), at_least_float32(key)
+    f, switch = (at_least_float32(x) for x in pairs.exact)
+    logit = (products(query, key, pairs) + f).T  # [pair, h]
+    batch, heads, queries, _ = query.shape
+    if key_mask is not None:
+        seen = key_mask.expand(batch, -1, -1)[pairs.batch, :, pairs.key]  # [pair, h or 1]
+        logit = logit.masked_fill(~seen, -torch.inf)
+    row = pairs.batch * queries + pairs.query
+    before = sums.log_scale.expand(batch, heads, queries, 1).transpose(1, 2).flatten(0, 1)
+    index = row[:, None].expand(-1, heads)
+    highest = before[..., 0].scatter_reduce(0, index, logit.detach(), "amax")  # [b n, h]
+    weight = (logit - highest[row]).exp() * switch[:, None]
+    value = torch.cat((value, torch.ones_like(value[..., :1])), dim=-1)
+    added = value.new_zeros(batch * queries, heads, value.shape[-1])
+    chunk = max(1, _TRANSIENT // (heads * value.shape[-1]))
+    parts = pieces(row.shape[0], chunk)
+    for part in parts:
+        rest = weight[part], pairs.batch[part], pairs.key[part]
+        messages = recomputed(_weighted, value, *rest, several=len(parts) > 1)
+        added = added.index_add(0, row[part], messages)
+    added, shift = (
+        x.unflatten(0, (batch, queries)).transpose(1, 2) for x in (added, highest[..., None])
+    )
+    scale = (sums.log_scale - shift).exp()
+    return Sums(
+        sums.numerator * scale + added[..., :-1],
+        sums.normalizer * scale + added[..., -1:],
+        shift,
+    )
 
 
 def _weighted(value: Tensor, weight: Tensor, b: Tensor, j: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from molflt.attention.features import Features
 from molflt.attention.mixing.pairs import Pairs, SortedPairs, _pair_sums
 from molflt.attention.mixing.sums import Sums, _stable_query
-from molflt.attention.numerics import at_least_float32, finite, recomputed, uncompiled
+from molflt.attention.numerics import finite, recomputed, uncompiled
 
 _BLOCK = 64  # tokens per program
 _FEATURES = 64  # largest number of features per program; half as many for wide values
@@ -116,36 +116,34 @@ def ragged(
         raise ValueError(
             f"mixing='triton' runs on a GPU; got tensors on {value.device}; use mixing='auto' there"
         )
-    with torch.autocast(value.device.type, enabled=False):
-        batch, heads, _, width = value.shape
-        query, key = (
-            Features(*(None if part is None else _one_row(part) for part in x.at_least_float32()))
-            for x in (query, key)
-        )
-        phi_q, phi_k, shift = _stabilize(query, key, *tokens)
-        value, graphs, dtype = _one_row(value), len(tokens[0].ends) - 1, phi_q.dtype
-        xi, c, counts = waves
-        r, exact = xi.shape[2], torch.promote_types(dtype, torch.complex64)
-        xi = xi.to(dtype).contiguous().expand(graphs, heads, -1, -1)
-        c = c.to(exact if c.is_complex() else dtype).expand(graphs, -1, -1)
-        counts = torch.full((graphs,), r, device=xi.device) if counts is None else counts
-        places = [x.to(dtype).contiguous() for x in positions]
-        states = max(len(x.pieces) for x in tokens) * heads * 2 * phi_q.shape[-1] * (width + 1)
-        chunk = max(1, _STATE // max(1, states))
-        sums = phi_q.new_zeros(heads, phi_q.shape[2], width + 1)
-        for first in range(0, r, chunk):
-            part = slice(first, first + chunk)
-            nodes = xi[:, :, part], c[..., part], (counts - first).clamp(0, chunk)
-            features = phi_q[0], phi_k[0], value[0]
-            added = recomputed(_by_nodes, *features, *places, *nodes, *tokens, several=chunk < r)
-            sums = sums + added
-        sums = sums[None]
-        if pairs is not None:
-            value = F.pad(at_least_float32(value), (0, 1), value=1.0)
-            sums = sums + _pair_sums(phi_q, phi_k, value, pairs)
-        shift = shift.expand(1, heads, phi_q.shape[2], 1)
-        sums, shift = (x[0].unflatten(1, (batch, -1)).transpose(0, 1) for x in (sums, shift))
-        return Sums(sums[..., :-1], sums[..., -1:], shift)
+    batch, heads, _, width = value.shape
+    query, key = (
+        Features(*(None if part is None else _one_row(part) for part in x)) for x in (query, key)
+    )
+    phi_q, phi_k, shift = _stabilize(query, key, *tokens)
+    value, graphs, dtype = _one_row(value), len(tokens[0].ends) - 1, phi_q.dtype
+    xi, c, counts = waves
+    r, exact = xi.shape[2], torch.promote_types(dtype, torch.complex64)
+    xi = xi.to(dtype).contiguous().expand(graphs, heads, -1, -1)
+    c = c.to(exact if c.is_complex() else dtype).expand(graphs, -1, -1)
+    counts = torch.full((graphs,), r, device=xi.device) if counts is None else counts
+    places = [x.to(dtype).contiguous() for x in positions]
+    states = max(len(x.pieces) for x in tokens) * heads * 2 * phi_q.shape[-1] * (width + 1)
+    chunk = max(1, _STATE // max(1, states))
+    sums = phi_q.new_zeros(heads, phi_q.shape[2], width + 1)
+    for first in range(0, r, chunk):
+        part = slice(first, first + chunk)
+        nodes = xi[:, :, part], c[..., part], (counts - first).clamp(0, chunk)
+        features = phi_q[0], phi_k[0], value[0]
+        added = recomputed(_by_nodes, *features, *places, *nodes, *tokens, several=chunk < r)
+        sums = sums + added
+    sums = sums[None]
+    if pairs is not None:
+        value = F.pad(value, (0, 1), value=1.0)
+        sums = sums + _pair_sums(phi_q, phi_k, value, pairs)
+    shift = shift.expand(1, heads, phi_q.shape[2], 1)
+    sums, shift = (x[0].unflatten(1, (batch, -1)).transpose(0, 1) for x in (sums, shift))
+    return Sums(sums[..., :-1], sums[..., -1:], shift)
 
 
 def _one_row(x: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """Sums over keys before division, scaled to prevent overflow.
 
 Shapes are (batch, heads, tokens, dim) throughout. Sums of kernelized attention are computed in at
-least float32, even under autocast.
+least float32, even under autocast: `Encoding.attend` disables autocast and casts its inputs.
 """
 
 from typing import Literal, NamedTuple

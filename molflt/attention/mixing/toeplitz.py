@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from molflt.attention.checks import one_of
 from molflt.attention.features import Features
 from molflt.attention.mixing.sums import Sums, _per_token, _stabilize
-from molflt.attention.numerics import at_least_float32, finite, recomputed
+from molflt.attention.numerics import finite, recomputed
 
 METHODS = ("auto", "fft", "blocks")
 _BLOCK = 128  # queries per block: fastest of 64..512 on a CPU
@@ -53,22 +53,19 @@ def toeplitz(
     one_of("method", method, METHODS)
     layout = _Layout.of(log_kernel, queries, keys)
     if queries == 0 or keys == 0:
-        nothing = at_least_float32(value).new_zeros(*value.shape[:2], queries, value.shape[-1] + 1)
+        nothing = value.new_zeros(*value.shape[:2], queries, value.shape[-1] + 1)
         return Sums(nothing[..., :-1], nothing[..., -1:], nothing.new_zeros(()))
     if method == "auto":
         method = "blocks" if causal else _faster(layout, query.width, value.shape[-1])
-    with torch.autocast(value.device.type, enabled=False):
-        value = at_least_float32(value)
-        kernel = layout.cut(log_kernel.to(value.dtype))
-        if causal:
-            kernel = kernel.masked_fill(layout.future(kernel), -torch.inf)
-        value = F.pad(value, (0, 1), value=1.0)
-        query, key = query.at_least_float32(), key.at_least_float32()
-        if method == "fft":
-            sums, log_scale = _by_fft(query, key, value, kernel, layout)
-        else:
-            sums, log_scale = _by_blocks(query, key, value, kernel, layout, causal)
-        return Sums(sums[..., :-1], sums[..., -1:], log_scale.expand_as(sums[..., -1:]))
+    kernel = layout.cut(log_kernel.to(value.dtype))
+    if causal:
+        kernel = kernel.masked_fill(layout.future(kernel), -torch.inf)
+    value = F.pad(value, (0, 1), value=1.0)
+    if method == "fft":
+        sums, log_scale = _by_fft(query, key, value, kernel, layout)
+    else:
+        sums, log_scale = _by_blocks(query, key, value, kernel, layout, causal)
+    return Sums(sums[..., :-1], sums[..., -1:], log_scale.expand_as(sums[..., -1:]))
 
 
 def dense_log_kernel(log_kernel: Tensor, queries: int, keys: int) -> Tensor:
