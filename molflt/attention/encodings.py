@@ -47,6 +47,7 @@ class Encoding:
     chunked = True  #: True if sums over many keys can be computed in chunks
     #: factors U (b, h, queries, p) and V (b, h, keys, p) of a multiplicative kernel, or None
     kernel: tuple[Tensor, Tensor] | None = None
+    pairs: Pairs | None = None  #: corrections of a multiplicative kernel for individual pairs
     bias: Tensor | None = None  #: term added to the logits of softmax, (b, h, queries, keys)
     #: columns prepended to queries and to keys, each (b, h, tokens, .)
     columns: tuple[Columns | None, Columns | None] = (None, None)
@@ -83,7 +84,7 @@ class Encoding:
         matrix = form == "quadratic"
         if form == "auto" and not causal:
             matrix = self._matrix_is_cheaper(query, key, value)
-        if not (matrix or causal) and self.chunked:
+        if not (matrix or causal) and self.chunked and self.pairs is None:
             columns = 0 if self.kernel is None else self.kernel[0].shape[-1]
             if size := chunk_size(query, key, value, columns):
                 return linear_in_chunks(query, key, value, size, self.kernel), None
@@ -95,7 +96,9 @@ class Encoding:
                 phi_k, log_decay = phi_k.scaled(F.logsigmoid(-gate)), F.logsigmoid(gate)
             terms = Terms(phi_q, phi_k, value, causal, log_decay, state)
             sums, last = (self.by_matrix(terms), None) if matrix else self.mix(terms)
-            return self._with_single_pairs(sums, query, key, value), last
+            if self.pairs is not None and self.pairs.exact is not None:
+                sums = with_exact_pairs(sums, query.x, key.x, value, self.pairs, key.mask)
+            return sums, last
 
     def by_matrix(self, terms: Terms, **kernel: Tensor) -> Sums:
         """Computes the sums from the N x N attention matrix, as a reference for `mix`."""
@@ -107,9 +110,6 @@ class Encoding:
         if terms.causal:
             return causal_linear(*terms[:3], terms.log_decay, terms.state)
         return linear(*terms[:3]), None
-
-    def _with_single_pairs(self, sums: Sums, query: Operand, key: Operand, value: Tensor) -> Sums:
-        return sums
 
     def _matrix_is_cheaper(self, query: Operand, key: Operand, value: Tensor) -> bool:
         p = None if self.kernel is None else self.kernel[0].shape[-1]
@@ -180,11 +180,6 @@ class _Multiplied(Encoding):
 
         return self._matrix.get(formed)
 
-    def _with_single_pairs(self, sums: Sums, query: Operand, key: Operand, value: Tensor) -> Sums:
-        if self.pairs is None or self.pairs.exact is None:
-            return sums
-        return with_exact_pairs(sums, query.x, key.x, value, self.pairs, key.mask)
-
     def by_matrix(self, terms: Terms, **kernel: Tensor) -> Sums:
         dense = self.dense(terms.query.tokens, terms.key.tokens)
         return super().by_matrix(terms, kernel=dense)
@@ -202,7 +197,6 @@ class Kernel(_Multiplied):
     def __init__(self, left: Tensor, right: Tensor, pairs: Pairs | None = None) -> None:
         super().__init__(pairs)
         self.kernel = left, right
-        self.chunked = pairs is None
 
     def _far(self, queries: int, keys: int) -> Tensor:
         return products_of_all(*self.kernel)
