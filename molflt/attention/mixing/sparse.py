@@ -1,12 +1,11 @@
 """Products with sparse matrices, differentiable to any order."""
 
 import warnings
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.autograd.function import FunctionCtx
 
 from molflt.attention.checks import in_transform
 
@@ -62,14 +61,14 @@ def _sparse(pattern: Pattern, weight: Tensor, transposed: bool = False) -> Tenso
 def spread(weight: Tensor, x: Tensor, pattern: Pattern) -> Tensor:
     """Computes sum_i w_ip x_i, where w (n,) are the entries: x (rows, c) -> (columns, c)."""
     if has_sparse_products(weight):
-        return cast(Tensor, _Product.apply(weight, x, pattern, True))
+        return _Product.apply(weight, x, pattern, True)
     return _plain(weight, x, pattern.rows(), pattern.places, pattern.size[1])
 
 
 def gather(weight: Tensor, y: Tensor, pattern: Pattern) -> Tensor:
     """Computes sum_p w_ip y_p, where w (n,) are the entries: y (columns, c) -> (rows, c)."""
     if has_sparse_products(weight):
-        return cast(Tensor, _Product.apply(weight, y, pattern, False))
+        return _Product.apply(weight, y, pattern, False)
     return _plain(weight, y, pattern.places, pattern.rows(), pattern.size[0])
 
 
@@ -86,7 +85,7 @@ def correlate(x: Tensor, y: Tensor, pattern: Pattern) -> Tensor:
     """Computes x_i . y_p for each entry: x (rows, c), y (columns, c) -> (n,)."""
     if not has_sparse_products(x):
         return (x[pattern.rows()] * y[pattern.places]).sum(dim=-1)
-    return cast(Tensor, _Correlate.apply(x, y, pattern))
+    return _Correlate.apply(x, y, pattern)
 
 
 def has_sparse_products(weight: Tensor) -> bool:
@@ -99,58 +98,47 @@ def has_sparse_products(weight: Tensor) -> bool:
     return weight.is_cuda or (weight.device.type == "cpu" and torch.backends.mkl.is_available())
 
 
-def _full_precision(x: Tensor) -> torch.autocast:
-    # Sparse products do not support half precision.
-    return torch.autocast(x.device.type, enabled=False)
-
-
-# The derivatives of each of `spread`, `gather` and `correlate` are given by the other two.
+# The derivatives of each of `spread`, `gather` and `correlate` are given by the other two. Sparse
+# products do not support half precision.
 
 
 class _Product(Function):
     """Product of a sparse matrix, or its transpose, and a dense matrix."""
 
     @staticmethod
-    def forward(
-        ctx: FunctionCtx, weight: Tensor, x: Tensor, pattern: Pattern, spreads: bool
-    ) -> Tensor:
+    def forward(ctx: Any, weight: Tensor, x: Tensor, pattern: Pattern, spreads: bool) -> Tensor:
         # Save only what a gradient needs, because the mesh of a chunk is large.
-        by_weight, by_x = ctx.needs_input_grad[:2]  # type: ignore[attr-defined]
-        kept = weight if by_x else None, x if by_weight else None
-        ctx.save_for_backward(*kept)  # type: ignore[arg-type]
-        ctx.pattern, ctx.spreads = pattern, spreads  # type: ignore[attr-defined]
-        with _full_precision(x):
+        by_weight, by_x = ctx.needs_input_grad[:2]
+        ctx.save_for_backward(weight if by_x else None, x if by_weight else None)
+        ctx.pattern, ctx.spreads = pattern, spreads
+        with torch.autocast(x.device.type, enabled=False):
             return _sparse(pattern, weight, spreads) @ x
 
     @staticmethod
-    def backward(ctx: FunctionCtx, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        weight, x = ctx.saved_tensors  # type: ignore[attr-defined]
-        pattern, spreads, (grad,) = ctx.pattern, ctx.spreads, grads  # type: ignore[attr-defined]
-        sides = (x, grad) if spreads else (grad, x)
-        by_weight = None if x is None else correlate(sides[0], sides[1], pattern)
-        transposed = gather if spreads else spread
-        by_x = None if weight is None else transposed(weight, grad, pattern)
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        weight, x = ctx.saved_tensors
+        sides = (x, grad) if ctx.spreads else (grad, x)
+        by_weight = None if x is None else correlate(*sides, ctx.pattern)
+        transposed = gather if ctx.spreads else spread
+        by_x = None if weight is None else transposed(weight, grad, ctx.pattern)
         return by_weight, by_x, None, None
 
 
 class _Correlate(Function):
     @staticmethod
-    def forward(ctx: FunctionCtx, x: Tensor, y: Tensor, pattern: Pattern) -> Tensor:
-        by_x, by_y = ctx.needs_input_grad[:2]  # type: ignore[attr-defined]
-        kept = x if by_y else None, y if by_x else None
-        ctx.save_for_backward(*kept)  # type: ignore[arg-type]
-        ctx.pattern = pattern  # type: ignore[attr-defined]
-        with _full_precision(x):
+    def forward(ctx: Any, x: Tensor, y: Tensor, pattern: Pattern) -> Tensor:
+        by_x, by_y = ctx.needs_input_grad[:2]
+        ctx.save_for_backward(x if by_y else None, y if by_x else None)
+        ctx.pattern = pattern
+        with torch.autocast(x.device.type, enabled=False):
             if len(pattern.places) > len(x) * len(y):  # too many images for sampled_addmm
                 return (x @ y.mT)[pattern.rows(), pattern.places]
             places = _sparse(pattern, x.new_ones(len(pattern.places)))
-            found: Tensor = torch.sparse.sampled_addmm(places, x, y.mT, beta=0.0)
-            return found.values()
+            return torch.sparse.sampled_addmm(places, x, y.mT, beta=0.0).values()
 
     @staticmethod
-    def backward(ctx: FunctionCtx, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, y = ctx.saved_tensors  # type: ignore[attr-defined]
-        pattern, (grad,) = ctx.pattern, grads  # type: ignore[attr-defined]
-        by_x = None if y is None else gather(grad, y, pattern)
-        by_y = None if x is None else spread(grad, x, pattern)
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        x, y = ctx.saved_tensors
+        by_x = None if y is None else gather(grad, y, ctx.pattern)
+        by_y = None if x is None else spread(grad, x, ctx.pattern)
         return by_x, by_y, None
