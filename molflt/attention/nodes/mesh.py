@@ -34,10 +34,10 @@ _MOST_POINTS = 2**24
 class Mesh(NamedTuple):
     """Mesh of one graph and its reciprocal vectors."""
 
-    sides: tuple[int, int, int]  # points along each lattice vector
+    sides: tuple[int, ...]  # points along each lattice vector
     # exp(-2 pi i m n / side) as real matrices, with real and imaginary parts: for the first axis,
     # m = 0 ... bound, from (side,) to (m, 2); for others, m = -bound ... bound, (2, side) to (m, 2)
-    waves: tuple[Tensor, Tensor, Tensor]
+    waves: tuple[Tensor, ...]
     inside: Tensor  # (a, b, c) bool, True for triples m below the end of the spectrum
     xi: Tensor  # (r, 3), frequencies of these triples, in cycles/Å
     # (r,), in 1/Å^3: taper / V, divided by the transforms of the splines; m and -m are combined
@@ -75,18 +75,9 @@ class Mesh(NamedTuple):
         splines = sinc(triple.to(dual.dtype) / side).prod(dim=-1) ** (2 * order)
         twice = torch.where(triple[..., 0] > 0, 2.0, 1.0)
         weights = twice * _TAPERS["positive"](x) / splines / volume
-        first, second, third = (_waves(m, n) for m, n in zip(ranges, sides, strict=True))
-        waves = (
-            first[:, :, 0].flatten(0, 1),
-            *(x.flatten(2).flatten(0, 1) for x in (second, third)),
-        )
-        return cls(
-            (sides[0], sides[1], sides[2]),
-            (waves[0].to(dual.dtype), waves[1].to(dual.dtype), waves[2].to(dual.dtype)),
-            inside,
-            xi[inside],
-            weights[inside],
-        )
+        first, *others = (_waves(m, n).to(dual) for m, n in zip(ranges, sides, strict=True))
+        waves = first[:, :, 0].flatten(0, 1), *(x.flatten(2).flatten(0, 1) for x in others)
+        return cls(tuple(sides), waves, inside, xi[inside], weights[inside])
 
     def stencil(self, fractional: Tensor, order: int) -> tuple[Tensor, Tensor]:
         """Returns the indices and weights of the p^3 mesh points around each token.
@@ -94,19 +85,15 @@ class Mesh(NamedTuple):
         Both are (tokens, p^3) for splines of order p. The weights of a token sum to 1. `fractional`
         contains the fractional coordinates of the tokens, (tokens, 3).
         """
-        index, weight = [], []
+        near = torch.arange(order, device=fractional.device)
+        index, weight = torch.zeros_like(near[:1])[None], torch.ones_like(fractional[:, :1])
         for axis, side in enumerate(self.sides):
             place = side * fractional[:, axis]
             base = place.detach().floor()
-            near = torch.arange(order, device=base.device)
-            index.append((base.long()[:, None] + near) % side)
-            weight.append(splines(place - base, order))
-        i, j, k = index
-        a, b, c = weight
-        flat = (i[:, :, None] * self.sides[1] + j[:, None, :]).flatten(1)
-        flat = (flat[:, :, None] * self.sides[2] + k[:, None, :]).flatten(1)
-        product = (a[:, :, None] * b[:, None, :]).flatten(1)
-        return flat, (product[:, :, None] * c[:, None, :]).flatten(1)
+            along = (base.long()[:, None] + near) % side
+            index = (index[:, :, None] * side + along[:, None]).flatten(1)
+            weight = (weight[:, :, None] * splines(place - base, order)[:, None]).flatten(1)
+        return index, weight
 
     def convolve(self, grid: Tensor, coefficients: Tensor) -> Tensor:
         """Convolves values on the mesh, (points, channels), with the kernel.
