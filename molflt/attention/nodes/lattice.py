@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from molflt.attention.checks import positive
 from molflt.attention.numerics import at_least_float32, counts_of, finite, searched
@@ -103,9 +104,11 @@ def _sorted_rows(cell: Tensor, pbc: Tensor) -> tuple[Tensor, Tensor]:
     first = torch.where(own[:, 0], given[:, 0], given.new_tensor([1.0, 0.0, 0.0]))
     size = first.detach().abs()
     tie = size.amax(dim=1, keepdim=True) * size.new_tensor([0.0, 1e-3, 2e-3])
-    axis = torch.nn.functional.one_hot((size + tie).argmin(dim=1), 3).to(first.dtype)
-    second = torch.where(own[:, 1], given[:, 1], _unit_normal(first, axis))
-    third = torch.where(own[:, 2], given[:, 2], _unit_normal(first, second))
+    axis = F.one_hot((size + tie).argmin(dim=1), 3).to(first.dtype)
+    normal = F.normalize(torch.linalg.cross(first, axis), dim=-1)
+    second = torch.where(own[:, 1], given[:, 1], normal)
+    normal = F.normalize(torch.linalg.cross(first, second), dim=-1)
+    third = torch.where(own[:, 2], given[:, 2], normal)
     rows = torch.stack((first, second, third), dim=1)
     if not torch.compiler.is_compiling():
         _check_rows(rows.detach(), periodic)
@@ -149,9 +152,7 @@ def _reduction(cell: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _check_rows(rows: Tensor, periodic: Tensor) -> None:
-    rows = rows.double()
-    first, second, third = (rows / rows.norm(dim=-1, keepdim=True)).unbind(1)
-    volume = (torch.linalg.cross(first, second) * third).sum(dim=-1).abs()
+    volume = torch.linalg.det(F.normalize(rows.double(), dim=-1)).abs()
     bad = ~(volume > _DEGENERATE)  # NaN is also bad
     if bool(bad.any()):
         graph = int(bad.nonzero()[0])
@@ -159,8 +160,3 @@ def _check_rows(rows: Tensor, periodic: Tensor) -> None:
             f"lattice vectors along periodic axes must be finite and linearly independent; got "
             f"{rows[graph][periodic[graph]].tolist()} of graph {graph}; set pbc to False elsewhere"
         )
-
-
-def _unit_normal(a: Tensor, b: Tensor) -> Tensor:
-    normal = torch.linalg.cross(a, b)
-    return normal / normal.norm(dim=-1, keepdim=True)
