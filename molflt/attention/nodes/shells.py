@@ -3,7 +3,7 @@
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -21,23 +21,19 @@ _DEGREES = (3, 5, 7, 9, 11, 15, 17, 19, 21, 23, 29, 31, *range(35, 132, 6))
 _DOUBLE: dict[str, Any] = {"dtype": torch.float64, "device": "cpu"}
 
 
-class _Directions(NamedTuple):
-    """Quadrature rule for the unit sphere with only one point of each antipodal pair."""
-
-    unit: Tensor  # (n, l), float64 on the CPU
-    weights: Tensor  # (n,), with sum 1
-
-
 @functools.lru_cache(maxsize=64)
-def _directions(dim: int, degree: int) -> _Directions:
-    """Returns a rule for the unit sphere that is exact for even polynomials up to `degree`."""
+def _directions(dim: int, degree: int) -> tuple[Tensor, Tensor]:
+    """Returns a rule for the unit sphere that is exact for even polynomials up to `degree`.
+
+    Returns points (n, l), one of each antipodal pair, and weights (n,) with sum 1.
+    """
     if dim == 1 or degree <= 1:
-        return _Directions(torch.eye(dim, **_DOUBLE)[-1:], torch.ones(1, **_DOUBLE))
+        return torch.eye(dim, **_DOUBLE)[-1:], torch.ones(1, **_DOUBLE)
     if dim == 2:
         pairs = degree // 2 + 1
         angle = torch.arange(pairs, **_DOUBLE) * (math.pi / pairs)
         unit = torch.stack((angle.cos(), angle.sin()), dim=-1)
-        return _Directions(unit, torch.full_like(angle, 1 / pairs))
+        return unit, torch.full_like(angle, 1 / pairs)
     known = [d for d in _DEGREES if d >= degree]
     if not known:
         raise ValueError(
@@ -49,7 +45,7 @@ def _directions(dim: int, degree: int) -> _Directions:
     points, weights = (torch.from_numpy(array) for array in lebedev_rule(known[0]))
     points = torch.where(points.T.abs() < 1e-9, 0.0, points.T)  # [n, 3]
     sign = torch.tensor([9.0, 3.0, 1.0], **_DOUBLE) @ points.sign().T
-    return _Directions(points[sign > 0], weights[sign > 0] / (2 * math.pi))
+    return points[sign > 0], weights[sign > 0] / (2 * math.pi)
 
 
 class ShellNodes(Nodes):
@@ -112,16 +108,17 @@ class ShellNodes(Nodes):
         if normalized:
             measure = torch.ones_like(measure)
         elif dim == 1 and radial in (None, "trapezoid"):
-            parts = [_Directions(torch.zeros(1, 1, **_DOUBLE), torch.ones(1, **_DOUBLE)), *parts]
+            parts = [(torch.zeros(1, 1, **_DOUBLE), torch.ones(1, **_DOUBLE)), *parts]
             radius = torch.cat((radius.new_zeros(1), radius))
             measure = torch.cat((measure[:1] / 2, measure))
         self.dim = dim
         self.normalized = normalized
-        count = torch.tensor([len(part.weights) for part in parts], device="cpu")
+        units, shares = zip(*parts, strict=True)
+        count = torch.tensor([len(share) for share in shares], device="cpu")
         self.num_nodes = int(count.sum())
         shell = torch.arange(len(parts), device="cpu").repeat_interleave(count)
-        xi = radius[shell, None] * torch.cat([part.unit for part in parts])
-        weights = measure[shell] * torch.cat([part.weights for part in parts])
+        xi = radius[shell, None] * torch.cat(units)
+        weights = measure[shell] * torch.cat(shares)
         self.register_buffer("shell", torch.empty(shell.shape, dtype=shell.dtype).copy_(shell))
         for name, x in (("xi", xi[None]), ("weights", weights[None]), ("shell_radius", radius)):
             self.register_buffer(name, torch.empty(x.shape).copy_(x))

@@ -83,10 +83,7 @@ class _Pruned(NamedTuple):
 
 
 def _ball_pairs(ratio: float) -> tuple[Tensor, Tensor]:
-    """Returns a quadrature rule for the distances between random points in a ball.
-
-    Returns distances (n,), in units of the width, and weights (n,). `ratio` is diameter / width.
-    """
+    """Returns distances of random points in a ball, in units of the width, and their weights."""
     share, weights = torch.tensor(gauss_rule(24), dtype=torch.float64)  # fractions of the diameter
     density = 24 * share**2 * (1 - 1.5 * share + 0.5 * share**3)
     return ratio * share, density * weights / 2
