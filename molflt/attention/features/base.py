@@ -146,6 +146,7 @@ class FeatureMap(nn.Module):
     extra_repr = options_of
     degrees: tuple[int, ...] = ()  #: allowed degrees of a polynomial
     per_row = 1  #: number of features per row of the projection
+    draws_per_head = 1  #: number of independent projections of each head
     width: int  #: number of features per token
     projection: Projection | None
 
@@ -170,11 +171,10 @@ class FeatureMap(nn.Module):
         self.dim = dim
         self.heads = heads
         self.width = self.per_row * rows if self.random or self.learned else dim
-        self.projection = self._drawn(rows, projection) if self.random else None
+        self.projection = None
+        if self.random:
+            self.projection = PROJECTIONS[projection](heads * self.draws_per_head, rows, dim)
         self._add(rows, projection)
-
-    def _drawn(self, rows: int, projection: str) -> Projection:
-        return PROJECTIONS[projection](self.heads, rows, self.dim)
 
     def _add(self, rows: int, projection: str) -> None:
         """Creates parameters and buffers other than the random projection."""

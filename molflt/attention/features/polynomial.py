@@ -5,6 +5,7 @@ the sum at degree p yields the polynomial of degree p with the smallest mean squ
 directions. The error of the Taylor polynomial at q . k = 0 is 1.5 to 2 times as large.
 """
 
+import functools
 import math
 from itertools import combinations_with_replacement
 
@@ -19,7 +20,6 @@ from molflt.attention.features.base import (
     _joined,
     _squared_norm,
 )
-from molflt.attention.features.projections import PROJECTIONS, Projection
 
 _WIDEST = 2**14  # largest number of features per head; with fewer tokens, softmax is faster
 _TERMS = 6  # levels of the continued fraction
@@ -68,6 +68,7 @@ class _PolynomialFeatures(FeatureMap):
                 f"dimensions; expected {lower + 1} to {whole - 1}; omit it for all {whole}"
             )
         self.random = num_features is not None
+        self.draws_per_head = self.degree  # the factors of one product must be independent
         self.positive_kernel = self.degree == 2 and not self.random
         width = num_features or whole
         if width > _WIDEST:
@@ -79,10 +80,6 @@ class _PolynomialFeatures(FeatureMap):
         self.width = width
         for power in range(2, self.degree + (not self.random)):
             self.register_buffer(f"power_{power}", _monomials(dim, power), persistent=False)
-
-    def _drawn(self, rows: int, projection: str) -> Projection:
-        # The factors of one product must be independent of each other, as separate heads are.
-        return PROJECTIONS[projection](self.heads * self.degree, rows, self.dim)
 
     def forward(self, *columns: Columns) -> Features:
         x, square = _joined(*columns), _squared_norm(*columns)
@@ -104,10 +101,7 @@ class _PolynomialFeatures(FeatureMap):
             rows = self.get_buffer(f"power_{power}").to(other.dtype)
             factors = (first @ rows[0].sqrt(), *(other @ row for row in rows[1:]))
             scale = 1.0
-        out = factors[0] * scale
-        for factor in factors[1:]:
-            out = out * factor
-        return out
+        return functools.reduce(torch.mul, factors[1:], factors[0] * scale)
 
 
 def harmonics(square: Tensor, dim: int, degree: int) -> tuple[Tensor, list[Tensor]]:
