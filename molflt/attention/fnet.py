@@ -114,7 +114,8 @@ class FourierMixer(Mixer):
             return out
         if key_mask is None:
             return out * max(1, x.shape[1] * self.dim) ** -0.5
-        return out * (_lengths(key_mask) * self.dim).to(x.dtype).rsqrt()
+        lengths = key_mask.sum(dim=1).clamp(min=1)[:, None, None]
+        return out * (lengths * self.dim).to(x.dtype).rsqrt()
 
 
 class _LinearMixer(Mixer):
@@ -158,7 +159,8 @@ class _LinearMixer(Mixer):
         out = sequence @ (x @ at_least_float32(self.hidden_weight))
         if key_mask is None:
             return out
-        return out.gather(1, _ranks(key_mask)[..., None].expand(-1, -1, self.dim))
+        before = (key_mask.cumsum(dim=1) - 1).clamp(min=0)  # unmasked tokens before each of them
+        return out.gather(1, before[..., None].expand(-1, -1, self.dim))
 
 
 class _RandomMixer(_LinearMixer):
@@ -193,15 +195,6 @@ class _NoMixer(Mixer):
         # Not a new tensor, because data-parallel training needs a gradient for a preceding
         # LayerNorm.
         return 0.0 * x
-
-
-def _ranks(key_mask: Tensor) -> Tensor:
-    """Returns the number of unmasked tokens before each unmasked token: (batch, tokens)."""
-    return (key_mask.cumsum(dim=1) - 1).clamp(min=0)
-
-
-def _lengths(key_mask: Tensor) -> Tensor:
-    return key_mask.sum(dim=1).clamp(min=1)[:, None, None]
 
 
 def _dft_by_length(x: Tensor, key_mask: Tensor) -> Tensor:

@@ -77,8 +77,7 @@ class _Favor2020Features(_TrigonometricFeatures):
         self._draw_phase(generator)
 
     def _draw_phase(self, generator: torch.Generator | None = None) -> None:
-        with torch.no_grad():
-            self.phase.copy_(2 * math.pi * rand64(self.phase.shape, generator=generator))
+        self.phase.copy_(2 * math.pi * rand64(self.phase.shape, generator=generator))
 
     def forward(self, *columns: Columns) -> Features:
         projected = self.project(*columns)

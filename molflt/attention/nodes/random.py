@@ -66,9 +66,7 @@ class GaussianNodes(Nodes):
         return randn64(self.eps.shape, generator=generator)
 
     def redraw_(self, generator: torch.Generator | None = None) -> None:
-        draw = self._draw(generator)
-        with torch.no_grad():
-            self.eps.copy_(draw)
+        self.eps.copy_(self._draw(generator))
 
     def forward(self) -> tuple[Tensor, Tensor]:
         log_volume = self.dim * (self.log_sigma[:, None] + 0.5 * math.log(2 * math.pi))
@@ -145,10 +143,9 @@ class DensityNodes(Nodes):
         count = {} if num_nodes is None else {"num_nodes": num_nodes}
         return {"density": spectrum, **count}
 
+    @torch.no_grad()
     def redraw_(self, generator: torch.Generator | None = None) -> None:
-        draw = self._density[0].draw(self.num_nodes, generator)
-        with torch.no_grad():
-            self.unit.copy_(draw)
+        self.unit.copy_(self._density[0].draw(self.num_nodes, generator))
 
     def forward(self) -> tuple[Tensor, Tensor]:
         density = self._density[0]

@@ -17,6 +17,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from molflt.attention.checks import one_of, positive
 from molflt.attention.nodes.lattice import Lattice
@@ -85,14 +86,12 @@ def tapered_mask(
     """
     # `index` gives a fixed number even if a compiler treats module attributes as variables.
     count = operator.index(16 + math.ceil(8 * max_frequency * farthest))
-    rule = torch.tensor(gauss_rule(count), dtype=torch.float64, device=distance.device)
-    x, steps = rule
+    x, steps = torch.tensor(gauss_rule(count), dtype=torch.float64, device=distance.device)
     radius = max_frequency * x
     measure = steps * (2 * math.pi * max_frequency) * radius**2
     measure = (measure * _TAPERS[taper](x)).to(distance.dtype)
     radius = radius.to(distance.dtype)
-    xi = torch.zeros(1, count, 3, dtype=distance.dtype, device=distance.device)
-    xi[..., 0] = radius
+    xi = F.pad(radius[None, :, None], (0, 2))
     with torch.autocast(distance.device.type, enabled=False):
         waves = sinc(2 * distance[:, None] * radius)  # [n, k]
         return (spectrum.spectrum(xi) * measure).to(distance.dtype) @ waves.mT
