@@ -260,13 +260,12 @@ class Stack(Positioned):
     ) -> tuple[Tensor, StackState]:
         """Applies all causal passes to new tokens; see `Attention.decode`."""
         encoding, keys = self._evaluate_new(positions, state)
-        before = iter(state.blocks) if state is not None else None
+        blocks = self._blocks() * self.refinements
+        before = [None] * len(blocks) if state is None else state.blocks
         after: list[DecodeState] = []
-        for _ in range(self.refinements):
-            for block in self._blocks():
-                last = None if before is None else next(before)
-                x, last = block.decode(x, state=last, encoding=encoding)
-                after.append(last)
+        for block, old in zip(blocks, before, strict=True):
+            x, new = block.decode(x, state=old, encoding=encoding)
+            after.append(new)
         return self.norm(x), StackState(keys, after)
 
     def _evaluate_new(

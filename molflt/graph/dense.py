@@ -48,7 +48,12 @@ class DenseAtoms(NamedTuple):
         of the multiplicative encoding do not.
         """
         mask = atom_mask(geometry)
-        centred = geometry.pos - _centres(geometry, lattice)[geometry.batch]
+        mean = geometry.sum(geometry.pos) / geometry.ptr.diff().clamp(min=1)[:, None]
+        if lattice:
+            vectors = geometry.cell.detach().to(mean)
+            with torch.autocast(mean.device.type, enabled=False):
+                mean = mean - (mean[:, None] @ torch.linalg.pinv(vectors) @ vectors)[:, 0]
+        centred = geometry.pos - mean[geometry.batch]
         positions = padded(centred, mask, places_of(geometry, mask))
         return cls(mask, positions, mask, positions)
 
@@ -73,13 +78,3 @@ def padded(x: Tensor, mask: Tensor, places: Tensor) -> Tensor:
     """Pads graphs to the size of the largest graph: (atoms, n) -> (graphs, largest size, n)."""
     out = x.new_zeros(mask.numel(), x.shape[1]).index_copy(0, places, x)
     return out.view(*mask.shape, x.shape[1])
-
-
-def _centres(geometry: Geometry, lattice: bool) -> Tensor:
-    counts = geometry.ptr.diff().clamp(min=1)[:, None]
-    mean = geometry.sum(geometry.pos) / counts
-    if not lattice:
-        return mean
-    vectors = geometry.cell.detach().to(mean)
-    with torch.autocast(mean.device.type, enabled=False):
-        return mean - (mean[:, None] @ torch.linalg.pinv(vectors) @ vectors)[:, 0]

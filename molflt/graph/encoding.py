@@ -6,6 +6,7 @@ from typing import Any, Literal, cast, get_args
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from molflt.attention.checks import no_effect, one_of, positive
 from molflt.attention.encodings import (
@@ -280,8 +281,7 @@ class GraphEncoding(nn.Module):
             return self.position.radial_profile(distance)
         kernel = self.periodic.radial_profile(self.position, distance)
         if self.near_field is not None:
-            vector = distance.new_zeros(1, len(distance), 3)
-            vector[0, :, 0] = distance
+            vector = F.pad(distance[None, :, None], (0, 2))
             near = self.near_field.spectrum.mask(vector)[0].exp()
             kernel = kernel + self.near_field.switch(distance) * (near - kernel)
         return kernel.clamp(min=self.position.positive).log()

@@ -68,8 +68,7 @@ class ElementEmbedding(nn.Embedding):
         own = self.weight
         if self.training:
             own = own * (torch.rand(len(own), 1, device=own.device) >= _DROPPED)
-        vectors: Tensor = own + self.mix(self.waves(x).sin())
-        return vectors[numbers]
+        return (own + self.mix(self.waves(x).sin()))[numbers]
 
     def check(self, numbers: Tensor) -> None:
         """Raises ValueError for elements without descriptors, if descriptors are used."""
@@ -142,9 +141,8 @@ class AtomEmbedding(nn.Module):
         assert neighbors is not None
         if self.num_basis:
             basis = radial_bumps(neighbors.distance, self.num_basis, self.cutoff)
-            message = self.radial(basis.to(x.dtype))
             element = self.neighbor_element(numbers).index_select(0, neighbors.neighbor)
-            message = message * element
+            message = self.radial(basis.to(x.dtype)) * element
             x = x + _sum_by(message, neighbors.center, len(x))
         if self.messages is None:
             return x

@@ -327,8 +327,7 @@ def _cut_off(nodes: Tensor, spectra: Tensor, cell: Tensor, pbc: Tensor, height: 
     # (Rozzi et al., Phys. Rev. B 73, 205119, 2006). k_z R is a multiple of pi; the value at 0 is -2
     # pi R^2.
     first, second = cell[0, pbc[0]]
-    normal = torch.linalg.cross(first, second)
-    normal = normal / normal.norm()
+    normal = nn.functional.normalize(torch.linalg.cross(first, second), dim=0)
     along = (nodes[0] * normal).sum(dim=-1)
     plane = distances(nodes[0] - along[:, None] * normal)
     odd = (along.detach() * height).round() % 2 != 0

@@ -3,7 +3,6 @@
 import inspect
 import itertools
 import math
-from collections.abc import Iterable
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
@@ -431,12 +430,11 @@ else:
 
 def make_periodic(periodic: str | Open, **options: float | None) -> Open:
     """Builds a scheme from its name and options, or returns an existing scheme."""
-    known: Iterable[str] = ()
-    if not isinstance(periodic, Open):
-        one_of("periodic", periodic, PERIODIC)
-        known = inspect.signature(PERIODIC[periodic]).parameters
-    idle = {name: value for name, value in options.items() if name not in known}
-    no_effect(f"with periodic={periodic!r}", **idle)
+    why = f"with periodic={periodic!r}"
     if isinstance(periodic, Open):
+        no_effect(why, **options)
         return periodic
-    return PERIODIC[periodic](**{k: v for k, v in options.items() if k in known and v is not None})
+    one_of("periodic", periodic, PERIODIC)
+    known = inspect.signature(PERIODIC[periodic]).parameters
+    no_effect(why, **{name: value for name, value in options.items() if name not in known})
+    return PERIODIC[periodic](**{k: v for k, v in options.items() if v is not None})

@@ -64,15 +64,12 @@ def causal_linear(
         return _step(query, key, value, log_decay, state)
     if tokens <= span:
         return _scan(query, key, value, log_decay, state, chunk)
-    decays = log_decay if log_decay is None else log_decay[..., None]
-    parts = (*query, *key, value, decays)
-    cuts = (cut(x, span, -(-tokens // span)) for x in parts)
+    count = -(-tokens // span)
+    cuts = *(cut(x, span, count) for x in (*query, *key, value)), cut(log_decay, span, count, -1)
     pieces = []
     for q, q_scale, k, k_scale, v, decay in zip(*cuts, strict=True):
-        own = None if decay is None else decay[..., 0]
-        sums, state = recomputed(
-            _scan, Features(q, q_scale), Features(k, k_scale), v, own, state, chunk
-        )
+        phi = Features(q, q_scale), Features(k, k_scale)
+        sums, state = recomputed(_scan, *phi, v, decay, state, chunk)
         pieces.append(sums)
     joined = (torch.cat(parts, dim=-2) for parts in zip(*pieces, strict=True))
     assert state is not None

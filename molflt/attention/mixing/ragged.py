@@ -84,8 +84,7 @@ def _cut(first: list[int], sizes: list[int]) -> tuple[Tensor, Tensor]:
     """Cuts each graph into pieces of the length in `sizes`; returns `pieces` and `ends`."""
     rows: list[tuple[int, int, int]] = []
     ends = [0]
-    for graph, (start, stop) in enumerate(itertools.pairwise(first)):
-        size = sizes[graph]
+    for graph, (start, stop, size) in enumerate(zip(first[:-1], first[1:], sizes, strict=True)):
         rows += [(graph, cut, min(cut + size, stop)) for cut in range(start, stop, size)]
         ends.append(len(rows))
     return torch.tensor(rows, dtype=torch.long).view(-1, 3), torch.tensor(ends)

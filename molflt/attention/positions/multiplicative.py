@@ -80,11 +80,7 @@ class MultiplicativePosition(SpectralPosition):
         left, right = super().factors(positions, key_positions, nodes)
         if not self.background:
             return left, right
-        one, constant = left.new_ones(()), right.new_full((), self.background)
-        return (
-            torch.cat((left, one.expand_as(left[..., :1])), dim=-1),
-            torch.cat((right, constant.expand_as(right[..., :1])), dim=-1),
-        )
+        return F.pad(left, (0, 1), value=1.0), F.pad(right, (0, 1), value=self.background)
 
     def waves(self, nodes: GraphNodes | None = None, counts: Tensor | None = None) -> Waves:
         """Returns the nodes and coefficients of h, with the background as the first node.

@@ -7,6 +7,7 @@ from typing import ClassVar, Literal, NamedTuple, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from molflt.attention.checks import at_least_one, no_effect, one_of
 from molflt.attention.encodings import Bias, Encoding, Factors
@@ -192,9 +193,7 @@ class SpectralPosition(Position):
 
     def radial_profile(self, distances: Tensor) -> Tensor:
         """Computes the exact mask along a line, for plots: distances (n,) -> (heads, n)."""
-        delta = distances.new_zeros(1, len(distances), self.spectrum.dim)
-        delta[0, :, 0] = distances
-        return self.bias(delta)[0]
+        return self.bias(F.pad(distances[None, :, None], (0, self.dim - 1)))[0]
 
     def redraw_(self, generator: torch.Generator | None = None) -> None:
         if self.nodes is not None:
