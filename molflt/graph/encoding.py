@@ -239,8 +239,7 @@ class GraphEncoding(nn.Module):
         """Computes the exact mask for softmax, including the near field."""
         positions, keys, position = dense.positions, dense.key_positions, self.position
         if self.near_field is None or not isinstance(position, MultiplicativePosition):
-            encoding: Encoding = position("softmax", positions, keys)
-            return encoding
+            return position("softmax", positions, keys)
         kernel = position.kernel(differences(positions, keys))
         pairs = self._near(found, lambda some, _: position.kernel(some.vector[None])[0])
         if pairs is not None:

@@ -137,8 +137,7 @@ def _numbers(x: Tensor) -> NDArray[Any]:
                 f"near_field cannot be mapped by torch.func.vmap; got a batch of {held.shape[0]}; "
                 "put the structures into one batch instead"
             )
-        numbers: NDArray[Any] = held.detach().cpu().numpy()
-        return numbers
+        return held.detach().cpu().numpy()
 
 
 def _closed(

@@ -266,8 +266,7 @@ class EnergyRegressor(nn.Module):
                 "y_baseline in eV; got structures without it; compute it in the same "
                 "way as for the training data, for example with molflt data baseline"
             )
-        baseline: Tensor = found.double()
-        return baseline
+        return found.double()
 
     def _references(self, atoms: Atoms) -> Tensor:
         # in float64, because totals may be 1e5 eV

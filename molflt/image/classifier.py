@@ -162,8 +162,7 @@ class ImageClassifier(nn.Module):
             x = x + self.place
         if self.class_token is not None:
             x = torch.cat((self.class_token.expand(len(x), -1, -1).to(x.dtype), x), dim=1)
-        out: Tensor = self.dropout(x)
-        return out
+        return self.dropout(x)
 
     @property
     def places(self) -> Tensor:
@@ -192,8 +191,7 @@ class ImageClassifier(nn.Module):
         x = self.stack(self.tokens(images), positions)
         pooled = x.mean(dim=1) if self.pool == "mean" else x[:, 0]
         with torch.autocast(pooled.device.type, enabled=False):  # logits in bfloat16 are often tied
-            logits: Tensor = self.head(pooled.to(self.head.weight.dtype))
-        return logits
+            return self.head(pooled.to(self.head.weight.dtype))
 
     if TYPE_CHECKING:  # torch declares that calls return Any
         __call__ = forward
@@ -234,8 +232,6 @@ def _refuse_misfits(
 
 def _sinusoids(side: int, dim: int) -> Tensor:
     """Returns sines and cosines of row and column indices (arXiv:1706.03762, section 3.5)."""
-    line = sinusoids(torch.arange(side), dim // 2)  # [place, dim / 2]
-    rows = line[:, None].expand(-1, side, -1)
-    columns = line[None].expand(side, -1, -1)
-    both = torch.cat((rows, columns), dim=-1)
-    return both.reshape(1, side * side, dim).to(torch.get_default_dtype())
+    index = torch.arange(side)
+    axes = [sinusoids(places, dim // 2) for places in torch.cartesian_prod(index, index).T]
+    return torch.cat(axes, dim=-1)[None].to(torch.get_default_dtype())

@@ -56,5 +56,4 @@ class SequenceClassifier(EncoderModel):
         else:
             there = key_mask[..., None].to(hidden.dtype)
             pooled = (hidden * there).sum(dim=1) / there.sum(dim=1).clamp(min=1)
-        logits: Tensor = self.classify(self.head_dropout(self.pooler(pooled).tanh()))
-        return logits
+        return self.classify(self.head_dropout(self.pooler(pooled).tanh()))

@@ -100,9 +100,7 @@ class TokenEncoder(TokenModel):
             x = x + self.types(types.long())
         x = self.embedding_norm(self._with_places(x, index))
         x = self.embedding_dropout(x if self.projection is None else self.projection(x))
-        positions = self._positions(index)
-        hidden: Tensor = self.stack(x, positions, key_mask=key_mask)
-        return hidden
+        return self.stack(x, self._positions(index), key_mask=key_mask)
 
 
 class EncoderModel(nn.Module):

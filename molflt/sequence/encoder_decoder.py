@@ -93,8 +93,7 @@ class EncoderDecoder(TokenModel):
         if source_mask is not None:
             check_mask(source_mask, source.shape)
         x, positions = self._embed("source", source, 0)
-        hidden: Tensor = self.encoder(x, positions, key_mask=source_mask)
-        return hidden
+        return self.encoder(x, positions, key_mask=source_mask)
 
     def forward(self, source: Tensor, target: Tensor, source_mask: Tensor | None = None) -> Tensor:
         """Returns the hidden states of the target, of shape (batch, t, dim).
@@ -111,8 +110,7 @@ class EncoderDecoder(TokenModel):
     def decode(self, target: Tensor, encoded: Tensor, source_mask: Tensor | None = None) -> Tensor:
         """Computes `forward` for an encoded source (batch, n, dim)."""
         x, positions = self._embed("target", target, 0)
-        hidden: Tensor = self.decoder(x, encoded, positions, source_mask)
-        return hidden
+        return self.decoder(x, encoded, positions, source_mask)
 
     def begin(self, encoded: Tensor, source_mask: Tensor | None = None) -> Translating:
         """Returns the state before the first token of the target, for an encoded source."""

@@ -86,15 +86,14 @@ class _AdaptiveHead(Head):
 
     def __init__(self, dim: int, vocabulary: int, cutoffs: list[int]) -> None:
         super().__init__()
-        ends = [0, *cutoffs, vocabulary]
         if dim < _SHRINK ** len(cutoffs):
             raise ValueError(
                 f"adaptive_cutoffs: {len(cutoffs)} clusters need dim of at least "
                 f"{_SHRINK ** len(cutoffs):g}; got {dim}; use fewer cutoffs"
             )
         self.softmax = nn.AdaptiveLogSoftmaxWithLoss(dim, vocabulary, cutoffs, div_value=_SHRINK)
-        self.ends = ends
-        self.width = ends[1] + len(cutoffs)  # few tokens need the logits of rarer ids
+        # few tokens need the logits of rarer ids
+        self.width = self.softmax.cutoffs[0] + len(cutoffs)
         nn.init.normal_(self.softmax.head.weight, std=dim**-0.5)
         for project, embedding in self._tails():
             nn.init.normal_(project, std=dim**-0.5)
@@ -106,9 +105,8 @@ class _AdaptiveHead(Head):
         return [(cast(Tensor, t[0].weight), cast(Tensor, t[1].weight)) for t in tails]
 
     def embed(self, tokens: Tensor) -> Tensor:
-        frequent = self.ends[1]
-        x = F.embedding(tokens.clamp(max=frequent - 1), self.softmax.head.weight)
-        starts = self.ends[1:-1]
+        *starts, _ = self.softmax.cutoffs  # the last is the number of ids
+        x = F.embedding(tokens.clamp(max=starts[0] - 1), self.softmax.head.weight)
         for start, (project, embedding) in zip(starts, self._tails(), strict=True):
             index = (tokens - start).clamp(0, len(embedding) - 1)
             own = (F.embedding(index, embedding) @ project).to(x.dtype)
@@ -118,12 +116,11 @@ class _AdaptiveHead(Head):
     def log_probabilities(self, hidden: Tensor) -> Tensor:
         with torch.autocast(hidden.device.type, enabled=False):
             flat = hidden.to(self.softmax.head.weight.dtype).reshape(-1, hidden.shape[-1])
-            return self.softmax.log_prob(flat).view(*hidden.shape[:-1], self.ends[-1])
+            return self.softmax.log_prob(flat).view(*hidden.shape[:-1], self.softmax.n_classes)
 
     def log_likelihood(self, hidden: Tensor, targets: Tensor) -> Tensor:
         with torch.autocast(hidden.device.type, enabled=False):
-            out: Tensor = self.softmax(hidden.to(self.softmax.head.weight.dtype), targets).output
-            return out
+            return self.softmax(hidden.to(self.softmax.head.weight.dtype), targets).output
 
 
 class MaskedHead(Head):

@@ -77,8 +77,7 @@ class LanguageModel(TokenModel):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Returns the hidden states of token ids: (batch, length) -> (batch, length, dim)."""
-        out: Tensor = self.stack(*self._embed(tokens, 0))
-        return out
+        return self.stack(*self._embed(tokens, 0))
 
     if TYPE_CHECKING:  # torch declares that calls return Any
         __call__ = forward

@@ -53,8 +53,7 @@ class MaskedLanguageModel(EncoderModel):
         self, tokens: Tensor, types: Tensor | None = None, key_mask: Tensor | None = None
     ) -> Tensor:
         """Returns hidden states (batch, length, dim); see `TokenEncoder.forward`."""
-        hidden: Tensor = self.encoder(tokens, types, key_mask)
-        return hidden
+        return self.encoder(tokens, types, key_mask)
 
     def log_probabilities(self, hidden: Tensor) -> Tensor:
         """Returns normalized log-probabilities of all ids: (..., dim) -> (..., vocabulary)."""
@@ -79,5 +78,4 @@ class MaskedLanguageModel(EncoderModel):
                 "the model does not predict next sentences; got next_sentence=None; build it with "
                 "next_sentence=True"
             )
-        logits: Tensor = self.next_sentence(self.pooler(hidden[:, 0]).tanh())
-        return logits
+        return self.next_sentence(self.pooler(hidden[:, 0]).tanh())

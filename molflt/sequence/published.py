@@ -36,6 +36,7 @@ _RENAMED = (
     (r"classifier", "classify"),
 )
 _PATTERNS = [(re.compile(rf"{theirs}\.(\w+)"), ours) for theirs, ours in _RENAMED]
+_UNUSED = re.compile(r".*position_ids|cls\.predictions\.decoder\..*")  # indices; tied weights
 _TENSORS = {"gamma": "weight", "beta": "bias"}  # LayerNorm in files converted from TensorFlow
 _ACTIVATIONS = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}
 _HEAD = 64  # width of a head, in all published sizes
@@ -52,12 +53,7 @@ def renamed(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     The result fits a `molflt.sequence.MaskedLanguageModel` or `SequenceClassifier` that is built
     with `options_of`. Tensors are not copied.
     """
-    found = {}
-    for name, tensor in weights.items():
-        if name.endswith("position_ids") or name.startswith("cls.predictions.decoder."):
-            continue  # indices of positions, and tied weights
-        found[_own(name)] = tensor
-    return found
+    return {_own(name): x for name, x in weights.items() if not _UNUSED.fullmatch(name)}
 
 
 def _own(name: str) -> str:
