@@ -149,9 +149,7 @@ def gauss_rule(count: int) -> tuple[list[float], list[float]]:
 vars(gauss_rule)["_dynamo_marked_constant"] = True
 
 
-def searched(
-    fake: Callable[..., object],
-) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
+def searched(fake: Callable[..., object]) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
     """Decorates a function of tensors to make it one opaque operation in compiled graphs.
 
     The operation has no gradient. It may read values and raise errors when the graph runs. `fake`

@@ -7,14 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from molflt.attention import Attention, Position, Stack
-from molflt.attention.checks import (
-    at_least_one,
-    known_names,
-    no_effect,
-    one_of,
-    tensors,
-    whole,
-)
+from molflt.attention.checks import at_least_one, known_names, no_effect, one_of, tensors, whole
 from molflt.attention.numerics import at_least_float32
 from molflt.attention.positions import PositionName, known_options
 from molflt.attention.positions.base import ABSOLUTE, sinusoids

@@ -7,13 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from molflt.attention.features.base import (
-    Columns,
-    FeatureMap,
-    Features,
-    _joined,
-    _squared_norm,
-)
+from molflt.attention.features.base import Columns, FeatureMap, Features, _joined, _squared_norm
 from molflt.attention.features.projections import PROJECTIONS
 from molflt.attention.numerics import by_head, rand64, unit
 

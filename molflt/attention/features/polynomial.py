@@ -13,13 +13,7 @@ import torch
 from torch import Tensor
 
 from molflt.attention.checks import no_effect
-from molflt.attention.features.base import (
-    Columns,
-    FeatureMap,
-    Features,
-    _joined,
-    _squared_norm,
-)
+from molflt.attention.features.base import Columns, FeatureMap, Features, _joined, _squared_norm
 
 _WIDEST = 2**14  # largest number of features per head; with fewer tokens, softmax is faster
 _TERMS = 6  # levels of the continued fraction

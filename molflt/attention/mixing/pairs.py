@@ -133,9 +133,7 @@ def with_exact_pairs(
     )
     scale = (sums.log_scale - shift).exp()
     return Sums(
-        sums.numerator * scale + added[..., :-1],
-        sums.normalizer * scale + added[..., -1:],
-        shift,
+        sums.numerator * scale + added[..., :-1], sums.normalizer * scale + added[..., -1:], shift
     )
 
 

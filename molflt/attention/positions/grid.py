@@ -197,11 +197,7 @@ class LowRankPosition(ToeplitzPosition):
     probe: Tensor
 
     def __init__(
-        self,
-        heads: int,
-        max_tokens: int = 512,
-        rank: int = 32,
-        std: float = 0.02,
+        self, heads: int, max_tokens: int = 512, rank: int = 32, std: float = 0.02
     ) -> None:
         super().__init__(heads, max_tokens=max_tokens, std=std)
         at_least_one(rank=rank)
