@@ -181,8 +181,7 @@ class _Multiplied(Encoding):
         return self._matrix.get(formed)
 
     def by_matrix(self, terms: Terms, **kernel: Tensor) -> Sums:
-        dense = self.dense(terms.query.tokens, terms.key.tokens)
-        return super().by_matrix(terms, kernel=dense)
+        return super().by_matrix(terms, kernel=self.dense(terms.query.tokens, terms.key.tokens))
 
 
 class Kernel(_Multiplied):

@@ -148,8 +148,7 @@ class GraphAttention(nn.Module):
             wrong = cell is None
         else:
             wrong = self.periodic is None and (cell is not None or pbc is not None)
-        compiling = torch.compiler.is_compiling()
-        if wrong and (pbc is None or compiling or bool(pbc.any())):
+        if wrong and (pbc is None or torch.compiler.is_compiling() or bool(pbc.any())):
             raise ValueError(
                 f"got a periodic structure, which needs cell, (graphs, 3, 3), Å, and periodic="
                 f"'reciprocal' or 'images', or 'none' to ignore the boundaries; the layer has "

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from molflt.attention import Attention
 from molflt.attention.positions.spectral import GraphNodes
 from molflt.graph.dense import DenseAtoms
-from molflt.graph.geometry import Atoms, Geometry
+from molflt.graph.geometry import Atoms, Geometry, _starts
 from molflt.graph.near import NearPairs, _Found
 from molflt.graph.neighbors import Neighbors, neighbor_list
 from molflt.graph.periodic import Auto, Images, OnMesh
@@ -145,12 +145,11 @@ class EnergyComputation(nn.Module):
         if model.sees_neighbors:
             center, neighbor, vector = given[12:]
             edges = Neighbors(center, neighbor, vector, vector.norm(dim=-1))
-        ends = mask.sum(dim=1).cumsum(0)
         nowhere = given.positions.new_zeros(3)  # the encoding and the edges contain positions
         geometry = Geometry(
             nowhere,
             torch.div(given.places, mask.shape[1], rounding_mode="floor"),
-            torch.cat((ends.new_zeros(1), ends)),
+            _starts(mask.sum(dim=1)),
             nowhere,
             nowhere,
             given.tags,

@@ -160,10 +160,8 @@ class GraphEncoding(nn.Module):
             if found.nodes is None:
                 factors = position.factors(positions[None], positions[None])
         far = partial(self.periodic.far, position, factors)
-        pairs, tokens = (
-            self._near(found._replace(near=near), far),
-            Ragged.of(geometry.ptr.tolist(), places.device),
-        )
+        pairs = self._near(found._replace(near=near), far)
+        tokens = Ragged.of(geometry.ptr.tolist(), places.device)
         encoding = RaggedKernel(waves, (positions, positions), (tokens, tokens), pairs)
         there = torch.ones_like(places, dtype=torch.bool)[None]
         row = DenseAtoms(there, positions[None], there, positions[None])

@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from molflt.atoms import FARTHEST, MAX_ATOMIC_NUMBER, Tag
 from molflt.attention.checks import at_hand, in_transform, tensors, whole
@@ -75,12 +76,11 @@ class Geometry(NamedTuple):
         cell = pos.new_zeros(3, 3) if cell is None else cell.to(pos)
         pbc = _for_each("pbc", pbc.to(pos.device).bool(), (3,), graphs)
         cell = _for_each("cell", cell, (3, 3), graphs).masked_fill(~pbc[..., None], 0.0)
-        counts = counts_of(batch, graphs).cumsum(0)
         if at_hand(pos) and not bool(cell.isfinite().all()):
             raise ValueError(
                 "cell must be finite along periodic axes; got NaN or infinity; correct it"
             )
-        return cls(pos, batch, torch.cat((counts.new_zeros(1), counts)), cell, pbc, tags)
+        return cls(pos, batch, _starts(counts_of(batch, graphs)), cell, pbc, tags)
 
     @classmethod
     def of_data(cls, data: "Data") -> "Geometry":
@@ -111,14 +111,14 @@ class Geometry(NamedTuple):
     def select(self, graphs: Tensor) -> tuple["Geometry", Tensor]:
         """Returns the graphs with the given indices (n,), and the batch indices of their atoms."""
         counts = self.ptr.diff()[graphs]
-        ends = counts.cumsum(0)
+        ptr = _starts(counts)
         batch = torch.arange(len(graphs), device=graphs.device).repeat_interleave(counts)
         atoms = torch.arange(len(batch), device=graphs.device)
-        atoms = atoms + (self.ptr[graphs] - ends + counts)[batch]
+        atoms = atoms + (self.ptr[graphs] - ptr[:-1])[batch]
         found = Geometry(
             self.pos[atoms],
             batch,
-            torch.cat((ends.new_zeros(1), ends)),
+            ptr,
             self.cell[graphs],
             self.pbc[graphs],
             None if self.tags is None else self.tags[atoms],
@@ -142,6 +142,11 @@ class Geometry(NamedTuple):
 def _sum_by(x: Tensor, index: Tensor, size: int) -> Tensor:
     """Sums the rows of `x` with the same `index` (n,): (n, ...) -> (size, ...)."""
     return x.new_zeros(size, *x.shape[1:]).index_add(0, index, x)
+
+
+def _starts(counts: Tensor) -> Tensor:
+    """Returns the first index of each group and the total number, for groups of given sizes."""
+    return F.pad(counts.cumsum(0), (1, 0))
 
 
 def _points(pos: Tensor | None, atoms: int | None) -> Tensor:
@@ -260,11 +265,10 @@ class Atoms(NamedTuple):
         """
         geometry, kept = self.geometry, self.geometry.above_subsurface()
         assert geometry.tags is not None
-        ends = geometry.sum(kept.long()).cumsum(0)
         part = geometry._replace(
             pos=geometry.pos[kept],
             batch=geometry.batch[kept],
-            ptr=torch.cat((ends.new_zeros(1), ends)),
+            ptr=_starts(geometry.sum(kept.long())),
             tags=geometry.tags[kept],
         )
         return Atoms(part, self.numbers[kept], self.fixed[kept]), kept

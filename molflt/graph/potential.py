@@ -185,8 +185,8 @@ class Potential(EnergyRegressor):
         """Returns the parts of the energies, and the other outputs of `forward`."""
         untagged = copy.copy(batch)  # all atoms count equally
         untagged.tags = torch.full(batch.pos.shape[:1], int(Tag.SURFACE), device=batch.pos.device)
-        charged = self.charge_share is not None
-        atoms = Atoms.of(untagged, self.embedding.element.weight, charged)
+        weight = self.embedding.element.weight
+        atoms = Atoms.of(untagged, weight, charged=self.charge_share is not None)
         geometry, out = atoms.geometry, self._predict(atoms)
         parts = {"local": out["energy"] + geometry.sum(self._references(atoms))}
         others = {"embedding": out["embedding"]}

@@ -38,8 +38,7 @@ class Head(nn.Module):
 
     def log_likelihood(self, hidden: Tensor, targets: Tensor) -> Tensor:
         """Returns log p of the targets: (n, dim), (n,) -> (n,)."""
-        logits = at_least_float32(self.logits(hidden))
-        return -F.cross_entropy(logits, targets, reduction="none")
+        return -F.cross_entropy(at_least_float32(self.logits(hidden)), targets, reduction="none")
 
     def score(self, hidden: Tensor, targets: Tensor) -> Tensor:
         """Computes `log_likelihood`, in pieces if the logits would need too much memory."""

@@ -46,8 +46,7 @@ class _TrigonometricFeatures(FeatureMap):
     def forward(self, *columns: Columns) -> Features:
         projected = self.project(*columns)
         waves = torch.cat((projected.sin(), projected.cos()), dim=-1)
-        values = waves * (2 / self.width) ** 0.5
-        return Features(values, _squared_norm(*columns) / 2)
+        return Features(waves * (2 / self.width) ** 0.5, _squared_norm(*columns) / 2)
 
 
 class _Favor2020Features(_TrigonometricFeatures):

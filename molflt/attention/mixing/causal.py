@@ -113,9 +113,8 @@ def _scan(
     tokens = value.shape[-2]
     length = max(1, min(chunk, tokens))
     parts = _Chunks.cut(query.bounded(), key.bounded(), value, log_decay, length)
-    before, last = parts.carry(state if state is not None else parts.empty_state())
-    sums = parts.mix(before)
-    return Sums(*(part.flatten(2, 3)[:, :, :tokens] for part in sums)), last
+    before, last = parts.carry(state or parts.empty_state())
+    return Sums(*(part.flatten(2, 3)[:, :, :tokens] for part in parts.mix(before))), last
 
 
 class _Chunks(NamedTuple):
@@ -185,8 +184,7 @@ class _Chunks(NamedTuple):
                 + added[:, :, c] * (highest[:, :, c] - log_max).exp()
             )
         if not before:  # no token at all
-            empty = (x.unsqueeze(2)[:, :, :0] for x in state)
-            return State(*empty), state
+            return State(*(x.unsqueeze(2)[:, :, :0] for x in state)), state
         stacked = (torch.stack(parts, dim=2) for parts in zip(*before, strict=True))
         return State(*stacked), State(log_max, sums)
 

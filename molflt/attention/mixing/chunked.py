@@ -100,10 +100,9 @@ def absorb(key: Operand, value: Tensor, right: Tensor | None = None) -> KeySums:
 
 def answer(query: Operand, keys: KeySums, left: Tensor | None = None) -> Sums:
     """Computes the sums of each query over absorbed keys; `left` is the factor U of the kernel."""
-    phi = query.features()
     with torch.autocast(keys.context.device.type, enabled=False):
         log_max = None if keys.log_max is None else finite(keys.log_max)  # infinite if masked
-        phi_q, shift = _stable_query(phi, log_max)
+        phi_q, shift = _stable_query(query.features(), log_max)
         mixed = phi_q @ keys.context
         if left is not None:
             mixed = mixed.unflatten(-1, (left.shape[-1], -1))

@@ -43,8 +43,7 @@ class Lattice(NamedTuple):
                 f"extent must be non-negative, of shape {tuple(pbc.shape)}; got {extent.tolist()}; "
                 "use free_extent(...)"
             )
-        side = torch.where(periodic, 1.0, extent.to(rows.dtype) + reach)
-        vectors = rows * side[..., None]
+        vectors = rows * torch.where(periodic, 1.0, extent.to(rows.dtype) + reach)[..., None]
         cross, (a, b, c) = torch.linalg.cross, vectors.unbind(1)
         normals = torch.stack((cross(b, c), cross(c, a), cross(a, b)), dim=1)
         volume = (normals[:, 0] * a).sum(dim=-1)

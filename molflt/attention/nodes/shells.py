@@ -102,8 +102,7 @@ class ShellNodes(Nodes):
             raise ValueError(f"degrees must be {num_shells}, one per shell; got {len(degrees)}")
         radius, measure = shells(max_frequency, num_shells, dim, radial)
         if degrees is None:
-            turns = (2 * math.pi * diameter * radius).tolist()
-            degrees = [int(0.8 * x + 3) for x in turns]
+            degrees = [int(0.8 * x + 3) for x in (2 * math.pi * diameter * radius).tolist()]
         parts = [_directions(dim, degree) for degree in degrees]
         if normalized:
             measure = torch.ones_like(measure)

@@ -234,8 +234,7 @@ class LowRankPosition(ToeplitzPosition):
             return basis * balance, right / balance
 
     def redraw_(self, generator: torch.Generator | None = None) -> None:
-        drawn = torch.randn(self.probe.shape, generator=generator, device="cpu")
-        self.probe.copy_(drawn)
+        self.probe.copy_(torch.randn(self.probe.shape, generator=generator, device="cpu"))
 
     def _rows(self, factor: Tensor, positions: Tensor) -> Tensor:
         """Looks up rows of (heads, L, r) by position: (batch, n, 1) -> (batch, heads, n, r)."""

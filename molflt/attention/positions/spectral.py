@@ -267,8 +267,7 @@ class FrequencyProjection(nn.Module):
         even = v * w + self.turns.double()[:, None]
         ahead, behind = (_normal(even + u), _normal(even - u))
         # At xi = 0, eta(xi) and eta(-xi) are the same variable.
-        origin = (xi == 0).all(dim=-1, keepdim=True)
-        scale = torch.where(origin, 0.5, 0.5**0.5)
+        scale = torch.where((xi == 0).all(dim=-1, keepdim=True), 0.5, 0.5**0.5)
         return torch.cat(((ahead + behind) * scale, (ahead - behind) * scale), dim=2)
 
     def forward(self, factors: tuple[Tensor, Tensor], nodes: Tensor) -> tuple[Projected, Projected]:
