@@ -44,11 +44,11 @@ def _head_width(dim: int, heads: int) -> int:
     return dim // heads
 
 
-def one_of(option: str, choice: str, choices: Iterable[str]) -> None:
+def one_of(option: str, choice: object, choices: Iterable[object]) -> None:
     """Raises ValueError for an unknown choice."""
-    known = tuple(choices)
-    if choice not in known:
-        raise ValueError(f"{option}={choice!r} is unknown; expected one of {', '.join(known)}")
+    if choice not in (known := tuple(choices)):
+        expected = ", ".join(map(str, known))
+        raise ValueError(f"{option}={choice!r} is unknown; expected one of {expected}")
 
 
 def no_effect(why: str, **options: object) -> None:

@@ -13,7 +13,7 @@ from molflt.attention.checks import no_effect, one_of, positive
 from molflt.attention.mixing.mesh import MeshKernel
 from molflt.attention.mixing.pairs import products
 from molflt.attention.nodes.lattice import Lattice, free_extent
-from molflt.attention.nodes.mesh import check_order
+from molflt.attention.nodes.mesh import OVERSAMPLING
 from molflt.attention.nodes.reciprocal import reciprocal_nodes, tapered_mask
 from molflt.attention.numerics import distances, fade, searched, uncompiled
 from molflt.attention.positions.multiplicative import MultiplicativePosition
@@ -354,7 +354,7 @@ class Auto(Reciprocal):
 
     def __init__(self, max_frequency: float = 0.25, mesh_order: int = 5) -> None:
         super().__init__(max_frequency)
-        check_order(mesh_order)
+        one_of("mesh_order", mesh_order, OVERSAMPLING)
         self.mesh_order = mesh_order
 
     def check(self, position: SpectralPosition, softmax: bool, near: bool) -> None:

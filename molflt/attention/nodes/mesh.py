@@ -50,7 +50,6 @@ class Mesh(NamedTuple):
     @classmethod
     def of(cls, lattice: Lattice, graph: int, max_frequency: float, order: int) -> "Mesh":
         """Builds the mesh of one graph for frequencies below `max_frequency` (cycles/Å)."""
-        check_order(order)
         dual, volume = lattice.dual[graph], lattice.volume[graph]
         length = lattice.vectors[graph].detach().double().norm(dim=-1)
         bounds = [int(n) for n in (max_frequency * length).floor()]
@@ -111,13 +110,6 @@ class Mesh(NamedTuple):
         y = (third.mT @ z.flatten(1, 2)).view(a, 2 * b, -1)
         x = (second.mT @ y).view(2 * a, -1)
         return (first.mT @ x).view(self.points, -1)
-
-
-def check_order(order: int) -> None:
-    """Raises ValueError for an unknown spline order."""
-    if order not in OVERSAMPLING:
-        known = ", ".join(map(str, OVERSAMPLING))
-        raise ValueError(f"mesh_order must be one of {known}; got {order}")
 
 
 def splines(t: Tensor, order: int) -> Tensor:

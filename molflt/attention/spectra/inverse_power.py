@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from molflt.attention.checks import positive
+from molflt.attention.checks import one_of, positive
 from molflt.attention.numerics import distances
 from molflt.attention.spectra.base import Spectrum
 
@@ -34,10 +34,7 @@ class InversePower(Spectrum):
 
     def __init__(self, power: int, sharpness: float) -> None:
         super().__init__(heads=1, dim=3)
-        if power not in POWERS:
-            raise ValueError(
-                f"powers of 1 / r^p must be one of {', '.join(map(str, POWERS))}; got {power!r}"
-            )
+        one_of("power", power, POWERS)
         positive(sharpness=sharpness)
         self.power = power
         self.sharpness = sharpness
