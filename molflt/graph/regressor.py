@@ -313,7 +313,9 @@ class EnergyRegressor(nn.Module):
             step = self.position_head(h, neighbors)
             moved.append(geometry.pos - start + step)
             if left:
-                geometry = geometry._replace(pos=geometry.pos + _bounded(step) * ~fixed[:, None])
+                # smoothly shortened to less than `_MAX_MOVE`
+                move = step * (1 + (step / _MAX_MOVE).square().sum(dim=-1, keepdim=True)).rsqrt()
+                geometry = geometry._replace(pos=geometry.pos + move * ~fixed[:, None])
                 neighbors = neighbor_list(geometry, self.neighbor_cutoff)
                 classes = _encode(self.encoding, geometry, self._near(neighbors))
         return h, moved
@@ -345,11 +347,6 @@ def _fill_added(
     for name in model.added_later:
         new = model.get_buffer(name)
         weights.setdefault(prefix + name, new & False if new.dtype == torch.bool else new)
-
-
-def _bounded(step: Tensor) -> Tensor:
-    """Smoothly shortens displacements (atoms, 3), in Å, to less than `_MAX_MOVE`."""
-    return step * (1 + (step / _MAX_MOVE).square().sum(dim=-1, keepdim=True)).rsqrt()
 
 
 def _best_form(

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd import Function
+from torch.nn import functional as F
 
 from molflt.attention.checks import in_transform
 
@@ -40,9 +41,7 @@ class Pattern(NamedTuple):
 
 
 def _begin(index: Tensor, size: int) -> Tensor:
-    begin = torch.zeros(size + 1, dtype=torch.int32, device=index.device)
-    begin[1:] = torch.bincount(index, minlength=size).cumsum(0)
-    return begin
+    return F.pad(torch.bincount(index, minlength=size).cumsum(0), (1, 0)).int()
 
 
 def _sparse(pattern: Pattern, weight: Tensor, transposed: bool = False) -> Tensor:

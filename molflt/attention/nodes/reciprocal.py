@@ -13,6 +13,7 @@ beyond its reach.
 
 import math
 import operator
+from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -150,12 +151,7 @@ def _indices(lattice: Tensor, dual: Tensor, max_frequency: float) -> tuple[Tenso
     return padded, torch.arange(width, device=graph.device) < counts[:, None]
 
 
-def _step(x: Tensor) -> Tensor:
-    return fade((x - 0.8) / 0.2)
-
-
-def _wendland(x: Tensor) -> Tensor:
-    return (1 - x).clamp(min=0.0) ** 4 * (1 + 4 * x)
-
-
-_TAPERS = {"step": _step, "positive": _wendland}
+_TAPERS: dict[str, Callable[[Tensor], Tensor]] = {
+    "step": lambda x: fade((x - 0.8) / 0.2),
+    "positive": lambda x: (1 - x).clamp(min=0.0) ** 4 * (1 + 4 * x),
+}

@@ -97,23 +97,16 @@ class MultiplicativePosition(SpectralPosition):
             counts = None if counts is None else counts + 1
         return Waves(xi, c, counts)
 
-    def check_isotropic(self) -> None:
-        """Raises ValueError if h cannot be computed on a mesh."""
-        if not self.spectrum.isotropic:
-            raise ValueError(
-                f"a mesh needs an isotropic spectrum; got {type(self.spectrum).__name__}"
-            )
-
     def on_mesh(
         self, positions: Tensor, mask: Tensor, lattice: Lattice, max_frequency: float, order: int
     ) -> MeshKernel:
         """Builds the kernel h on one mesh per graph.
 
-        Up to the interpolation error, the result equals h sampled at `reciprocal_nodes`. Positions
-        (batch, tokens, 3) are in Å, `max_frequency` is in cycles/Å, and the mask is True where a
-        token exists. See `OVERSAMPLING` for the order of the splines.
+        Up to the interpolation error, the result equals h sampled at `reciprocal_nodes`. The
+        spectrum must be isotropic. Positions (batch, tokens, 3) are in Å, `max_frequency` is in
+        cycles/Å, and the mask is True where a token exists. See `OVERSAMPLING` for the order of the
+        splines.
         """
-        self.check_isotropic()
         dtype = torch.promote_types(positions.dtype, torch.float32)
         meshes = [Mesh.of(lattice, graph, max_frequency, order) for graph in range(len(mask))]
         rows, places, weight, coefficients, before = [], [], [], [], 0
