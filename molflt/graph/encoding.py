@@ -33,7 +33,7 @@ from molflt.graph.geometry import Geometry
 from molflt.graph.memory import _expect_memory
 from molflt.graph.near import NearPairs, _bound, _Found, in_pieces
 from molflt.graph.neighbors import Neighbors, neighbor_list
-from molflt.graph.periodic import Auto, Images, OnMesh, Open, Reciprocal, make_periodic
+from molflt.graph.periodic import Auto, Images, Near, OnMesh, Open, make_periodic
 from molflt.graph.sizes import SizeClass, SizeClasses
 
 _NARROWEST = 0.2  # Å, narrowest Gaussian of the near field
@@ -87,15 +87,14 @@ class GraphEncoding(nn.Module):
         self.position.on_lattice = self.periodic.lattice
         self.periodic.check(self.position, self.softmax, bool(near_field))
         own = self.periodic
-        if mixing == TRITON and isinstance(own, Auto):
-            own.nodes_only = True
-        elif mixing == TRITON and (
-            isinstance(own, Images | OnMesh) or (isinstance(own, Reciprocal) and own.smooth)
-        ):
-            raise ValueError(
-                "mixing='triton' requires periodic 'none', 'reciprocal' or 'auto'; got "
-                f"{own!r}; use one of them, or mixing='auto'"
-            )
+        if mixing == TRITON:
+            if isinstance(own, Images | OnMesh | Near) or getattr(own, "smooth", False):
+                raise ValueError(
+                    "mixing='triton' requires periodic 'none', 'reciprocal' or 'auto'; got "
+                    f"{own!r}; use one of them, or mixing='auto'"
+                )
+            if isinstance(own, Auto):
+                own.nodes_only = True
         self.near_field: NearField | None = None
         self.frequency_projection: FrequencyProjection | None = None
         if near_field:
