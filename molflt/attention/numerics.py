@@ -35,10 +35,8 @@ def haar_rotation(dim: int, generator: torch.Generator | None) -> Tensor:
 def options_of(module: torch.nn.Module) -> str:
     """Formats the constructor arguments that a module stores as attributes, for `extra_repr`."""
     held = {name: getattr(module, name, None) for name in signature(type(module)).parameters}
-    plain = {
-        name: value for name, value in held.items() if isinstance(value, int | float | str | tuple)
-    }
-    return ", ".join(f"{name}={value!r}" for name, value in plain.items())
+    plain = (int, float, str, tuple)
+    return ", ".join(f"{name}={x!r}" for name, x in held.items() if isinstance(x, plain))
 
 
 def at_least_float32(x: Tensor) -> Tensor:

@@ -7,24 +7,21 @@ from torch import Tensor
 
 _WORDS = "embeddings.word_embeddings.weight"
 _KINDS = ("bert", "fnet")
+_BLOCK = (
+    (r"attention\.self\.(query|key|value)", r"attention.to_\2"),
+    (r"attention\.output\.dense", "attention.to_out"),
+    (r"(?:attention|fourier)\.output\.LayerNorm", "attention_norm"),
+    (r"intermediate\.dense", "ffn.0"),
+    (r"output\.dense", "ffn.3"),
+    (r"output\.LayerNorm", "ffn_norm"),
+)
 _ENCODER = (
     (r"embeddings\.word_embeddings", "words"),
     (r"embeddings\.position_embeddings", "places"),
     (r"embeddings\.token_type_embeddings", "types"),
     (r"embeddings\.LayerNorm", "embedding_norm"),
     (r"embeddings\.projection", "projection"),
-    (
-        r"encoder\.layer\.(\d+)\.attention\.self\.(query|key|value)",
-        r"stack.blocks.\1.attention.to_\2",
-    ),
-    (r"encoder\.layer\.(\d+)\.attention\.output\.dense", r"stack.blocks.\1.attention.to_out"),
-    (
-        r"encoder\.layer\.(\d+)\.(?:attention|fourier)\.output\.LayerNorm",
-        r"stack.blocks.\1.attention_norm",
-    ),
-    (r"encoder\.layer\.(\d+)\.intermediate\.dense", r"stack.blocks.\1.ffn.0"),
-    (r"encoder\.layer\.(\d+)\.output\.dense", r"stack.blocks.\1.ffn.3"),
-    (r"encoder\.layer\.(\d+)\.output\.LayerNorm", r"stack.blocks.\1.ffn_norm"),
+    *((rf"encoder\.layer\.(\d+)\.{theirs}", rf"stack.blocks.\1.{ours}") for theirs, ours in _BLOCK),
 )
 _RENAMED = (
     *((rf"(?:(?:bert|fnet)\.)?{theirs}", f"encoder.{ours}") for theirs, ours in _ENCODER),
