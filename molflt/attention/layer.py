@@ -45,9 +45,8 @@ class Scaling(nn.Module):
         self.normalize = unit_norm if normalize is None else normalize
         if not self.normalize:
             no_effect("without normalize_qk", learn_temperature=learn_temperature or None)
-        learned = unit_norm if learn_temperature is None else learn_temperature
-        start = torch.zeros(heads) if self.normalize and learned else None
-        self.log_temperature = None if start is None else nn.Parameter(start)
+        learned = self.normalize and (unit_norm if learn_temperature is None else learn_temperature)
+        self.log_temperature = nn.Parameter(torch.zeros(heads)) if learned else None
 
     def forward(self, x: Tensor) -> Tensor:
         """Scales queries or keys of shape (batch, heads, tokens, d)."""

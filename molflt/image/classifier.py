@@ -106,9 +106,7 @@ class ImageClassifier(nn.Module):
         )
         _refuse_misfits(self.stack.position, pool, absolute, self.position_scale, dim)
         self.embed = nn.Conv2d(channels, dim, patch_size, stride=patch_size)
-        self.class_token: nn.Parameter | None = None
-        if pool == "token":
-            self.class_token = nn.Parameter(0.02 * torch.randn(1, 1, dim))
+        self.class_token = nn.Parameter(0.02 * torch.randn(1, 1, dim)) if pool == "token" else None
         self.place: nn.Parameter | None = None
         if absolute == "learned":
             self.place = nn.Parameter(0.02 * torch.randn(1, side * side, dim))

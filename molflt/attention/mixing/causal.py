@@ -68,8 +68,8 @@ def causal_linear(
     cuts = *(cut(x, span, count) for x in (*query, *key, value)), cut(log_decay, span, count, -1)
     pieces = []
     for q, q_scale, k, k_scale, v, decay in zip(*cuts, strict=True):
-        phi = Features(q, q_scale), Features(k, k_scale)
-        sums, state = recomputed(_scan, *phi, v, decay, state, chunk)
+        rest = v, decay, state, chunk
+        sums, state = recomputed(_scan, Features(q, q_scale), Features(k, k_scale), *rest)
         pieces.append(sums)
     joined = (torch.cat(parts, dim=-2) for parts in zip(*pieces, strict=True))
     assert state is not None

@@ -141,8 +141,7 @@ class BucketedPosition(Position):
         log_distance = torch.log(distance.clamp(min=1) / single)
         steps = log_distance / math.log(max_distance / single) * (size - single)
         far = single + steps.long()
-        buckets = torch.where(distance < single, distance, far.clamp(max=size - 1))
-        self.buckets = buckets.tolist()
+        self.buckets = torch.where(distance < single, distance, far.clamp(max=size - 1)).tolist()
 
     def forward(self, mixing: str, positions: Tensor, key_positions: Tensor) -> Encoding:
         if mixing == "softmax":
