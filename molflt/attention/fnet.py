@@ -36,8 +36,6 @@ class Mixer(nn.Module):
     cost = "N² d + N d²"  # for N tokens of width d
     mixing: str  # key in `TOKEN_MIXERS`
     bounded = False  # True if the mixer takes `max_tokens`, the length of the longest sequence
-    causal = False
-    heads = 0
     extra_repr = options_of
 
     def __init__(self, dim: int) -> None:

@@ -29,7 +29,6 @@ class InversePower(Spectrum):
         sharpness: a, in 1 / length.
     """
 
-    paper = "Ewald 1921; Nijboer and De Wette 1957"
     isotropic = True
 
     def __init__(self, power: int, sharpness: float) -> None:
