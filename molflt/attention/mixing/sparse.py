@@ -117,7 +117,7 @@ class _Product(Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         weight, x = ctx.saved_tensors
         sides = (x, grad) if ctx.spreads else (grad, x)
-        by_weight = None if x is None else correlate(*sides, ctx.pattern)
+        by_weight = None if x is None else correlate(sides[0], sides[1], ctx.pattern)
         transposed = gather if ctx.spreads else spread
         by_x = None if weight is None else transposed(weight, grad, ctx.pattern)
         return by_weight, by_x, None, None
