@@ -29,7 +29,7 @@ def info(run: Path, json: bool = False) -> None:
     files = sorted(path for path in run.rglob("*") if path.is_file())
     found: dict[str, Any] = {
         "run": str(run),
-        "recipe": str(config["recipe"]),
+        "recipe": config["recipe"],
         "data": config["data"],
         "sets": {
             use: {name: count for name, count in own.items() if name != "sha256"}
@@ -39,7 +39,7 @@ def info(run: Path, json: bool = False) -> None:
         "parameters": count_parameters(run, config),
         "seed": config["seed"],
         "steps": steps_of(run),
-        "max_steps": int(str(config["trainer"]["max_steps"])),
+        "max_steps": config["trainer"]["max_steps"],
         "best": None if best is None else best._asdict(),
         "versions": read_versions(run),
         "files": {path.relative_to(run).as_posix(): path.stat().st_size for path in files},

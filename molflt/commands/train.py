@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from molflt.metrics import Metric
 from molflt.training.config import Config, absolute
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = ["build_parser", "train"]
 
-_Options = dict[str, object]
+_Options = dict[str, Any]
 
 
 def train(
@@ -60,12 +60,12 @@ def train(
         0, or 128 plus the number of the signal that stopped training after the state was saved.
     """
     run = dated_run(recipe) if run is None else run
-    _trainer(trainer).check()
+    TrainerOptions(**trainer).check()
     folder = RunFolder(run)
     with folder.held(resume is not None), _one_line_warnings(folder):
         config = {"run": run, "seed": seed, "recipe": recipe, "init": init, "model": model}
         config |= {"data": data, "task": task, "trainer": trainer}
-        return _train(folder, cast(Config, absolute(config)))
+        return _train(folder, absolute(config))
 
 
 def _train(folder: RunFolder, config: Config) -> int:
@@ -84,9 +84,9 @@ def _train(folder: RunFolder, config: Config) -> int:
     batches.initial = start.domain()
     batches.setup()
     model, task, trainer = config["model"], config["task"], config["trainer"]
-    steps = _trainer(trainer).steps(batches)
+    steps = TrainerOptions(**trainer).steps(batches)
     trainer["max_steps"] = steps
-    if (warmup := cast(int, task["warmup_steps"])) >= steps:
+    if (warmup := task["warmup_steps"]) >= steps:
         task["warmup_steps"] = steps // 10
         folder.say(f"task.warmup_steps={warmup}: reduced to {steps // 10}, a tenth of all steps")
     if folder.writes:  # only in one process, because this reads all data
@@ -102,7 +102,7 @@ def _train(folder: RunFolder, config: Config) -> int:
     if folder.writes:  # making the files may read all data
         folder.write({**batches.files(), **learned.files(), **start.files()})
     start.say(learned.model, model)
-    items = batches.batch_size * cast(int, trainer["devices"]) * cast(int, trainer["accumulate"])
+    items = batches.batch_size * trainer["devices"] * trainer["accumulate"]
     epochs = "" if trainer["max_epochs"] is None else f" ({trainer['max_epochs']:,} epochs)"
     folder.say(
         f"{folder.path}: {_counted(learned.model)}; {'; '.join(batches.describe())}; "
@@ -115,7 +115,7 @@ def _train(folder: RunFolder, config: Config) -> int:
         )
     since = time.perf_counter()
     try:
-        stopped = fit(learned, batches, folder, _trainer(trainer))
+        stopped = fit(learned, batches, folder, TrainerOptions(**trainer))
     finally:
         folder.draw_curve(learned.metrics)
     if stopped is None:
@@ -129,10 +129,6 @@ def _train(folder: RunFolder, config: Config) -> int:
         sys.stderr,
     )
     return 128 + signum
-
-
-def _trainer(options: _Options) -> TrainerOptions:
-    return TrainerOptions(**cast(dict[str, Any], options))
 
 
 def _say_end(folder: RunFolder, metrics: Mapping[str, Metric], steps: int, seconds: float) -> None:

@@ -260,7 +260,7 @@ def _training(page: Page) -> list[_Part]:
 
 def _settings(page: Page) -> list[_Part]:
     own = dict(flat_options(page.run.config))
-    usual = dict(flat_options(plain(defaults(page.recipe))))  # type: ignore[arg-type]
+    usual = dict(flat_options(plain(defaults(page.recipe))))
     chosen = [(key, value) for key, value in own.items() if usual.get(key) != value]
     head = ("option", "value")
     changed = _table(head, chosen, "Options that differ from their defaults.", 2, 500)

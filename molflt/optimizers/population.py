@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -128,9 +128,9 @@ class PopulationOptimizer:
 
         model, config = load_run(Path(run), checkpoint, recipe="population_optimizer")
         assert isinstance(model, PopulationModel)
-        trained: Any = config["task"]["members"]
         model = model.of_dimension(model.dimension if dimension is None else dimension)
-        return cls(model, trained if members is None else members, seed, start, scale)
+        members = config["task"]["members"] if members is None else members
+        return cls(model, members, seed, start, scale)
 
     def ask(self) -> Tensor:
         """Returns the points to evaluate: float64 (members, d); only `tell` changes them."""

@@ -7,7 +7,7 @@ from argparse import ArgumentError
 from collections.abc import Mapping
 from pathlib import Path
 from types import NoneType
-from typing import Any, Literal, TypedDict, cast, get_args
+from typing import Any, Literal, TypedDict, get_args
 
 import yaml
 from jsonargparse import ArgumentParser, Namespace
@@ -28,10 +28,10 @@ class Config(TypedDict):
     seed: int
     recipe: str
     init: str | None
-    model: dict[str, object]
-    data: dict[str, object]
-    task: dict[str, object]
-    trainer: dict[str, object]
+    model: dict[str, Any]
+    data: dict[str, Any]
+    task: dict[str, Any]
+    trainer: dict[str, Any]
 
 
 HUB = "hf:"
@@ -111,7 +111,7 @@ def read_config(run: Path) -> Config:
         found.pop(key, None)
     if found.trainer.max_steps is None:  # this configuration was not written by training
         found.trainer.max_steps = STEPS
-    return cast(Config, plain(found.as_dict()))
+    return plain(found.as_dict())
 
 
 class _Loader(yaml.SafeLoader):
@@ -143,7 +143,7 @@ def read_yaml(path: Path) -> dict[str, object]:
     return content
 
 
-def absolute(value: object, folder: Path | None = None) -> object:
+def absolute(value: object, folder: Path | None = None) -> Any:
     """Makes all paths in a configuration absolute, except ``hf:OWNER/NAME``.
 
     Args:
@@ -159,7 +159,7 @@ def absolute(value: object, folder: Path | None = None) -> object:
     return Path(os.path.normpath((folder or Path.cwd()) / value))
 
 
-def plain(value: object) -> object:
+def plain(value: object) -> Any:
     """Converts paths to strings, and tuples to lists, as YAML files and checkpoints require."""
     if isinstance(value, Mapping):
         return {key: plain(part) for key, part in value.items()}

@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, TextIO, cast
+from typing import Any, NamedTuple, TextIO
 
 import torch
 import yaml
@@ -172,15 +172,14 @@ class RunFolder:
         `trainer.devices`, which multiplies the batch size, are rejected. A run ended by early
         stopping can be resumed only with more patience.
         """
-        self.provenance["config"] = now = cast(Config, plain(config))
+        self.provenance["config"] = now = plain(config)
         if self.checkpoint is None:
             return
         path = self.path / "config.yaml"
         was = self._was().get("config") or read_config(self.path)
         # older configurations do not contain options that were added later
-        known = cast(Mapping[str, object], plain(defaults(now["recipe"])))
-        old = {**dict(_flat(known)), **dict(_flat(was))}
-        new = dict(_flat(cast(Mapping[str, object], now)))
+        old = dict([*_flat(plain(defaults(now["recipe"]))), *_flat(was)])
+        new = dict(_flat(now))
         steps, done = new[_STEPS], self.checkpoint["global_step"]
         # None if max_epochs is set; compared again when the data are known
         if steps is not None and int(steps) < max(done, int(old[_STEPS])):
