@@ -152,9 +152,7 @@ def _dispatch(words: list[str]) -> int:
 
 
 def _function(path: tuple[str, ...]) -> Callable[..., object]:
-    function: Callable[..., object]
-    function = pkgutil.resolve_name(COMMANDS[path].function.format(path[-1]))
-    return function
+    return pkgutil.resolve_name(COMMANDS[path].function.format(path[-1]))
 
 
 def _names_below(path: tuple[str, ...]) -> list[str]:

@@ -160,5 +160,4 @@ class CoordinateOptimizer(nn.Module):
 
     def _decide(self, hidden: Tensor, direction: Tensor) -> Tensor:
         own, rate = self.head(hidden).to(direction.dtype).unbind(dim=-1)
-        out: Tensor = -self.lr * (_RATE * torch.tanh(rate / _RATE)).exp() * (direction + own)
-        return out
+        return -self.lr * (_RATE * torch.tanh(rate / _RATE)).exp() * (direction + own)

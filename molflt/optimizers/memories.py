@@ -131,7 +131,7 @@ class AttentionMemory(Memory):
         if self.window is None:
             positions = self._positions(start, steps, x)
             if not state:  # `decode` would bypass the attention matrices that evaluation plots
-                return cast(Tensor, self.stack(x, positions))
+                return self.stack(x, positions)
             return self.stack.decode(x, positions, self._unpacked(state))[0]
         keys = steps + (state[0].shape[2] if state else 0)
         key_step = torch.arange(keys, device=x.device) - (keys - steps)
@@ -139,7 +139,7 @@ class AttentionMemory(Memory):
         far = torch.zeros_like(lag, dtype=x.dtype).masked_fill(lag >= self.window, -torch.inf)
         seen = Bias(far[None, None])
         if not state:
-            return cast(Tensor, self.stack.norm(self.stack.one_pass(x, seen)))
+            return self.stack.norm(self.stack.one_pass(x, seen))
         for number, block in enumerate(self.stack.blocks):
             before = KeyValues(*state[2 * number : 2 * number + 2])
             x = cast(Block, block).decode(x, state=before, encoding=seen)[0]
@@ -195,7 +195,7 @@ class RecurrentMemory(Memory):
 
     def _run(self, x: Tensor, state: MemoryState) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         parts = [part.transpose(0, 1).contiguous() for part in state]
-        return cast(Any, self.cells(x, tuple(parts) if parts else None))
+        return self.cells(x, tuple(parts) if parts else None)
 
 
 class StateSpaceMemory(Memory):
@@ -216,8 +216,7 @@ class StateSpaceMemory(Memory):
     def forward(self, x: Tensor, state: MemoryState = (), start: int = 0) -> Tensor:
         for number, layer in enumerate(self.layers):
             x = layer(x, state[number] if state else None)
-        out: Tensor = self.norm(x)
-        return out
+        return self.norm(x)
 
     def step(self, x: Tensor, state: MemoryState, start: int) -> tuple[Tensor, MemoryState]:
         last = []
@@ -268,5 +267,4 @@ class _Diagonal(nn.Module):
         return self._after(x, y + self.skip * u), torch.view_as_real(h.contiguous())
 
     def _after(self, x: Tensor, y: Tensor) -> Tensor:
-        out: Tensor = x + F.glu(self.gate(F.gelu(y)), dim=-1)
-        return out
+        return x + F.glu(self.gate(F.gelu(y)), dim=-1)

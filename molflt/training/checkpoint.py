@@ -193,11 +193,10 @@ def _exported(path: Path, weights: dict[str, Tensor]) -> Saved | None:
 def _build(name: str, config: Mapping[str, Any]) -> nn.Module:
     """Builds the model of a recipe; error messages begin with `name`."""
     try:
-        model: nn.Module = Recipe.of(config).load("model")(**config["model"])
+        return Recipe.of(config).load("model")(**config["model"])
     except Exception as error:  # options of other versions can raise any exception
         reason = " ".join(str(error).split())[:300]
         raise ValueError(f"{name}: {reason}") from error
-    return model
 
 
 def weights_of(run: Path, checkpoint: str) -> Path:
@@ -322,8 +321,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
     """Reads a checkpoint written by :func:`write_checkpoint`."""
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such checkpoint; nothing to resume; start a new run")
-    checkpoint: Checkpoint = read_plain(path)
-    return checkpoint
+    return read_plain(path)
 
 
 def read_plain(path: Path) -> Any:

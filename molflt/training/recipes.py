@@ -10,8 +10,6 @@ from molflt.files import shown
 
 __all__ = ["DEFAULT", "RECIPES", "Recipe"]
 
-_Loaded = Callable[..., Any]
-
 
 class Recipe(NamedTuple):
     """References to the parts of a recipe, as ``module:name``; `load` imports one of them."""
@@ -33,10 +31,9 @@ class Recipe(NamedTuple):
             raise ValueError(f"recipe {shown(name)}; expected one of {', '.join(RECIPES)}")
         return RECIPES[name]
 
-    def load(self, part: str) -> _Loaded:
+    def load(self, part: str) -> Callable[..., Any]:
         """Imports the class or function of a part: "model", "data", "task" or "evaluate"."""
-        loaded: _Loaded = pkgutil.resolve_name(getattr(self, part))
-        return loaded
+        return pkgutil.resolve_name(getattr(self, part))
 
 
 RECIPES: dict[str, Recipe] = {
