@@ -36,7 +36,6 @@ from molflt.training.checkpoint import find_weights, weights_digest
 
 if TYPE_CHECKING:
     from ase import Atoms
-    from torch_geometric.data import Data
 
 __all__ = ["baseline"]
 
@@ -122,7 +121,10 @@ def baseline(
             f"{absent[0]['why']}; run the same command again to retry; to train without them, set "
             "--data.skip_bad true"
         )
-    records = map(_with_baseline, one_pass(dataset), energies)
+    records = (
+        record.update({"y_baseline": torch.tensor([energy], dtype=torch.float64)})
+        for record, energy in zip(one_pass(dataset), energies, strict=True)
+    )
     count = write_store(dst, records, source=f"{dataset.path.name}, y_baseline from {label}")
     of = f"; total energies: {totals:,}" if totals else ""
     print(f"{dst}: {count:,} structures with y_baseline from {label}{of}; table in {table}")
@@ -266,9 +268,3 @@ def _row(own: dict[str, str], jobs: dict[str, Any]) -> dict[str, str]:
     why = [reason for energy, reason in found.values() if not math.isfinite(energy)]
     difference = "" if why else str(whole - sum(others))
     return {**own, **energies, "baseline_eV": difference, "why": "".join(why[:1])}
-
-
-def _with_baseline(found: Data, energy: float) -> Data:
-    record = found.clone()
-    record.y_baseline = torch.tensor([energy], dtype=torch.float64)
-    return record

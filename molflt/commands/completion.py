@@ -34,15 +34,6 @@ def completion(shell: Literal["bash", "zsh", "tcsh"], out: Path | None = None) -
         out: file to write; by default the script is printed.
     """
     require("shtab", "completion", "completion")
-    script = f"{_script(shell)}\n"
-    if out is None:
-        print(script, end="")
-    else:
-        write_atomically(out, script.encode())
-        print(f"written: {out}")
-
-
-def _script(shell: str) -> str:
     whole = ArgumentParser(prog="molflt")
     whole.add_argument("--version", action="version", version="")
     commands = whole.add_subcommands()
@@ -56,8 +47,12 @@ def _script(shell: str) -> str:
     names = shlex.quote(" ".join(config_names()))
     preamble = f'{_CONFIGS}() {{ compgen -W {names} -- "$1"; compgen -f -- "$1"; }}'
     preambles = [preamble] if shell == "bash" else []
-    script: str = whole.get_completion_script(f"shtab-{shell}", preambles=preambles)
-    return script
+    script = f"{whole.get_completion_script(f'shtab-{shell}', preambles=preambles)}\n"
+    if out is None:
+        print(script, end="")
+    else:
+        write_atomically(out, script.encode())
+        print(f"written: {out}")
 
 
 def _merged(path: tuple[str, ...]) -> ArgumentParser:

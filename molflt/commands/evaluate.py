@@ -77,8 +77,11 @@ def evaluate(
 
 
 def build_parser(words: Sequence[str] = ()) -> ArgumentParser:
-    """Returns the parser for ``molflt evaluate`` with the recipe of the run named in `words`."""
-    return recipe_parser(_recipe_of_run(words))
+    """Returns the parser for ``molflt evaluate`` with the recipe of the first run in `words`."""
+    pairs = sorted(pairwise(["", *words]), key=lambda pair: pair[0].startswith("--"))
+    # values of options come last
+    runs = (Path(word) for _, word in pairs if Path(word, "config.yaml").is_file())
+    return recipe_parser(Recipe.of({} if (run := next(runs, None)) is None else read_config(run)))
 
 
 def recipe_parser(recipe: Recipe) -> ArgumentParser:
@@ -87,11 +90,3 @@ def recipe_parser(recipe: Recipe) -> ArgumentParser:
     parser.add_function_arguments(evaluate, as_group=False, as_positional=True)
     parser.add_function_arguments(recipe.load("evaluate"), skip={"run", "model", "config", "out"})
     return parser
-
-
-def _recipe_of_run(words: Sequence[str]) -> Recipe:
-    """Returns the recipe of the first run folder in `words`, or the default recipe."""
-    pairs = sorted(pairwise(["", *words]), key=lambda pair: pair[0].startswith("--"))
-    # values of options come last
-    runs = (Path(word) for _, word in pairs if Path(word, "config.yaml").is_file())
-    return Recipe.of({} if (run := next(runs, None)) is None else read_config(run))
