@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from types import FrameType
-from typing import Any, Never, cast
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -19,7 +19,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from molflt.tasks.base import Task
-from molflt.training.loop import _MetricsFile, _Module
+from molflt.training.loop import _MetricsFile
 from molflt.training.run_folder import RunFolder, duration
 from molflt.training.trainer import TrainerOptions
 
@@ -28,7 +28,7 @@ _SECONDS = 0.1  # seconds between updates of the bar during validation
 
 
 def _callbacks_of(
-    task: Task[Never, Never], folder: RunFolder, options: TrainerOptions
+    task: Task[Any, Any], folder: RunFolder, options: TrainerOptions
 ) -> list[Callback]:
     """Returns the callbacks in the order in which they are called.
 
@@ -46,7 +46,7 @@ def _callbacks_of(
 class _Progress(Callback):
     """Shows a progress bar on a terminal; in a log, prints one line per validation run instead."""
 
-    def __init__(self, task: Task[Never, Never], folder: RunFolder, table: _MetricsFile) -> None:
+    def __init__(self, task: Task[Any, Any], folder: RunFolder, table: _MetricsFile) -> None:
         self.metrics = {n: m for n, m in task.metrics.items() if "val" in m.measured_in}
         self.folder = folder
         self.table = table
@@ -80,14 +80,13 @@ class _Progress(Callback):
             (total,) = trainer.num_val_batches
             self._bar.set_description(f"validating {index + 1}/{total}")
 
-    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        module = cast(_Module, pl_module)
-        if trainer.sanity_checking and not module.task.validates_start:
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        if trainer.sanity_checking and not pl_module.task.validates_start:
             return
         self._bar.set_description("training", refresh=False)
         self._bar.set_postfix(self.table.shown)
         if not sys.stdout.isatty():
-            self._print_validation(trainer, module.validation_metrics())
+            self._print_validation(trainer, pl_module.validation_metrics())
 
     def _print_validation(self, trainer: pl.Trainer, found: Mapping[str, float]) -> None:
         measured = [name for name in self.metrics if math.isfinite(found.get(name, math.nan))]
@@ -130,12 +129,7 @@ class _Averages(WeightAveraging):
 
 
 class _Interrupted(Exception):
-    """Raised after a signal has stopped training and the state has been saved."""
-
-    def __init__(self, signum: int, step: int) -> None:
-        super().__init__(signum, step)
-        self.signum = signum
-        self.step = step
+    """Raised with the number of a signal and the step, after the state has been saved."""
 
 
 class _BestWeights(Callback):
@@ -148,15 +142,10 @@ class _BestWeights(Callback):
     not log metrics.
     """
 
-    def __init__(
-        self, task: Task[Never, Never], folder: RunFolder, patience: int | None = None
-    ) -> None:
+    def __init__(self, task: Task[Any, Any], folder: RunFolder, patience: int | None) -> None:
         self.folder = folder
         self.patience = patience
         self.task = task
-        self._forget()
-
-    def _forget(self) -> None:
         self.best: dict[str, float] = {"step": 0, "since": 0}
 
     def _scores(self, found: Mapping[str, float], names: Sequence[str]) -> list[float]:
@@ -168,22 +157,21 @@ class _BestWeights(Callback):
             scores.append(sign * value if math.isfinite(value) else -math.inf)
         return scores
 
-    def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
         if trainer.sanity_checking and not self.task.validates_start:
             return
-        module = cast(_Module, pl_module)
-        found, step = module.validation_metrics(), trainer.global_step
+        found, step = pl_module.validation_metrics(), trainer.global_step
         names = self.task.ranking(found)
         new, old = self._scores(found, names), self._scores(self.best, names)
         # the accuracy is always finite, but the sums include the loss
-        finite = module.validation_is_finite and max(new) > -math.inf
+        finite = pl_module.validation_is_finite and max(new) > -math.inf
         since = 0 if finite and new > old else int(self.best["since"]) + 1
         if finite and new >= old:
             known = {name: found[name] for name in names if math.isfinite(found[name])}
             self.best = {**known, "step": step}
             metric = next(iter(known))
             header = {"step": step, f"val_{metric}": found[metric]}
-            self.folder.save_weights("best", module.model.state_dict(), header)
+            self.folder.save_weights("best", pl_module.model.state_dict(), header)
         self.best["since"] = since
         if self.patience is not None and since >= self.patience and step < trainer.max_steps:
             trainer.should_stop = True
@@ -201,9 +189,8 @@ class _BestWeights(Callback):
 
     def load_state_dict(self, state_dict: dict[str, float]) -> None:
         """Restores the record of the best validation, unless its weights file has been removed."""
-        self.best |= state_dict  # without "since" in earlier versions
-        if not self.folder.last.with_name("best.safetensors").is_file():
-            self._forget()
+        if self.folder.last.with_name("best.safetensors").is_file():
+            self.best |= state_dict  # without "since" in earlier versions
 
 
 class _LastCheckpoint(Checkpoint):
@@ -269,15 +256,13 @@ class _LastCheckpoint(Checkpoint):
         flag = torch.tensor(float(self.signum), device=trainer.strategy.root_device)
         return int(trainer.strategy.reduce(flag, reduce_op="max"))
 
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: object
-    ) -> None:
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *_: object) -> None:
         step = trainer.global_step
-        if not cast(_Module, pl_module).step_completed():
+        if not pl_module.step_completed():
             return  # checkpoints cannot store accumulated gradients
         if step >= trainer.max_steps:
             trainer.should_stop = True  # Lightning then validates regardless of the interval
-        elif not cast(_Module, pl_module).validation_follows():
+        elif not pl_module.validation_follows():
             signum = self._agreed_signal(trainer)
             if signum or step % self.every == 0:
                 self._save(trainer)

@@ -91,7 +91,8 @@ def fit(
         try:
             trainer.fit(steps, ckpt_path=last, weights_only=True)
         except _Interrupted as stop:
-            return stop.signum, stop.step
+            signum, step = stop.args
+            return signum, step
         except SystemExit as stop:
             if isinstance(stop.__context__, KeyboardInterrupt):  # a second Ctrl-C
                 raise KeyboardInterrupt from stop

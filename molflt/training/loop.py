@@ -5,9 +5,9 @@ from __future__ import annotations
 import csv
 import math
 import time
-from collections.abc import Mapping, Sized
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Generic, Never, TypeVar, cast
+from typing import Any
 
 import lightning.pytorch as pl
 import numpy as np
@@ -26,11 +26,8 @@ from molflt.tasks.base import Task
 from molflt.training.checkpoint import Checkpoint
 from molflt.training.run_folder import RunFolder
 
-_Batch = TypeVar("_Batch")
-_Data = TypeVar("_Data")
 
-
-class _LightningTask(pl.LightningModule, Generic[_Batch, _Data]):
+class _LightningTask(pl.LightningModule):
     """Training and validation steps of a task; the loaders start at the trainer's current step.
 
     Attributes:
@@ -39,7 +36,7 @@ class _LightningTask(pl.LightningModule, Generic[_Batch, _Data]):
         validation_is_finite: True if all sums of the last validation are finite.
     """
 
-    def __init__(self, task: Task[_Batch, _Data], data: BatchedData[Sized]) -> None:
+    def __init__(self, task: Task[Any, Any], data: BatchedData[Any]) -> None:
         super().__init__()
         # processes may outnumber validation batches, because each item is evaluated only once
         self.allow_zero_length_dataloader_with_multiple_devices = True
@@ -50,7 +47,7 @@ class _LightningTask(pl.LightningModule, Generic[_Batch, _Data]):
         self.last_lr = task.lr
         self._batch = "no batch yet"
         self._size = self._step_before = 0
-        self._parts: list[_Batch] = []  # batches of the current step
+        self._parts: list[object] = []  # batches of the current step
         self._sums: list[Tensor] = []
         self._metrics: dict[str, float] | None = None
         self.validation_is_finite = True
@@ -82,16 +79,16 @@ class _LightningTask(pl.LightningModule, Generic[_Batch, _Data]):
             common = np.random.SeedSequence([task.seed, step])  # the same on all ranks
             task.redraw(torch.Generator().manual_seed(int(common.generate_state(1)[0])))
 
-    def training_step(self, batch: _Batch, batch_idx: int) -> dict[str, Tensor]:
+    def training_step(self, batch: object, batch_idx: int) -> dict[str, Tensor]:
         """Returns the loss and a row of values to sum: loss, 1, batch size, and the task's sums."""
         progress = self.global_step / max(1, self.trainer.max_steps)
         self._batch, self._size = self.task.name(batch), self.task.size(batch)
         self._parts.append(batch)
         loss, sums = self.task.loss(batch, progress)
         self._share_seen()
+        self.last_lr = float(self.trainer.optimizers[0].param_groups[0]["lr"])
         if not bool(torch.isfinite(loss)):
             raise ValueError(self._diverged("loss", loss.item()))
-        self.last_lr = self._learning_rate()
         row = [loss.detach(), loss.new_tensor(1), torch.tensor(self._size), *sums]
         return {"loss": loss, "sums": _row(row, self.device)}
 
@@ -120,7 +117,7 @@ class _LightningTask(pl.LightningModule, Generic[_Batch, _Data]):
     def on_validation_epoch_start(self) -> None:
         self._sums, self._metrics = [], None
 
-    def validation_step(self, batch: _Batch, batch_idx: int) -> None:
+    def validation_step(self, batch: object, batch_idx: int) -> None:
         self._batch, self._size = self.task.name(batch), self.task.size(batch)
         self._sums.append(_row(list(self.task.judge(batch)), self.device))
 
@@ -149,15 +146,10 @@ class _LightningTask(pl.LightningModule, Generic[_Batch, _Data]):
         If the number of steps is unchanged, the rate is bitwise equal to the rate in the
         checkpoint.
         """
+        scheduler: Any = self.lr_schedulers()
         factor = self._lr_factor(self.global_step)
-        for config in self.trainer.lr_scheduler_configs:
-            for group, base in zip(
-                config.scheduler.optimizer.param_groups, config.scheduler.base_lrs, strict=True
-            ):
-                group["lr"] = base * factor
-
-    def _learning_rate(self) -> float:
-        return float(self.trainer.optimizers[0].param_groups[0]["lr"])
+        for group, base in zip(scheduler.optimizer.param_groups, scheduler.base_lrs, strict=True):
+            group["lr"] = base * factor
 
     def _lr_factor(self, step: int) -> float:
         return self.task.lr_factor(step, self.trainer.max_steps)
@@ -169,7 +161,7 @@ class _LightningTask(pl.LightningModule, Generic[_Batch, _Data]):
     def _diverged(self, what: str, value: float) -> str:
         return (
             f"{what} is {value} at step {self.global_step} with learning rate "
-            f"{self._learning_rate():.3g} on {self._culprits() or self._batch}; expected a finite "
+            f"{self.last_lr:.3g} on {self._culprits() or self._batch}; expected a finite "
             "number; the last valid checkpoint is kept; check these data, or lower task.lr"
         )
 
@@ -177,7 +169,7 @@ class _LightningTask(pl.LightningModule, Generic[_Batch, _Data]):
         """Describes the items of a step that diverge individually; "" if no item diverges."""
         weights = [weight for weight in self.model.parameters() if weight.requires_grad]
 
-        def diverges(batch: _Batch) -> bool:
+        def diverges(batch: object) -> bool:
             with torch.enable_grad():
                 loss = self.task.loss(batch, self.global_step / max(1, self.trainer.max_steps))[0]
                 slopes = torch.autograd.grad(loss, weights, allow_unused=True)
@@ -208,13 +200,10 @@ class _CheckpointIO(TorchCheckpointIO):
         return self.folder.checkpoint
 
 
-_Module = _LightningTask[object, object]
-
-
 class _MetricsFile(Callback):
     """Writes ``metrics.csv`` and restores it to the state of the checkpoint when resuming."""
 
-    def __init__(self, task: Task[Never, Never], folder: RunFolder, log_every: int) -> None:
+    def __init__(self, task: Task[Any, Any], folder: RunFolder, log_every: int) -> None:
         self.folder = folder
         self.names = {
             use: [name for name, metric in task.metrics.items() if use in metric.measured_in]
@@ -237,10 +226,10 @@ class _MetricsFile(Callback):
         self._since = self._paused = time.perf_counter()
         self._totals: Tensor | None = None
 
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
         self._forget()
         if self._kept:  # the sum over ranks, restored on the first rank
-            width = 3 + len(cast(_Module, pl_module).task.sums.__annotations__)
+            width = 3 + len(pl_module.task.sums.__annotations__)
             kept = [*self._kept["totals"], *[0.0] * width][:width]  # earlier versions stored fewer
             totals = torch.tensor(kept, dtype=torch.float64)
             totals = totals if trainer.is_global_zero else torch.zeros_like(totals)
@@ -248,9 +237,8 @@ class _MetricsFile(Callback):
             self._since -= self._kept["seconds"]
         if trainer.is_global_zero:
             self._restore(trainer)
-        module = cast(_Module, pl_module)
-        if module.task.validates_start and trainer.global_step == 0:
-            self._write_validation(trainer, module)
+        if pl_module.task.validates_start and trainer.global_step == 0:
+            self._write_validation(trainer, pl_module)
 
     def _restore(self, trainer: pl.Trainer) -> None:
         again = self._rewind(trainer.global_step, _validation_due(self.folder.checkpoint))
@@ -302,16 +290,16 @@ class _MetricsFile(Callback):
             ) from None
 
     def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, *_: object
+        self, trainer: pl.Trainer, pl_module: Any, outputs: Any, *_: object
     ) -> None:
         self._totals = outputs["sums"] + (0.0 if self._totals is None else self._totals)
-        if not cast(_Module, pl_module).step_completed():
+        if not pl_module.step_completed():
             return
         if trainer.global_step % self.log_every == 0 or trainer.global_step >= trainer.max_steps:
-            self._log_training(trainer, cast(_Module, pl_module), self._totals)
+            self._log_training(trainer, pl_module, self._totals)
             self._forget()
 
-    def _log_training(self, trainer: pl.Trainer, module: _Module, totals: Tensor) -> None:
+    def _log_training(self, trainer: pl.Trainer, module: _LightningTask, totals: Tensor) -> None:
         totals = trainer.strategy.reduce(totals.clone(), reduce_op="sum")
         loss, batches, size = totals[:3].tolist()
         metrics = module.task.summarize(totals[3:])
@@ -341,11 +329,11 @@ class _MetricsFile(Callback):
             rest = {name: value for name, value in row.items() if name != "step"}
             logger.log_metrics(rest, step=trainer.global_step)
 
-    def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
         if not trainer.sanity_checking:
-            self._write_validation(trainer, cast(_Module, pl_module))
+            self._write_validation(trainer, pl_module)
 
-    def _write_validation(self, trainer: pl.Trainer, module: _Module) -> None:
+    def _write_validation(self, trainer: pl.Trainer, module: _LightningTask) -> None:
         metrics = module.validation_metrics()
         row = {f"val_{name}": metrics[name] for name in self.names["val"] if name in metrics}
         self._write(trainer, {"step": trainer.global_step, **row})
@@ -355,11 +343,11 @@ class _MetricsFile(Callback):
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._paused = time.perf_counter()
 
-    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
         self._since += time.perf_counter() - self._paused  # atoms/s excludes validation
         if trainer.should_stop and self._totals is not None:  # early stopping
             # the sums are kept, because training may resume with more patience
-            self._log_training(trainer, cast(_Module, pl_module), self._totals)
+            self._log_training(trainer, pl_module, self._totals)
 
 
 def _validation_due(checkpoint: Checkpoint | None) -> bool:
