@@ -8,7 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from molflt.optimizers.coordinate import CoordinateOptimizer, OptimizerState
+from molflt.optimizers.coordinate import CoordinateOptimizer
+from molflt.optimizers.memories import MemoryState
 from molflt.optimizers.problems import Problem
 
 _FLOOR = 1e-3  # fraction of the first loss below which improvements have little weight
@@ -47,22 +48,19 @@ def unroll(
     sizes = [len(problem.start) for problem in problems]
     theta = torch.cat([problem.start for problem in problems]).detach()
     counts = torch.tensor(sizes, device=theta.device)
-    state: OptimizerState | None = None
+    moments: Tensor | None = None
+    begun: MemoryState = ()
+    memory, features, directions, logs, pulls = begun, [], [], [], []
     with torch.no_grad():
         first, gradient = _slopes(problems, theta.split(sizes), 0)
-        for step in range(before):
-            update, state = model.step(gradient, state)
-            theta = theta + update
-            losses, gradient = _slopes(problems, theta.split(sizes), step + 1)
-        moments = None if state is None else state.moments
-        begun = memory = () if state is None else state.memory
-        features, directions, logs, pulls = [], [], [], []
-        for step in range(before, before + steps):
+        for step in range(before + steps):
             seen = model.observe(gradient, moments, step)
             update, memory = model.react(seen, memory, step)
-            moments = seen.moments
-            theta = theta + update
+            moments, theta = seen.moments, theta + update
             losses, gradient = _slopes(problems, theta.split(sizes), step + 1)
+            if step < before:
+                begun = memory
+                continue
             floored = losses + _FLOOR * first
             features.append(seen.features)
             directions.append(seen.direction)

@@ -38,8 +38,6 @@ __all__ += ["write_exported"]
 Checkpoint = dict[str, Any]
 """Lightning's checkpoint; its key "molflt" contains a `molflt.training.run_folder.Provenance`."""
 
-_RESTORE = "restore the file, or start a new run"
-
 RECOMMENDED = "game-net"
 """The packaged model used by default."""
 
@@ -342,7 +340,9 @@ def read_plain(path: Path) -> Any:
         ) from error
     except Exception as error:  # a damaged pickle can raise any exception
         reason = (str(error) or type(error).__name__).splitlines()[0][:100]
-        raise ValueError(f"{path}: not a complete checkpoint; {reason}; {_RESTORE}") from error
+        raise ValueError(
+            f"{path}: not a complete checkpoint; {reason}; restore the file, or start a new run"
+        ) from error
 
 
 def model_weights(checkpoint: Mapping[str, Any]) -> dict[str, Tensor]:

@@ -251,13 +251,12 @@ class RunFolder:
         """Starts the timer, stores the settings that affect rounding, and reports changes."""
         self._begun = time.perf_counter()
         was = self._was().get("machine", {})
-        differs = [
+        changes = "; ".join(
             f"{key} was {was[key]}, is {value}"
             for key, value in machine.items()
             if was.get(key, value) != value
-        ]
-        if differs:
-            changes = "; ".join(differs)
+        )
+        if changes:
             self.say(f"{self.path}: resumed with {changes}: rounding may differ", sys.stderr)
         self.provenance["machine"] = machine
 
@@ -315,10 +314,9 @@ class RunFolder:
         self._save_last(checkpoint)
 
     def _save_last(self, checkpoint: Mapping[str, Any]) -> None:
-        stop = self.provenance.get("stopped")
-        header = {"step": checkpoint["global_step"]} | (
-            {"stopped": json.dumps(stop)} if stop else {}
-        )
+        header = {"step": checkpoint["global_step"]}
+        if stop := self.provenance.get("stopped"):
+            header["stopped"] = json.dumps(stop)
         self.save_weights("last", model_weights(checkpoint), header)
 
     def append_metrics(self, row: str) -> None:
