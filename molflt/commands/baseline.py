@@ -140,10 +140,7 @@ def _refuse_splits(paths: Sequence[Path]) -> None:
 
 
 def _total_energies(dataset: Structures) -> int:
-    """Returns the number of structures whose baseline is a total energy.
-
-    Rejects structures without tags among adsorbates on slabs.
-    """
+    """Counts baselines that are total energies; rejects untagged structures among adsorbates."""
     untagged, divided = [], 0
     for index, record in enumerate(with_bar(dataset, "reading tags")):
         tags = set(record.tags.tolist())

@@ -20,9 +20,6 @@ from molflt.sequence import LanguageModel
 
 __all__ = ["generate"]
 
-_SAMPLES, _COMPLETIONS = "samples.png", "completions.png"
-_GREY = 128  # value of unknown pixels
-
 
 def generate(
     run: str,
@@ -114,7 +111,8 @@ def _draw(
 ) -> None:
     whole, path = model.model, model.trained.path
     if out is None:
-        out = (path if path.is_dir() else Path()) / (_SAMPLES if file is None else _COMPLETIONS)
+        name = "samples.png" if file is None else "completions.png"
+        out = (path if path.is_dir() else Path()) / name
     expect_ending(out, ".png")
     # in the folder `file`, `out` would become an input image
     inside = file is not None and file.resolve() in out.resolve().parents
@@ -133,7 +131,7 @@ def _draw(
     _say_cost(whole)
     drawn = model.generate(given=original, rows=rows, progress=True, **options)
     given = original.clone()
-    given[:, :, rows:] = _GREY
+    given[:, :, rows:] = 128  # gray
     write_sheet(out, [given, drawn, original])
     print(
         f"{out}: {len(drawn)} images; rows: given ({rows} of {whole.image_size}), drawn, original"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import inspect
 from argparse import ArgumentError
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import reduce
 from operator import or_
 from pathlib import Path
@@ -190,8 +190,7 @@ def position_parser() -> ArgumentParser:
     from molflt.attention.positions import POSITIONS
     from molflt.attention.spectra import SPECTRA
 
-    builds: list[tuple[str, Callable[..., object]]] = [("", build) for build in POSITIONS.values()]
-    builds += [("", family) for family in SPECTRA.values()]
+    builds: list[tuple[str, Any]] = [("", one) for one in (*POSITIONS.values(), *SPECTRA.values())]
     builds += [("node_", rule) for rule in NODES.values()]
     found: dict[str, set[Any]] = {}
     for prefix, build in builds:

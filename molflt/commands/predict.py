@@ -40,7 +40,6 @@ from molflt.training.checkpoint import is_trained
 __all__ = ["merge", "predict"]
 
 _Labeler = GapFiller | ImageLabeler | SentenceLabeler
-_GUESSES = 5  # number of guesses for each masked token
 _OF_ATOMS = (".extxyz", ".traj")
 _TABLES = (".csv", ".json")
 
@@ -277,7 +276,7 @@ def _write_atoms(
 def _gaps(model: GapFiller, source: Path) -> Iterator[dict[str, object]]:
     for number, line in enumerate(read_lines(str(source)), 1):
         try:
-            gaps = model.fill(line, _GUESSES)
+            gaps = model.fill(line)
         except ValueError as error:
             raise ValueError(f"{source}: line {number}: {error}") from None
         for place, guesses in enumerate(gaps, 1):

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 __all__ = ["relax"]
 
-_NOT_CONVERGED = 3  # exit status
 _MOST_LISTED = 20
 
 
@@ -166,4 +165,4 @@ def _summary(out: Path, found: dict[int, Relaxed]) -> int:
         warn(f"structure {place}, {name}: not converged: {part.why}")
     if len(lost) > _MOST_LISTED:
         warn(f"and {len(lost) - _MOST_LISTED} more")
-    return _NOT_CONVERGED if lost else 0
+    return 3 if lost else 0

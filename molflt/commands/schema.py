@@ -17,7 +17,6 @@ __all__ = ["config_schema", "schema"]
 
 _Schema = dict[str, Any]
 _HEADER = "# yaml-language-server: $schema="
-_NO_KEYS = ("$schema", "resume")  # accepted by parsers, but not keys of configurations
 _SET_BY_MODEL = {"heads", "dim", "head_dim", "node_heads", "node_dim"}
 _SET_BY_USER = {"image_generation": {"dim"}}  # exceptions to the above, by recipe
 
@@ -69,7 +68,7 @@ def _of_recipe(name: str) -> _Schema:
     found: _Schema = json.loads(parser.get_completion_script("jsonschema"))
     del found["$schema"]
     for key, properties in _groups(found):
-        for unknown in _NO_KEYS:
+        for unknown in ("$schema", "resume"):  # only parsers accept them
             properties.pop(unknown, None)
         for option, described in properties.items():
             interval = LIMITS.get(f"{key}{option}")

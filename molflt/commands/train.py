@@ -174,10 +174,7 @@ def _one_line_warnings(folder: RunFolder) -> Iterator[None]:
 
 
 def _fit_sizes(options: _Options, sizes: Mapping[str, int], source: _Options) -> None:
-    """Sets options that depend on the data; raises ValueError if other values were given.
-
-    Values in `source`, the options of the initial weights, are replaced without an error.
-    """
+    """Sets options that depend on the data; only values in `source`, the start, may differ."""
     for name, size in sizes.items():
         given = options[name]
         if given not in (None, size, source.get(name)):

@@ -87,19 +87,17 @@ class CoordinateOptimizer(nn.Module):
         self.dim = dim
         self.lr = lr
         self.take_in = nn.Linear(_FEATURES, dim)
-        if memory != "state_space":
-            no_effect(f"with memory={memory!r}", states=states)
+        unused: dict[str, Any] = {} if memory == "state_space" else {"states": states}
+        if memory != "attention":
+            unused |= {name: one for name, one in attention.items() if one not in ("none", {})}
+        no_effect(f"with memory={memory!r}", **unused)
         self.memory: Memory
         if memory == "attention":
             self.memory = AttentionMemory(dim, layers, **attention)
+        elif memory == "lstm":
+            self.memory = RecurrentMemory(dim, layers)
         else:
-            given = {name: one for name, one in attention.items() if one not in ("none", {})}
-            no_effect(f"with memory={memory!r}", **given)
-            self.memory = (
-                RecurrentMemory(dim, layers)
-                if memory == "lstm"
-                else StateSpaceMemory(dim, layers, 8 if states is None else states)
-            )
+            self.memory = StateSpaceMemory(dim, layers, 8 if states is None else states)
         self.head = nn.Linear(dim, 2)
         nn.init.normal_(self.head.weight, std=0.01)
         nn.init.zeros_(self.head.bias)

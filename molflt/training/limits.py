@@ -12,7 +12,6 @@ from molflt.files import shown
 
 __all__ = ["LIMITS", "check_ranges", "outside", "readable"]
 
-_ANY = "(-1e15, 1e15)"  # range of options that are not listed
 _RANGES = {
     "[1, 2e9]": """
         data.max_atoms data.max_tokens data.min_count evaluations task.redraw_every
@@ -99,7 +98,7 @@ def check_ranges(options: Mapping[str, object]) -> None:
 
 def outside(key: str, value: object) -> str | None:
     """Returns the allowed interval of an option if its value is outside this interval, or None."""
-    interval = LIMITS.get(key, _ANY)
+    interval = LIMITS.get(key, "(-1e15, 1e15)")  # range of options that are not listed
     low, high = (float(end) for end in interval[1:-1].split(","))
     for number in _numbers(value):
         above = number >= low if interval[0] == "[" else number > low

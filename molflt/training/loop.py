@@ -28,13 +28,7 @@ from molflt.training.run_folder import RunFolder
 
 
 class _LightningTask(pl.LightningModule):
-    """Training and validation steps of a task; the loaders start at the trainer's current step.
-
-    Attributes:
-        gradient_norm: norm of the gradient in the last step, before clipping.
-        last_lr: learning rate of the last step.
-        validation_is_finite: True if all sums of the last validation are finite.
-    """
+    """Training and validation steps of a task; the loaders start at the trainer's current step."""
 
     def __init__(self, task: Task[Any, Any], data: BatchedData[Any]) -> None:
         super().__init__()
@@ -43,14 +37,14 @@ class _LightningTask(pl.LightningModule):
         self.task = task
         self.data = data
         self.model = task.model
-        self.gradient_norm = float("nan")
-        self.last_lr = task.lr
+        self.gradient_norm = float("nan")  # in the last step, before clipping
+        self.last_lr = task.lr  # learning rate of the last step
         self._batch = "no batch yet"
         self._size = self._step_before = 0
         self._parts: list[object] = []  # batches of the current step
         self._sums: list[Tensor] = []
         self._metrics: dict[str, float] | None = None
-        self.validation_is_finite = True
+        self.validation_is_finite = True  # True if all sums of the last validation are finite
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "data": None}  # copies for averages do not need data
@@ -63,10 +57,7 @@ class _LightningTask(pl.LightningModule):
         return self.data.val_dataloader(self.global_rank, self.trainer.world_size)
 
     def on_train_batch_start(self, batch: object, batch_idx: int) -> None:
-        """Seeds torch from the task's seed, the rank, the step, and the batch index in the step.
-
-        A resumed run therefore draws the same dropout masks as an uninterrupted run.
-        """
+        """Seeds torch from the rank, the step and the batch, which makes resuming exact."""
         task, step = self.task, self.global_step
         self._step_before = step
         part = batch_idx % self.trainer.accumulate_grad_batches
@@ -141,11 +132,7 @@ class _LightningTask(pl.LightningModule):
         }
 
     def on_train_start(self) -> None:
-        """Recomputes the learning rate, because a resumed run may have more steps than before.
-
-        If the number of steps is unchanged, the rate is bitwise equal to the rate in the
-        checkpoint.
-        """
+        """Recomputes the learning rate: bitwise the same unless a resumed run has more steps."""
         scheduler: Any = self.lr_schedulers()
         factor = self._lr_factor(self.global_step)
         for group, base in zip(scheduler.optimizer.param_groups, scheduler.base_lrs, strict=True):
