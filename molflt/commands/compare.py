@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json as json_format
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
@@ -100,9 +99,7 @@ def _as_table(runs: Sequence[Run]) -> str:
         rows.append([f"val {measure}, best", *_marked(runs, measure, values, ends)])
     for split, name in measures_of(runs):
         digits = _digits(runs, name)
-        errors = [
-            standard_error(run, split, name) if split in run.results else None for run in runs
-        ]
+        errors = [standard_error(run, split, name) for run in runs]
         ends = ["" if error is None else f" ± {error:{digits}}" for error in errors]
         values = [run.results.get(split, {}).get(name) for run in runs]
         rows.append([f"{split} {name}", *_marked(runs, name, values, ends)])
@@ -151,8 +148,7 @@ def _draw(runs: Sequence[Run], out: Path) -> list[Path]:
     found: dict[str, dict[str, tuple[float, float]]] = {}
     for run in runs:
         for split, row in run.results.items():
-            value = row.get(measure)
-            if value is not None and math.isfinite(value):
+            if (value := row.get(measure)) is not None:
                 error = standard_error(run, split, measure) or 0.0
                 count = f", n = {row['n']:,}" if row.get("n") else ""
                 label = f"{split}{count}\n{metrics[measure].axis} ± standard error, where known"

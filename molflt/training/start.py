@@ -267,9 +267,8 @@ class Initializer:
 
     def load(self, model: nn.Module, files: Mapping[str, bytes]) -> None:
         """Loads all matching tensors; warns if the domain of the source is unknown."""
-        if self._source is None:
+        if (source := self._source) is None:
             return
-        source = self._source
         self._record = {
             "source": self.name,
             "weights": str(source.path),
