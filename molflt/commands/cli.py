@@ -174,10 +174,7 @@ def _overview(path: tuple[str, ...]) -> str:
 
 
 def parser_of(path: tuple[str, ...], words: Sequence[str] = ()) -> ArgumentParser:
-    """Returns the parser for the command at `path`, such as ("data", "inspect").
-
-    The `words` of the command line may determine the options.
-    """
+    """Returns the parser of a command; `words` of the command line may determine its options."""
     from jsonargparse import ArgumentParser
 
     command, name, function = COMMANDS[path], " ".join(("molflt", *path)), _function(path)

@@ -96,12 +96,10 @@ def image_problems(source: Path) -> dict[str, _Made]:
             x = F.conv2d(x, parts[i], parts[i + 1], stride=2, padding=1).relu()
         return F.linear(x.flatten(1), parts[4], parts[5])
 
-    def problem(net: _Net, shapes: Sequence[tuple[int, ...]]) -> _Made:
-        def made(seed: int, like: Tensor) -> Problem:
-            start = start_of(shapes, generator_of(seed), like, math.sqrt(2))
-            x, wanted = pixels.to(like), labels.to(like.device)
-            return fit(seed, start, shapes, net, x, wanted, _BATCH)
+    def made(net: _Net, shapes: Sequence[tuple[int, ...]], seed: int, like: Tensor) -> Problem:
+        start = start_of(shapes, generator_of(seed), like, math.sqrt(2))
+        x, wanted = pixels.to(like), labels.to(like.device)
+        return fit(seed, start, shapes, net, x, wanted, _BATCH)
 
-        return made
-
-    return {"image_network": problem(plain, flat), "image_convolutions": problem(convolved, deep)}
+    networks = {"image_network": (plain, flat), "image_convolutions": (convolved, deep)}
+    return {name: partial(made, net, shapes) for name, (net, shapes) in networks.items()}

@@ -144,12 +144,7 @@ def read_yaml(path: Path) -> dict[str, object]:
 
 
 def absolute(value: object, folder: Path | None = None) -> Any:
-    """Makes all paths in a configuration absolute, except ``hf:OWNER/NAME``.
-
-    Args:
-        value: a configuration or a part of it.
-        folder: folder to which relative paths refer; by default the current folder.
-    """
+    """Makes paths relative to `folder` or the current folder absolute, except hf:OWNER/NAME."""
     if isinstance(value, Mapping):
         return {key: absolute(part, folder) for key, part in value.items()}
     if isinstance(value, list | tuple):

@@ -82,14 +82,7 @@ def readable(error: Exception) -> str:
 
 
 def check_ranges(options: Mapping[str, object]) -> None:
-    """Raises ValueError for the first option whose value is out of range.
-
-    The command line calls this function before anything is loaded or written. The constructors of
-    models, data and tasks also check their arguments.
-
-    Args:
-        options: values by name, such as "trainer.max_steps".
-    """
+    """Raises ValueError for the first option, such as "trainer.max_steps", that is out of range."""
     for key, value in options.items():
         if interval := outside(key, value):
             kind = type(value).__name__ if isinstance(value, int | float) else "numbers"

@@ -68,10 +68,7 @@ since, the number of validations since the best; metric; best, its best value; b
 
 
 def read_provenance(run: Path) -> Provenance:
-    """Reads the provenance in last.ckpt.
-
-    The result is empty if this file is missing or was written by an earlier version.
-    """
+    """Reads the provenance in last.ckpt; {} if the file is missing or from an earlier version."""
     last = Path(run) / "checkpoints" / "last.ckpt"
     return read_checkpoint(last).get("molflt", {}) if last.is_file() else {}
 
@@ -413,13 +410,7 @@ def _number(path: Path, key: str) -> float:
 
 
 def draw_curve(run: Path, file: Path, metrics: Mapping[str, Metric]) -> None:
-    """Plots metrics.csv of a run and marks the validation of its best weights.
-
-    Args:
-        run: folder of the run.
-        file: file to write.
-        metrics: metrics of the task.
-    """
+    """Plots metrics.csv of a run to `file` and marks the validation of its best weights."""
     from molflt.plots import training_curve
 
     chosen = None

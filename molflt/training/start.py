@@ -186,13 +186,7 @@ def _values_of(option: str, words: list[str]) -> list[str]:
 
 
 def dated_run(name: str) -> Path:
-    """Returns a folder that does not exist yet, such as ``runs/2026-11-22-demo``.
-
-    All processes of a training run use the same folder.
-
-    Args:
-        name: name of the training run, such as the name of its configuration.
-    """
+    """Returns a new folder, such as ``runs/2026-11-22-NAME``; all processes of a run use it."""
     if "LOCAL_RANK" in os.environ:
         if _SHARED not in os.environ:
             raise ValueError("--run: expected the same folder for all processes; got none")
