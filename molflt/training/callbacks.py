@@ -231,13 +231,7 @@ class _LastCheckpoint(Checkpoint):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._watch_signals()  # `on_sanity_check_start` is skipped without a sanity check
-        self.folder.start_steps(
-            {
-                "threads": torch.get_num_threads(),
-                "torch": str(torch.__version__),
-                "device": trainer.strategy.root_device.type,
-            }
-        )
+        self.folder.start_steps(trainer.strategy.root_device.type)
         self._save_early(trainer)
 
     def _note(self, signum: int, frame: FrameType | None) -> None:

@@ -15,7 +15,6 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.plugins.io import TorchCheckpointIO
-from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
@@ -123,13 +122,10 @@ class _LightningTask(pl.LightningModule):
             self.validation_is_finite = bool(totals.isfinite().all())
         return self._metrics
 
-    def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
+    def configure_optimizers(self) -> Any:
         optimizer = self.task.optimizer()
-        scheduler = LambdaLR(optimizer, self._lr_factor)
-        return {
-            "optimizer": optimizer,
-            "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
-        }
+        schedule = {"scheduler": LambdaLR(optimizer, self._lr_factor), "interval": "step"}
+        return {"optimizer": optimizer, "lr_scheduler": schedule}
 
     def on_train_start(self) -> None:
         """Recomputes the learning rate: bitwise the same unless a resumed run has more steps."""

@@ -244,9 +244,14 @@ class RunFolder:
                 verify_tensors(kept)
             self._save_last(self.checkpoint)
 
-    def start_steps(self, machine: Mapping[str, object]) -> None:
+    def start_steps(self, device: str) -> None:
         """Starts the timer, stores the settings that affect rounding, and reports changes."""
         self._begun = time.perf_counter()
+        self.provenance["machine"] = machine = {
+            "threads": torch.get_num_threads(),
+            "torch": str(torch.__version__),
+            "device": device,
+        }
         was = self._was().get("machine", {})
         changes = "; ".join(
             f"{key} was {was[key]}, is {value}"
@@ -255,7 +260,6 @@ class RunFolder:
         )
         if changes:
             self.say(f"{self.path}: resumed with {changes}: rounding may differ", sys.stderr)
-        self.provenance["machine"] = machine
 
     def say(self, text: str, file: TextIO | None = None) -> None:
         """Prints a text if this is the first process."""
