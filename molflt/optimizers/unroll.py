@@ -81,8 +81,7 @@ def _slopes(
     problems: Sequence[Problem], parts: Sequence[Tensor], step: int
 ) -> tuple[Tensor, Tensor]:
     """Returns float64 losses (problems,) and their gradients, concatenated to (coordinates,)."""
-    losses: list[Tensor] = []
-    gradients: list[Tensor] = []
+    losses, gradients = list[Tensor](), list[Tensor]()
     with torch.enable_grad(), torch.autocast(parts[0].device.type, enabled=False):
         for problem, part in zip(problems, parts, strict=True):
             theta = part.detach().requires_grad_()

@@ -188,17 +188,13 @@ class _MetricsFile(Callback):
 
     def __init__(self, task: Task[Any, Any], folder: RunFolder, log_every: int) -> None:
         self.folder = folder
-        self.names = {
-            use: [name for name, metric in task.metrics.items() if use in metric.measured_in]
+        self.train, self.val = (
+            [name for name, metric in task.metrics.items() if use in metric.measured_in]
             for use in ("train", "val")
-        }
+        )
         self.speed = f"{task.unit}_per_s"
-        self.columns = [
-            *("step", "lr", "train_loss"),
-            *(f"train_{name}" for name in self.names["train"]),
-            *("gradient_norm", self.speed),
-            *(f"val_{name}" for name in self.names["val"]),
-        ]
+        self.columns = ["step", "lr", "train_loss", *(f"train_{name}" for name in self.train)]
+        self.columns += ["gradient_norm", self.speed, *(f"val_{name}" for name in self.val)]
         self.path = folder.path / "metrics.csv"
         self.log_every = log_every
         self.shown: dict[str, str] = {}
@@ -288,7 +284,7 @@ class _MetricsFile(Callback):
         metrics = module.task.summarize(totals[3:])
         loss /= batches
         speed = size / (time.perf_counter() - self._since)
-        known = [name for name in self.names["train"] if name in metrics]
+        known = [name for name in self.train if name in metrics]
         # the scheduler has already advanced; this row describes the previous steps
         row = {
             "step": trainer.global_step,
@@ -318,9 +314,10 @@ class _MetricsFile(Callback):
 
     def _write_validation(self, trainer: pl.Trainer, module: _LightningTask) -> None:
         metrics = module.validation_metrics()
-        row = {f"val_{name}": metrics[name] for name in self.names["val"] if name in metrics}
+        known = [name for name in self.val if name in metrics]
+        row = {f"val_{name}": metrics[name] for name in known}
         self._write(trainer, {"step": trainer.global_step, **row})
-        for name in [name for name in self.names["val"] if name in metrics][:2]:
+        for name in known[:2]:
             self.shown[f"val_{_short(name)}"] = f"{metrics[name]:.4g}"
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -315,20 +315,15 @@ class Initializer:
 
 
 def _transfer(source: Saved, model: nn.Module, files: Mapping[str, bytes]) -> dict[str, Any]:
-    """Loads the tensors whose name and shape match, except tensors that depend on the data.
+    """Loads tensors with the same name and shape and returns the entries of init.json.
 
-    The model's `of_data` lists name prefixes. Buffers with these prefixes, such as the normalizer,
-    are never loaded. Parameters with these prefixes, such as the class logits, are loaded only if
-    the data files (vocabulary, classes) are the same; if `of_data` lists prefixes for each file,
-    only that file is compared. All other buffers are loaded: the random features with which the
-    weights were trained, and records of the training data, such as its elements, which the new
-    training extends. The model's `seen_by` maps each record to a weight; the record is not loaded
-    if this weight is new.
-
-    Returns:
-        Entries of init.json: shapes of "loaded" tensors; shapes of "new" tensors, with the reason
-        for keeping their random values; the buffers "of_data"; shapes of "left_over" tensors, which
-        the model does not have.
+    The model's `of_data` lists name prefixes of tensors that depend on the data. Buffers with these
+    prefixes, such as the normalizer, are never loaded. Parameters with these prefixes, such as the
+    class logits, are loaded only if the data files (vocabulary, classes) are the same; if `of_data`
+    lists prefixes for each file, only that file is compared. All other buffers are loaded: the
+    random features with which the weights were trained, and records of the training data, such as
+    its elements, which the new training extends. The model's `seen_by` maps each record to a
+    weight; the record is not loaded if this weight is new.
     """
     own, buffers = model.state_dict(), dict(model.named_buffers())
     named = getattr(model, "of_data", ())
