@@ -226,12 +226,11 @@ def _rows(
     note: Mapping[str, object],
 ) -> list[dict[str, object]]:
     """Returns one row per structure, with index, file (if there are several) and `note`."""
-    several_files = len(dataset.files) > 1
     several = any(len(energies or ()) > 1 for energies in found.by_adsorbate)
     return [
         {
             "index": dataset.place(i),
-            **({"file": str(dataset.file(i))} if several_files else {}),
+            **({"file": str(dataset.file(i))} if len(dataset.files) > 1 else {}),
             **note,
             "sid": dataset.name(i, int(found.sid[i])),
             "formula": found.formula[i],

@@ -67,13 +67,8 @@ def save_weights(
 ) -> None:
     """Writes the weights of a model and a digest to a safetensors file.
 
-    Args:
-        path: file to write.
-        weights: weights by name.
-        options: arguments of the model; :func:`load_run` compares them with the configuration.
-        files: SHA-256 digests of other files in the run folder, by name; :func:`load_run` checks
-            these files.
-        metadata: further header entries; values are converted to strings.
+    `options` contains the arguments of the model, and `files` the SHA-256 digests of other files in
+    the run folder, by name; :func:`load_run` checks both. `metadata` contains more header entries.
     """
     own = {name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
     header = {name: str(value) for name, value in metadata.items()}
@@ -208,14 +203,10 @@ def find_weights(
     checkpoint: str | None = None,
     hub: Mapping[str, object] | None = None,
 ) -> tuple[Path, Path | None]:
-    """Resolves the name of a trained model to a weights file and the folder of its run.
+    """Resolves the name of a trained model to a weights file and the folder of its run, if any.
 
-    Args:
-        source, hub: see `molflt.training.checkpoint.find`.
-        checkpoint: best (the default), last, or a safetensors file; requires a training run.
-
-    Returns:
-        The file and the folder of its run, which is None for weights outside a run.
+    For `source` and `hub`, see :func:`find`. `checkpoint` is best (the default), last, or a
+    safetensors file; it requires a training run.
     """
     path = find(source, hub)
     if (path / "config.yaml").is_file():
@@ -424,14 +415,11 @@ def _fetched(name: str, options: Mapping[str, object]) -> Path:
 def write_exported(
     folder: Path, weights: Mapping[str, Tensor], content: Mapping[str, object]
 ) -> None:
-    """Writes model.safetensors and config.json.
+    """Writes model.safetensors and config.json to a folder, which is created if it is missing.
 
-    Args:
-        folder: folder to write to; created if missing.
-        weights: weights by name; for several models, with prefixes: "members.0.", "members.1.", ...
-        content: entries of the header: recipe, models (the options of each model), about, license,
-            datasets, task (its options), results, and files (the content of small files in the run
-            folder, by name).
+    The weights of several models have the prefixes "members.0.", "members.1.", and so on. `content`
+    contains the header: recipe, models (the options of each model), about, license, datasets, task
+    (its options), results, and files (the content of small files in the run folder, by name).
     """
     text = json.dumps({"format": _FORMAT, **content}, indent=1, ensure_ascii=False)
     own = {name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
