@@ -8,14 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from molflt.evaluation.results import align
-from molflt.evaluation.runs import (
-    Run,
-    differences,
-    measures_of,
-    notes,
-    read_runs,
-    standard_error,
-)
+from molflt.evaluation.runs import Run, differences, measures_of, notes, read_runs, standard_error
 from molflt.files import shown, write_atomically
 from molflt.metrics import Metric
 from molflt.plots import further_formats, intervals, overlaid_curves

@@ -27,14 +27,8 @@ from molflt.evaluation.predictions import Predictions, counted_reasons, open_str
 from molflt.evaluation.results import finite_row, warn, write_csv
 from molflt.evaluation.shard_files import ENDINGS, made_of, merge_shards, noted
 from molflt.files import atomically, csv_text, expect_writable, read_header, write_atomically
-from molflt.pretrained import (
-    EnergyPredictor,
-    GapFiller,
-    ImageLabeler,
-    SentenceLabeler,
-    TextWriter,
-    load,
-)
+from molflt.pretrained import EnergyPredictor, GapFiller, ImageLabeler, SentenceLabeler, load
+from molflt.pretrained.base import Pretrained
 from molflt.training.checkpoint import is_trained
 
 __all__ = ["merge", "predict"]
@@ -154,9 +148,7 @@ def _shard(text: str | None, out: Path | None) -> Shard | None:
     return part
 
 
-def _label(
-    model: _Labeler | TextWriter, files: Sequence[Path], out: Path | None, batch_size: int
-) -> None:
+def _label(model: Pretrained, files: Sequence[Path], out: Path | None, batch_size: int) -> None:
     expect_ending(out, *_TABLES)
     if not isinstance(model, _Labeler):
         raise ValueError(f"{model.name}: the model generates text or images; use molflt generate")
