@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from ase import Atoms
 
 from molflt import plots
 from molflt.adsorption import comparable, cut, element, placements, ranked, varied
@@ -18,9 +20,6 @@ from molflt.evaluation.results import write_csv
 from molflt.files import atomically, expect_writable
 from molflt.pretrained import EnergyPredictor, load
 from molflt.pretrained.calculator import calculator_named
-
-if TYPE_CHECKING:
-    from ase import Atoms
 
 __all__ = ["adsorb"]
 

@@ -14,10 +14,11 @@ from functools import cache, partial
 from importlib.metadata import packages_distributions, version
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
+from ase import Atoms
 from tqdm import tqdm
 
 from molflt.atoms import Tag
@@ -33,9 +34,6 @@ from molflt.evaluation.results import warn, write_csv
 from molflt.files import add_row, csv_rows, expect_writable
 from molflt.pretrained.calculator import calculator_named, is_class
 from molflt.training.checkpoint import find_weights, weights_digest
-
-if TYPE_CHECKING:
-    from ase import Atoms
 
 __all__ = ["baseline"]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from argparse import ArgumentError
+from argparse import Action, ArgumentError
 from collections.abc import Mapping, Sequence
 from functools import reduce
 from operator import or_
@@ -20,8 +20,6 @@ from molflt.files import shown
 from molflt.training.limits import check_ranges, readable
 
 if TYPE_CHECKING:
-    from argparse import Action
-
     from jsonargparse import ArgumentParser, Namespace
 
 __all__ = [

@@ -6,20 +6,18 @@ import re
 import sys
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from tqdm import tqdm
 
 from molflt.commands.options import expect_ending
+from molflt.data.structures import Structures
 from molflt.data.structures.ase_fields import drop_labels_, not_held
 from molflt.data.structures.sources import files_of
 from molflt.evaluation.relaxation import OptimizerName, Relaxed, readable_structures, relax_atoms
 from molflt.evaluation.results import warn
 from molflt.files import add_row, appending, atomically, expect_writable, shown
 from molflt.pretrained.calculator import Calculator
-
-if TYPE_CHECKING:
-    from molflt.data.structures import Structures
 
 __all__ = ["relax"]
 

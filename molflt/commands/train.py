@@ -11,7 +11,9 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from torch import nn
 
 from molflt.metrics import Metric
 from molflt.training.config import Config, absolute
@@ -19,9 +21,6 @@ from molflt.training.recipes import Recipe
 from molflt.training.run_folder import RunFolder, best_of, duration
 from molflt.training.start import Initializer, build_parser, dated_run
 from molflt.training.trainer import TrainerOptions
-
-if TYPE_CHECKING:
-    from torch import nn
 
 __all__ = ["build_parser", "train"]
 

@@ -11,10 +11,11 @@ import signal
 import warnings
 from collections.abc import Iterator, Sized
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import lightning.pytorch as pl
 from lightning.fabric.utilities.warnings import PossibleUserWarning
+from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
 from lightning.pytorch.strategies import DDPStrategy
 
 from molflt.data.batches import BatchedData
@@ -24,9 +25,6 @@ from molflt.training.callbacks import _callbacks_of, _Interrupted
 from molflt.training.loop import _CheckpointIO, _LightningTask
 from molflt.training.run_folder import RunFolder
 from molflt.training.trainer import LoggerName, TrainerOptions, computes_on
-
-if TYPE_CHECKING:
-    from lightning.pytorch.loggers import Logger
 
 __all__ = ["fit"]
 
@@ -140,8 +138,6 @@ def _warn_of_slow_average(decay: float | None, max_steps: int) -> None:
 @contextmanager
 def _loggers(name: LoggerName, folder: RunFolder) -> Iterator[list[Logger]]:
     """Yields a list of loggers, which is empty for "csv", because metrics.csv is always written."""
-    from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
-
     logger: TensorBoardLogger | WandbLogger
     if name == "csv" or not folder.writes:
         yield []
