@@ -22,6 +22,8 @@ from molflt.data.structures.summary import (
     energies_in_words,
     summarize,
 )
+from molflt.plots import structure_overview
+from molflt.plots.figure import expect_picture
 
 __all__ = ["inspect"]
 
@@ -65,8 +67,6 @@ def inspect(
             (relaxed energies); by default inferred from the labels.
     """
     if plot is not None:
-        from molflt.plots.figure import expect_picture
-
         expect_picture(plot)
     reading = Reading(energy_key, "any" if recipe == "potential" else tags, forces_key, stress_key)
     if not isinstance(path, Path) and len(path) == 1:
@@ -80,8 +80,6 @@ def inspect(
         return
     summary, energies, shown, *_ = summarize(path, limit, reading, recipe)
     if plot is not None:
-        from molflt.plots import structure_overview
-
         names = ["energy"] if summary["recipe"] == "potential" else ["y_init", "y_relaxed"]
         found = {name: energies[name] for name in names}
         structure_overview(found, shown, named(path).name, plot)

@@ -138,7 +138,6 @@ def _warn_of_slow_average(decay: float | None, max_steps: int) -> None:
 @contextmanager
 def _loggers(name: LoggerName, folder: RunFolder) -> Iterator[list[Logger]]:
     """Yields a list of loggers, which is empty for "csv", because metrics.csv is always written."""
-    logger: TensorBoardLogger | WandbLogger
     if name == "csv" or not folder.writes:
         yield []
     elif name == "tensorboard":
@@ -152,9 +151,9 @@ def _loggers(name: LoggerName, folder: RunFolder) -> Iterator[list[Logger]]:
         begun = (folder.path / "versions.json").read_bytes()
         own = hashlib.sha256(str(folder.path.resolve()).encode() + begun).hexdigest()[:16]
         project = os.environ.get("WANDB_PROJECT", "molflt")
-        logger = WandbLogger(folder.path.name, save_dir=folder.path, project=project, id=own)
-        logger.log_hyperparams(dict(folder.provenance["config"]))  # prompts for the login
+        wandb = WandbLogger(folder.path.name, save_dir=folder.path, project=project, id=own)
+        wandb.log_hyperparams(dict(folder.provenance["config"]))  # prompts for the login
         try:
-            yield [logger]
+            yield [wandb]
         finally:
-            logger.experiment.finish()  # otherwise the next run in this process would write to it
+            wandb.experiment.finish()  # otherwise the next run in this process would write to it

@@ -32,6 +32,7 @@ from molflt.files import (
 )
 from molflt.lock import FolderLock
 from molflt.metrics import Metric
+from molflt.plots import training_curve
 from molflt.training.checkpoint import (
     Checkpoint,
     check_weights,
@@ -415,14 +416,11 @@ def _number(path: Path, key: str) -> float:
 
 def draw_curve(run: Path, file: Path, metrics: Mapping[str, Metric]) -> None:
     """Plots metrics.csv of a run to `file` and marks the validation of its best weights."""
-    from molflt.plots import training_curve
-
     chosen = None
     with contextlib.suppress(ValueError):  # reported when these weights are loaded
         chosen = best_of(run)
-    training_curve(
-        Path(run) / "metrics.csv", file, metrics, chosen and (chosen.metric, chosen.step)
-    )
+    marked = chosen and (chosen.metric, chosen.step)
+    training_curve(Path(run) / "metrics.csv", file, metrics, marked)
 
 
 def duration(seconds: float) -> str:
