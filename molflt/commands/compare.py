@@ -70,11 +70,10 @@ def _as_json(runs: Sequence[Run]) -> dict[str, object]:
             "results": run.results,
             "standard_errors": errors,
         }
-    names = [run.name for run in runs]
     unlike = differences(runs).items()
     return {
         "runs": found,
-        "differences": {key: dict(zip(names, values, strict=True)) for key, values in unlike},
+        "differences": {key: dict(zip(found, values, strict=True)) for key, values in unlike},
         "notes": notes(runs),
     }
 

@@ -60,7 +60,7 @@ def export(
         print(f"uploaded: {model.push_to_hub(out.removeprefix(HUB))}")
         return
     model.save_pretrained(out)
-    if compiled and isinstance(model, EnergyPredictor):
+    if compiled:
         model.save_compiled(Path(out))
     size = (Path(out) / "model.safetensors").stat().st_size
     print(f"{out}: {size / 1e6:.1f} MB; {model.summary}")
