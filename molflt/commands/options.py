@@ -116,7 +116,7 @@ def did_you_mean(word: str, names: Sequence[str]) -> str:
 
 
 def normalized(words: Sequence[str], parser: ArgumentParser) -> list[str]:
-    """Rewrites words for jsonargparse: each option and its value become one word.
+    """Rewrites arguments for jsonargparse: each option and its value become one word.
 
     ``--skip-bad`` becomes ``--skip_bad=true``, and ``--no-skip-bad`` becomes ``--skip_bad=false``.
     ``--splits a b`` becomes an empty list and one append for each word.

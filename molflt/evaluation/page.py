@@ -127,7 +127,7 @@ class Page:
 
 
 def _png(content: bytes, name: str) -> tuple[bytes, int]:
-    """Returns a PNG file, reduced to a palette if it is large, and its width on the page."""
+    """Returns a PNG file (with a palette if it is large) and its width on the page."""
     from PIL import Image
 
     try:

@@ -114,7 +114,7 @@ def in_pieces(
 
 
 def _bound(distance: Tensor, least: float) -> float:
-    """Returns the lowest multiple of `_STEP`, in Å, that is not below `least` or any distance."""
+    """Returns the smallest multiple of `_STEP` that is at least `least` and any distance, in Å."""
     highest = max(least, float(distance.detach().max()) if len(distance) else 0.0)
     if highest > _FARTHEST:
         raise ValueError(

@@ -119,7 +119,7 @@ class PopulationOptimizer:
         scale: float = START_SCALE,
         checkpoint: str = "best",
     ) -> PopulationOptimizer:
-        """Creates the optimizer from the folder of a run of the recipe `population_optimizer`.
+        """Creates the optimizer from a run folder of the recipe `population_optimizer`.
 
         By default, `dimension` and `members` have the values used in training. `checkpoint` is
         "best", "last", or a safetensors file. See the class for the other arguments.

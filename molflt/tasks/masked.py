@@ -159,7 +159,7 @@ class Draws(NamedTuple):
 
     @staticmethod
     def new(tokens: Tensor) -> Draws:
-        """Draws new numbers for ids (batch, length) with torch's default generator."""
+        """Draws new random numbers for ids (batch, length) with torch's default generator."""
         whole = torch.rand(3, *tokens.shape, device=tokens.device)
         return Draws(whole, torch.rand(len(tokens), device=tokens.device))
 

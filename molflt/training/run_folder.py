@@ -389,7 +389,7 @@ class Best(NamedTuple):
 
 
 def best_of(run: Path) -> Best | None:
-    """Reads the best validation of a run from best.safetensors; None if the file is missing."""
+    """Reads the best validation result from best.safetensors; None if the file is missing."""
     path = Path(run) / "checkpoints" / "best.safetensors"
     if not path.is_file():
         return None

@@ -250,7 +250,7 @@ class Initializer:
         self._record: dict[str, Any] = {}  # content of init.json
 
     def domain(self) -> tuple[str, object] | None:
-        """Returns the name to use in messages for domain.json of the source, and its content.
+        """Returns the source's domain.json: the name to use for it in messages, and its content.
 
         A resumed run reads the content from its checkpoint. Returns None if the file is missing.
         """

@@ -13,7 +13,7 @@ from molflt.attention.numerics import gauss_rule
 
 
 class _SuggestedNodes(NamedTuple):
-    """Suggested rule, and its error for the width at which the error is largest."""
+    """Suggested rule, and its error at the width where it is largest."""
 
     nodes: ShellNodes
     error: float

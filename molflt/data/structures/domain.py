@@ -207,7 +207,7 @@ class Domain:
         return reasons + ["adsorbate bonded to its periodic image"] * touches_image(record)
 
     def _beyond(self, record: Data) -> dict[_Aspect, str]:
-        """Describes each aspect in which a structure differs from these data; "" if unknown."""
+        """Describes each way in which a structure differs from these data; "" if unknown."""
         slab, adsorbate, untagged = _parts(record)
         own, count = self.elements, len(record.atomic_numbers)
         found: dict[_Aspect, str] = {}
@@ -322,7 +322,7 @@ def domain_of(runs: Iterable[Path]) -> Domain | None:
 
 
 def _parts(record: Data) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the atomic numbers of the slab, of the adsorbate, and of all atoms if untagged."""
+    """Returns the atomic numbers of slab and adsorbate, and of all atoms if they are untagged."""
     numbers, tags = record.atomic_numbers, record.tags
     none = numbers[:0]
     if not bool((tags > Tag.SUBSURFACE).any()):

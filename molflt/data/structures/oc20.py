@@ -138,7 +138,7 @@ _STORAGE_NAMES = {f"torch.{kind}Storage": kind for kind in _STORAGES}
 
 
 def _storage(content: bytes) -> _Storage:
-    """Replaces ``torch.storage._load_from_bytes``: reads five pickles, a count, and numbers."""
+    """Replaces ``torch.storage._load_from_bytes``: reads five pickles, a length and the values."""
     file = io.BytesIO(content)
     try:
         found = [_Reader(file, _STORAGE_NAMES).load() for _ in range(5)]
@@ -267,7 +267,7 @@ class Oc20Lmdb(Structures):
         return f"{shard.path}: key '{key}'"
 
     def _record_keys(self, shard: LmdbFile) -> range | list[int]:
-        """Returns the integer keys of one shard; missing records are listed or raise an error."""
+        """Returns the integer keys of one shard; lists missing records or raises an error."""
         length = _declared_length(shard)
         try:
             keys = sorted(int(name) for name in shard if re.fullmatch(rb"0|[1-9]\d{,18}", name))

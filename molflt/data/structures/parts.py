@@ -99,7 +99,7 @@ class Part(Structures):
 
 
 def readable(source: Structures) -> Structures:
-    """Returns a source without its invalid structures, which one pass finds and lists in `bad`."""
+    """Returns a source without its invalid structures, which are listed in `bad`."""
     kept, natoms, energies = [], [], []
     for index in with_bar(range(len(source)), f"{source.path.name}: checking"):
         try:

@@ -58,7 +58,7 @@ class SinglePoints(Part):
 
 
 class PotentialData(IS2REData):
-    """Batches of structures with energies, forces and optional stress at their positions.
+    """Batches of structures with the energies, forces and optional stress for their positions.
 
     Structures without an energy are omitted, and training reports their number. Forces and stress
     are used if available.
