@@ -243,7 +243,7 @@ def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if shutil.which("bash") is None:
         pytest.skip("no bash")
     path = tmp_path_factory.mktemp("completion") / "molflt"
-    path.write_text(completion._script("bash"))
+    completion.completion("bash", path)
     return path
 
 
