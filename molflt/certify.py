@@ -324,7 +324,8 @@ def _ignored(case: _Case, word: str, moment: float | None = None, **info: int) -
         try:
             before = atoms.get_potential_energy()
             atoms.info |= info
-            atoms.set_initial_magnetic_moments(moment and [moment] * len(atoms))
+            if moment is not None:
+                atoms.set_initial_magnetic_moments([moment] * len(atoms))
             new = _Results(case.make(), atoms)["energy"]
             used = before != new == atoms.get_potential_energy()
         except Exception as problem:

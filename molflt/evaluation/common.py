@@ -253,13 +253,14 @@ def locality_of(
     1, as with normalize "none". See `attention_of` for `stack` and `run`, and
     `molflt.metrics.locality` for `distances`, of shape (tokens, tokens).
     """
-    names, apart = ("nearest", "farthest"), distances.double().cpu().numpy()
+    apart = distances.double().cpu().numpy()
     matrices = attention_of(stack, run)
     try:
         shares = [locality(w.double().cpu().numpy(), apart, causal=causal) for w in matrices]
     except ValueError:
-        return dict.fromkeys(names)
-    return {name: float(np.mean([getattr(one, name) for one in shares])) for name in names}
+        return {"nearest": None, "farthest": None}
+    nearest, farthest = np.mean([(share.nearest, share.farthest) for share in shares], axis=0)
+    return {"nearest": float(nearest), "farthest": float(farthest)}
 
 
 _Source = Path | Callable[[str], tuple[bytes, str]]

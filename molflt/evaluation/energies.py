@@ -217,6 +217,7 @@ def _write(
     for split, part in found.items():
         energies = {"energy_eV": part.energy, "target_eV": part.target}
         energies["error_eV"] = part.energy - part.target
+        columns = {**energies, **more.get(split, {})}
         rows += [
             {
                 "split": split,
@@ -225,7 +226,7 @@ def _write(
                 "adsorbate": part.adsorbate[i],
                 "slab": part.slab[i],
                 "natoms": part.natoms[i],
-                **finite_row({**energies, **more.get(split, {})}, i),
+                **finite_row(columns, i),
             }
             for i in range(len(part.sid))
         ]

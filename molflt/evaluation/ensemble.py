@@ -97,8 +97,9 @@ def load_ensemble(
         for run, config in zip(runs, configs, strict=True)
     }
     reading = data[first].reading
-    keys = (one.reading.baseline_key for one in data.values())
-    baseline = configs[0]["data"]["baseline_key"] = next(filter(None, keys), None)
+    keys = [one.reading.baseline_key for one in data.values()]
+    baseline = next(filter(None, keys), None)
+    configs[0]["data"]["baseline_key"] = baseline
     ensemble = EnsembleRegressor(models, data)
     own = ensemble.weights
     for i, run in enumerate(runs):

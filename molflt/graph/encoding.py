@@ -33,7 +33,7 @@ from molflt.graph.geometry import Geometry
 from molflt.graph.memory import _expect_memory
 from molflt.graph.near import NearPairs, _bound, _Found, in_pieces
 from molflt.graph.neighbors import Neighbors, neighbor_list
-from molflt.graph.periodic import Auto, Images, Near, OnMesh, Open, make_periodic
+from molflt.graph.periodic import Auto, Images, Near, OnMesh, Open, Reciprocal, make_periodic
 from molflt.graph.sizes import SizeClass, SizeClasses
 
 _NARROWEST = 0.2  # Å, narrowest Gaussian of the near field
@@ -88,7 +88,8 @@ class GraphEncoding(nn.Module):
         self.periodic.check(self.position, self.softmax, bool(near_field))
         own = self.periodic
         if mixing == TRITON:
-            if isinstance(own, Images | OnMesh | Near) or getattr(own, "smooth", False):
+            smooth = isinstance(own, Reciprocal) and own.smooth
+            if smooth or isinstance(own, Images | OnMesh | Near):
                 raise ValueError(
                     "mixing='triton' requires periodic 'none', 'reciprocal' or 'auto'; got "
                     f"{own!r}; use one of them, or mixing='auto'"

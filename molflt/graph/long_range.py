@@ -46,7 +46,7 @@ _LEAST = 1e-12  # added to each weight of the total charge; if all weights are 0
 
 
 class LongRangeEnergy(NamedTuple):
-    """Latent charges, and the sharp and smooth parts of energies, each float64 (graphs,), in eV."""
+    """Sharp and smooth parts of energies, each float64 (graphs,) in eV; and latent charges."""
 
     near: Tensor
     far: Tensor

@@ -328,6 +328,9 @@ class Near(Reciprocal):
         nothing = geometry.pos.new_zeros(geometry.graphs, 1, 3, dtype=torch.float64)
         return GraphNodes(nothing, nothing[..., 0])
 
+    def without_nodes(self, geometry: Geometry) -> None:
+        return None
+
     far = Open.far
 
     def radial_profile(self, position: MultiplicativePosition, distance: Tensor) -> Tensor:
@@ -394,9 +397,7 @@ class OnMesh(Auto):
                 f"{'mixing=softmax' if softmax else type(position).__name__}; use "
                 "position='multiplicative', or periodic='reciprocal'"
             )
-        if not position.spectrum.isotropic:
-            kind = type(position.spectrum).__name__
-            raise ValueError(f"a mesh needs an isotropic spectrum; got {kind}")
+        position.check_isotropic()
 
     def on_mesh(self, geometry: Geometry) -> Tensor:
         return torch.ones_like(geometry.ptr[1:], dtype=torch.bool)

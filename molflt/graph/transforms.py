@@ -73,7 +73,7 @@ class PBCRadiusGraph(BaseTransform):
 
 
 def _nearest(target: Tensor, distance: Tensor, atoms: int, most: int) -> Tensor:
-    """Returns indices of at most `most` nearest edges of each atom, and of ties for the last."""
+    """Returns indices of the `most` nearest edges of each atom and of edges as long as the last."""
     order = torch.argsort(distance, stable=True)
     order = order[torch.argsort(target[order], stable=True)]
     own = target[order]

@@ -223,6 +223,6 @@ def _refuse_misfits(
 
 def _sinusoids(side: int, dim: int) -> Tensor:
     """Returns sines and cosines of row and column indices (arXiv:1706.03762, section 3.5)."""
-    index = torch.arange(side)
-    axes = [sinusoids(places, dim // 2) for places in torch.cartesian_prod(index, index).T]
+    line = sinusoids(torch.arange(side), dim // 2)
+    axes = line.repeat_interleave(side, dim=0), line.repeat(side, 1)
     return torch.cat(axes, dim=-1)[None].to(torch.get_default_dtype())

@@ -77,7 +77,7 @@ class PopulationMask(SpectralPosition):
         return Factors(*self.factors(positions, positions, self.nodes_of(waves)))
 
     def nodes_of(self, waves: Tensor) -> GraphNodes:
-        """Computes nodes (batch, r, d) and weights from `waves`, normally distributed numbers."""
+        """Computes nodes (batch, r, d) and weights from normal deviates `waves` (batch, r, d)."""
         sigma = self.get_buffer("log_sigma").to(waves)
         each = torch.arange(len(sigma), device=waves.device)
         place = torch.arange(self.num_nodes, device=waves.device) % len(sigma)

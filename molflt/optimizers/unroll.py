@@ -49,14 +49,16 @@ def unroll(
     theta = torch.cat([problem.start for problem in problems]).detach()
     counts = torch.tensor(sizes, device=theta.device)
     moments: Tensor | None = None
-    begun: MemoryState = ()
-    memory, features, directions, logs, pulls = begun, [], [], [], []
+    begun: MemoryState = ()  # memory after the steps that do not enter the loss
+    memory = begun
+    features, directions, logs, pulls = [], [], [], []
     with torch.no_grad():
         first, gradient = _slopes(problems, theta.split(sizes), 0)
         for step in range(before + steps):
             seen = model.observe(gradient, moments, step)
             update, memory = model.react(seen, memory, step)
-            moments, theta = seen.moments, theta + update
+            moments = seen.moments
+            theta = theta + update
             losses, gradient = _slopes(problems, theta.split(sizes), step + 1)
             if step < before:
                 begun = memory

@@ -65,6 +65,12 @@ class Trained(NamedTuple):
         """Returns the content of a file of the model and the name to use for it in messages."""
         return json.dumps(self.files.get(name), ensure_ascii=False).encode(), self.label(name)
 
+    @property
+    def name(self) -> str:
+        """Name of the run or of the exported folder."""
+        named = self.path.name == "model.safetensors"
+        return self.path.resolve().parent.name if named else self.path.stem
+
 
 def read_trained(
     source: str | Path | None,
@@ -119,8 +125,19 @@ def _exported(path: Path, device: str) -> Trained:
     saved = read_saved(path)
     models = saved.models()
     model = models[0] if len(models) == 1 else EnsembleRegressor(models).eval()
-    known = {name: saved.content[name] for name in Trained._fields if name in saved.content}
-    return Trained(path=path, model=model.to(device), options=saved.options, **known)
+    content = saved.content
+    return Trained(
+        path=path,
+        recipe=str(content["recipe"]),
+        model=model.to(device),
+        options=saved.options,
+        task=content["task"],
+        results=content["results"],
+        files=content["files"],
+        about=content.get("about"),
+        license=content.get("license"),
+        datasets=content["datasets"],
+    )
 
 
 class Card(NamedTuple):
@@ -159,8 +176,7 @@ class Pretrained:
 
     def __init__(self, trained: Trained) -> None:
         self.trained = trained
-        path = trained.path
-        self.name = path.resolve().parent.name if path.name == "model.safetensors" else path.stem
+        self.name = trained.name
         self.about, self.license = trained.about, trained.license
         self.datasets = list(trained.datasets)
 

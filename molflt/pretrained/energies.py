@@ -354,5 +354,7 @@ def _record(weights: Path, package: Path) -> Mapping[str, str]:
         "processor": f"{platform.system()} {platform.machine()} "
         f"{torch.backends.cpu.get_cpu_capability()}",
     }
-    files = {"weights": weights.read_bytes(), "package": package.read_bytes()}
-    return found | {name: hashlib.sha256(data).hexdigest() for name, data in files.items()}
+    for name, path in {"weights": weights, "package": package}.items():
+        with open(path, "rb") as file:
+            found[name] = hashlib.file_digest(file, "sha256").hexdigest()
+    return found

@@ -279,7 +279,7 @@ def check_weights(path: Path, model: nn.Module, weights: Mapping[str, Tensor]) -
     expected = model.state_dict()
     for name in {*getattr(model, "added_later", ())} - weights.keys():
         del expected[name]
-    for name in {**expected, **weights}:
+    for name in dict.fromkeys([*expected, *weights]):
         want = tuple(expected[name].shape) if name in expected else "no such key"
         got = tuple(weights[name].shape) if name in weights else "no such key"
         if want != got:

@@ -65,11 +65,12 @@ def causal_linear(
     if tokens <= span:
         return _scan(query, key, value, log_decay, state, chunk)
     count = -(-tokens // span)
-    cuts = *(cut(x, span, count) for x in (*query, *key, value)), cut(log_decay, span, count, -1)
+    cuts = [cut(x, span, count) for x in (*query, *key, value)]
+    cuts.append(cut(log_decay, span, count, dim=-1))
     pieces = []
     for q, q_scale, k, k_scale, v, decay in zip(*cuts, strict=True):
-        rest = v, decay, state, chunk
-        sums, state = recomputed(_scan, Features(q, q_scale), Features(k, k_scale), *rest)
+        own = Features(q, q_scale), Features(k, k_scale)
+        sums, state = recomputed(_scan, *own, v, decay, state, chunk)
         pieces.append(sums)
     joined = (torch.cat(parts, dim=-2) for parts in zip(*pieces, strict=True))
     assert state is not None

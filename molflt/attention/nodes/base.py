@@ -21,7 +21,7 @@ class Nodes(nn.Module):
     dim: int  #: dimension l of positions
 
     def forward(self) -> tuple[Tensor, Tensor]:
-        """Returns nodes (heads or 1, r, l), in 1 / length, and weights (heads or 1, r)."""
+        """Returns nodes (heads or 1, r, l), in cycles / length, and weights (heads or 1, r)."""
         raise NotImplementedError(f"{type(self).__name__} must override forward()")
 
     def sample(self, spectrum: Spectrum) -> tuple[Tensor, Tensor]:

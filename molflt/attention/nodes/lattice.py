@@ -151,7 +151,8 @@ def _reduction(cell: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _check_rows(rows: Tensor, periodic: Tensor) -> None:
-    volume = torch.linalg.det(F.normalize(rows.double(), dim=-1)).abs()
+    first, second, third = F.normalize(rows.double(), dim=-1).unbind(1)
+    volume = (torch.linalg.cross(first, second) * third).sum(dim=-1).abs()
     bad = ~(volume > _DEGENERATE)  # NaN is also bad
     if bool(bad.any()):
         graph = int(bad.nonzero()[0])

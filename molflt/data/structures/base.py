@@ -32,7 +32,7 @@ AnyTags = Literal["oc20", "ase", "guess", "any"]
 
 
 class Reading(NamedTuple):
-    """How to interpret entries in files; a source uses only the fields in its `options`."""
+    """Interpretation of entries in files; a source uses only the fields in its `options`."""
 
     energy_key: str | None = None
     """name of the entry with the energy in eV; by default y_relaxed, else energy"""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
@@ -40,6 +41,9 @@ def read_systems(folder: Path) -> dict[int, System]:
             f"{path}: no such file; expected the names of the systems; scripts/game_net.py in the "
             "repository writes it"
         )
-    rows = csv_rows(path.read_text(encoding="utf-8"))
+    try:
+        rows = csv_rows(path.read_text(encoding="utf-8"))
+    except (ValueError, csv.Error) as error:
+        raise ValueError(f"{path}: expected CSV; {error}; write it again") from None
     found = ([row[field] for field in System._fields] for row in rows)
     return {int(sid): System(int(sid), *others) for sid, *others in found}
