@@ -168,7 +168,7 @@ def ask(module: str, key: Key, allocator: Mapping[str, str] = ALLOCATOR) -> dict
 
 
 def expected(costs: Costs, key: Key, quantity: str) -> float:
-    """Extrapolates a cost from the last two measured lengths, or linearly from a single length."""
+    """Extrapolates a cost from the last two lengths (at most as N^2), or linearly from one."""
     name, causal, length, which = key
     known = [
         (other[2], found[quantity])
@@ -177,7 +177,7 @@ def expected(costs: Costs, key: Key, quantity: str) -> float:
     ]
     if not known:
         return 0.0
-    slope = exponent(known[-2:]) if len(known) > 1 else 1.0
+    slope = min(exponent(known[-2:]), 2.0) if len(known) > 1 else 1.0
     return known[-1][1] * (length / known[-1][0]) ** slope
 
 
