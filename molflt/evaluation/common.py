@@ -259,8 +259,10 @@ def locality_of(
         shares = [locality(w.double().cpu().numpy(), apart, causal=causal) for w in matrices]
     except ValueError:
         return {"nearest": None, "farthest": None}
-    nearest, farthest = np.mean([(share.nearest, share.farthest) for share in shares], axis=0)
-    return {"nearest": float(nearest), "farthest": float(farthest)}
+    return {
+        "nearest": float(np.mean([share.nearest for share in shares])),
+        "farthest": float(np.mean([share.farthest for share in shares])),
+    }
 
 
 _Source = Path | Callable[[str], tuple[bytes, str]]
