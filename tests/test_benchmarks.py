@@ -184,6 +184,13 @@ def test_agreement_of_labels_by_hand() -> None:
 MECHANISMS = ["softmax", "performer", "rfa-gate-gaussian", "flt-local"]
 
 
+def test_costs_are_extrapolated_at_most_quadratically() -> None:
+    keys = [("a", False, length, layers.TRAINING) for length in (10, 20, 200)]
+    for first, power in ((0.001, 2), (0.5, 1)):
+        costs = dict(zip(keys, ({"MiB": first}, {"MiB": 1.0}), strict=False))
+        assert layers.expected(costs, keys[2], "MiB") == pytest.approx(10.0**power)
+
+
 @needs_linux
 def test_growth_measures_allocated_memory() -> None:
     """A separate process allocates 3 blocks of 40 MiB, at most 2 of them at a time."""

@@ -163,4 +163,4 @@ def _summary(out: Path, found: dict[int, Relaxed]) -> int:
         warn(f"structure {place}, {name}: not converged: {part.why}")
     if len(lost) > _MOST_LISTED:
         warn(f"and {len(lost) - _MOST_LISTED} more")
-    return 3 if lost else 0
+    return 3 if lost else 0  # exit status: not all converged

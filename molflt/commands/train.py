@@ -173,7 +173,7 @@ def _one_line_warnings(folder: RunFolder) -> Iterator[None]:
 
 
 def _fit_sizes(options: _Options, sizes: Mapping[str, int], source: _Options) -> None:
-    """Sets options that depend on the data; only values in `source`, the start, may differ."""
+    """Sets options that depend on the data; rejects other values, unless they are in `source`."""
     for name, size in sizes.items():
         given = options[name]
         if given not in (None, size, source.get(name)):

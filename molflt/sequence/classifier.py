@@ -9,7 +9,7 @@ from molflt.sequence.encoder import EncoderModel
 
 
 class SequenceClassifier(EncoderModel):
-    """An encoder, then a tanh layer on the first token or the mean token, and a linear classifier.
+    """Encoder, tanh layer on the first token or on the mean of all tokens, and linear classifier.
 
     BERT is fine-tuned in this form (arXiv:1810.04805, section 4.1). A pair of sequences is passed
     as one sequence whose parts have different types.

@@ -56,7 +56,7 @@ class _LightningTask(pl.LightningModule):
         return self.data.val_dataloader(self.global_rank, self.trainer.world_size)
 
     def on_train_batch_start(self, batch: object, batch_idx: int) -> None:
-        """Seeds torch from the rank, the step and the batch, which makes resuming exact."""
+        """Seeds torch by the seed, rank, step and batch, as in an uninterrupted training run."""
         task, step = self.task, self.global_step
         self._step_before = step
         part = batch_idx % self.trainer.accumulate_grad_batches

@@ -32,7 +32,6 @@ from molflt.files import (
 )
 from molflt.lock import FolderLock
 from molflt.metrics import Metric
-from molflt.plots import training_curve
 from molflt.training.checkpoint import (
     Checkpoint,
     check_weights,
@@ -416,6 +415,8 @@ def _number(path: Path, key: str) -> float:
 
 def draw_curve(run: Path, file: Path, metrics: Mapping[str, Metric]) -> None:
     """Plots metrics.csv of a run to `file` and marks the validation of its best weights."""
+    from molflt.plots import training_curve
+
     chosen = None
     with contextlib.suppress(ValueError):  # reported when these weights are loaded
         chosen = best_of(run)

@@ -219,6 +219,19 @@ def failed(make, elements=(), **options) -> set[str]:
     return {row.check for row in rows if row.result.startswith("FAILED")}
 
 
+def test_moments_of_iron_do_not_hide_that_a_charge_is_ignored():
+    """ASE gives bulk iron magnetic moments, on which this calculator depends."""
+
+    def expect(self, atoms):
+        if not atoms.pbc.any():
+            raise ValueError("only crystals")
+
+    magnetic = energy_with(lambda a: np.abs(a.get_initial_magnetic_moments()).sum())
+    names = {"charge used or named", "spin used or named"}
+    made = partial(fault("Magnetic", expect=expect, **magnetic), 2.0)
+    assert failed(made, ["Fe"], names=names) == names
+
+
 def potential(**options) -> molflt.Calculator:
     return molflt.Calculator(random_potential(**options), device="cpu")
 

@@ -8,6 +8,7 @@ from tiny_run import structures
 from torch import nn
 
 from molflt.data.structures.in_memory import StructuresInMemory
+from molflt.data.structures.systems import read_systems
 from molflt.evaluation.calibration import Calibration
 from molflt.evaluation.common import classes_of, named_sources
 from molflt.evaluation.energies import submission_splits
@@ -51,6 +52,11 @@ def classes(folder: Path) -> None:
     classes_of(folder, 2)
 
 
+def systems(folder: Path) -> None:
+    (folder / "systems.csv").write_text("sid,name,molecule,family,metal\n1,a,b,c,Cu,extra\n")
+    read_systems(folder)
+
+
 def local(weights: Any, distances: Any, option: str, got: str = "") -> Refusal:
     return refused(lambda: locality(weights, distances), option, "", got)
 
@@ -72,6 +78,7 @@ ROWS = [
     refused(lambda: load_ensemble([Path("a"), Path("b")], "w.pt"), "--checkpoint", "best", "w.pt"),
     Refusal(lambda folder: merge_shards(folder / "e.csv"), "e.csv", "--shard", "no shards"),
     refused(lambda: named_sources(DATA, ["val"], Path("x")), "--splits", "--data", "both"),
+    Refusal(systems, "systems.csv", "as the header"),
     Refusal(classes, "classes.json", "2", "1 classes"),
     local(2 * EYE, APART, "sum to 1", "2.0"),
     local(EYE, APART + np.diag([np.inf, 0, 0]), "unmasked", "0.0"),
