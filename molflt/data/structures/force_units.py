@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,41 +29,28 @@ _ATOM = 20.92  # eV per Z^(7/3): upper bound for all electrons of an atom (Thoma
 
 MOST_FRAMES = 300
 """Maximum number of frames to compare; 300 frames of 1,000 atoms take 2 MB."""
-_FEWEST_PAIRS = 8
 _MOST_PAIRS = 50  # closest pairs only; the trapezoidal rule is more accurate for short paths
 _SURE = 0.5  # smallest correlation of energy differences with predictions of forces or stress
 _FARTHEST = 0.5  # Å, largest root mean square distance between close frames
 _MOST_STRAIN = 0.2
-_UNSURE = 0.5  # logarithm of the largest deviation from a unit
-_FORCES = {  # one unit in eV/Å
-    "eV/Å": 1.0,
-    "kcal/mol/Å": 0.0433641,
-    "kJ/mol/Å": 0.0103643,
-    "Hartree/bohr": 51.422067,
-    "Hartree/Å": 27.211386,
-    "eV/bohr": 1.8897261,
-    "meV/Å": 1e-3,
-    "eV/nm": 0.1,
+# Ranges of correct slopes. The nearest units are eV/bohr (1.89) and eV/nm (0.1) for forces, and
+# eV/bohr^3 (6.7) and a virial in a cell of 10 Å^3 (0.1) for stress.
+_RIGHT = {"forces": (0.32, 1.37), "stress": (0.1, 5.0)}
+_CONVENTIONS = {
+    "forces": (
+        "expected eV/Å; 1 Hartree/bohr is 51.4221 eV/Å, 1 kcal/mol/Å is 0.0433641 eV/Å; forces are "
+        "minus the gradients"
+    ),
+    "stress": (
+        "expected eV/Å^3 with ASE's sign, negative for a compressed cell; 1 GPa is 0.00624151 "
+        "eV/Å^3, 1 Hartree/bohr^3 is 183.632 eV/Å^3; VASP's values, in kbar, are -1602.18 times "
+        "these; a virial is minus the volume times the stress"
+    ),
 }
-_STRESS = {  # one unit in eV/Å^3
-    "eV/Å^3": 1.0,
-    "kbar": 6.2415091e-4,
-    "GPa": 6.2415091e-3,
-    "MPa": 6.2415091e-6,
-    "Hartree/bohr^3": 183.63154,
-    "Ry/bohr^3": 91.815772,
-    "eV/bohr^3": 6.7483345,
-}
-_VIRIAL = "eV (stress times volume)"
 # Lengths in Å. In one cell, the spread of the shear part of virials (eV) is a length times the
 # forces (eV/Å) times the square root of the number of atoms. The length is 0.1 to 0.3 Å in crystals
 # and slabs with EMT, and 0.3 to 0.8 Å in DFT dynamics of Cu, Li and Si.
 _LENGTHS = (0.01, 10.0)
-_LENGTH = 0.35
-_CONVENTION = (
-    "expected eV/Å^3 with ASE's sign, negative for a compressed cell; VASP's values, in kbar, are "
-    "-1602.18 times these; a virial is minus the volume times the stress"
-)
 
 
 class _Frame(NamedTuple):
@@ -74,12 +61,9 @@ class _Frame(NamedTuple):
     stress: _Array
 
 
-class _Pair(NamedTuple):
-    distance: float
-    predicted: float
-    """change of the energy, in eV, that follows from the label if its unit is based on eV and Å"""
-    change: float
-    volume: float
+# Mean square distance in Å^2; change of the energy, in eV, that follows from the label if its unit
+# is based on eV and Å; and the actual change
+_Pair: TypeAlias = tuple[float, float, float]
 
 
 def unit_fault(records: Iterable[Data]) -> str:
@@ -113,13 +97,13 @@ def force_unit_fault(records: Iterable[Data]) -> str:
     Between similar frames of one system, the energy changes by -(F_a + F_b) / 2 . (r_b - r_a), up
     to terms of third order. The first 300 structures are used.
     """
-    pairs = []
+    pairs = list[_Pair]()
     for frames in _systems(records, ("energy", "forces")):
         for a, b in _nearest_frames(frames):
             step = b.pos - a.pos
             work = float(((a.forces + b.forces) / 2 * step).sum())
-            pairs.append(_Pair(float((step**2).mean()), -work, b.energy - a.energy, 0.0))
-    return _wrong_unit("forces", sorted(pairs)[:_MOST_PAIRS], _FORCES, _FEWEST_PAIRS)
+            pairs.append((float((step**2).mean()), -work, b.energy - a.energy))
+    return _wrong_unit("forces", sorted(pairs)[:_MOST_PAIRS], 8)
 
 
 def stress_unit_fault(records: Iterable[Data]) -> str:
@@ -129,21 +113,21 @@ def stress_unit_fault(records: Iterable[Data]) -> str:
     times stress : strain, plus the work of the forces. If the cell is constant, the unit is
     inferred from how much virials vary relative to the forces. The first 300 structures are used.
     """
-    pairs, spreads = list[_Pair](), list[tuple[float, float]]()
+    pairs, lengths = list[_Pair](), list[float]()
     for frames in _systems(records, ("energy", "stress")):
         pairs += filter(None, (_strained(*two) for two in _nearest_frames(frames, strained=True)))
         by_cell: dict[bytes, list[_Frame]] = defaultdict(list)
         for frame in frames:
             by_cell[frame.cell.round(3).tobytes()].append(frame)
-        spreads += filter(None, map(_in_one_cell, by_cell.values()))
-    fault = _wrong_unit("stress", sorted(pairs)[:_MOST_PAIRS], _STRESS, 5)
-    length, volume = np.median(np.array(spreads), axis=0) if spreads else (_LENGTH, 1.0)
-    if fault or _LENGTHS[0] <= length <= _LENGTHS[1]:
+        lengths += filter(None, map(_in_one_cell, by_cell.values()))
+    fault = _wrong_unit("stress", sorted(pairs)[:_MOST_PAIRS], 5)
+    if fault or not lengths or _LENGTHS[0] <= np.median(lengths) <= _LENGTHS[1]:
         return fault
-    what = _named(_LENGTH / length, _STRESS | {_VIRIAL: 1 / volume}, 2 * _UNSURE)
-    ratio = f"in one cell, its spread is {length:.2g} Å times that of the forces"
-    likely = f"this ratio is usually {_LENGTHS[0]:g} to {_LENGTHS[1]:g} Å"
-    return f"stress looks like {what}: {ratio}; {likely}; {_CONVENTION}"
+    return (
+        f"stress is in the wrong unit: in one cell, its spread is {np.median(lengths):.2g} Å times "
+        f"that of the forces; this ratio is usually {_LENGTHS[0]:g} to {_LENGTHS[1]:g} Å; "
+        + _CONVENTIONS["stress"]
+    )
 
 
 def _systems(records: Iterable[Data], known: Iterable[str]) -> list[list[_Frame]]:
@@ -195,11 +179,11 @@ def _strained(a: _Frame, b: _Frame) -> _Pair | None:
         return None
     change = b.energy - a.energy + float(((a.forces + b.forces) / 2 * steps).sum())
     work = volume * float(((a.stress + b.stress) / 2 * strain).sum())
-    return _Pair(far + float((strain**2).mean()), work, change, volume)
+    return far + float((strain**2).mean()), work, change
 
 
-def _in_one_cell(frames: list[_Frame]) -> tuple[float, float] | None:
-    """Returns the spread of virials divided by the forces, in Å, and the volume; None if unsure."""
+def _in_one_cell(frames: list[_Frame]) -> float | None:
+    """Returns the spread of virials divided by the forces, in Å; None if unsure."""
     volume = abs(float(np.linalg.det(frames[0].cell)))
     moves = np.stack([frame.pos for frame in frames])
     forces = float(np.sqrt(np.mean([(frame.forces**2).mean() for frame in frames])))
@@ -210,41 +194,21 @@ def _in_one_cell(frames: list[_Frame]) -> tuple[float, float] | None:
     virials = volume * np.stack([frame.stress for frame in frames])
     virials -= virials.mean(axis=0)
     shear = virials - np.eye(3) * np.trace(virials, axis1=1, axis2=2)[:, None, None] / 3
-    length = float(np.sqrt((shear**2).mean())) / (len(frames[0].pos) ** 0.5 * forces)
-    return length, volume
+    return float(np.sqrt((shear**2).mean())) / (len(frames[0].pos) ** 0.5 * forces)
 
 
-def _wrong_unit(label: str, pairs: list[_Pair], units: Mapping[str, float], fewest: int) -> str:
+def _wrong_unit(label: str, pairs: list[_Pair], fewest: int) -> str:
     """Describes a wrong unit from the slope of energy changes; "" if correct or undecided."""
-    x, y = np.array([[pair.predicted, pair.change] for pair in pairs]).reshape(-1, 2).T
+    x, y = np.array(pairs).reshape(-1, 3)[:, 1:].T
     if len(pairs) < fewest or not x.any() or not y.any():
         return ""
-    product, own = float(x @ y), next(iter(units))
-    factor = product / float(x @ x)
     # a few pairs may correlate by chance
     sure = max(_SURE, 2.2 / len(pairs) ** 0.5) if label == "stress" else _SURE
-    if abs(product) < sure * float(np.sqrt((x @ x) * (y @ y))):
+    factor, (low, high) = float(x @ y) / float(x @ x), _RIGHT[label]
+    if abs(x @ y) < sure * np.sqrt((x @ x) * (y @ y)) or low < factor < high:
         return ""
-    if label == "stress":
-        volume = float(np.median([pair.volume for pair in pairs]))
-        units = {**units, _VIRIAL: 1 / volume}
-    what = _named(abs(factor), units)
-    if factor > 0 and (what.startswith(own) or (label == "stress" and 0.2 < factor < 5)):
-        return ""
-    what = f"minus {what}" if factor < 0 else what
-    if label == "forces" and what.startswith(f"minus {own}"):
-        what = "gradients, minus the forces"
-    looks = "looks" if label == "stress" else "look"
     return (
-        f"{label} {looks} like {what}: in {len(pairs)} pairs of similar frames, energies change by "
-        f"{factor:.3g} times the values that {label} in {own} predict; "
-        + (_CONVENTION if label == "stress" else "expected 1")
+        f"{label} in the wrong unit or with the wrong sign: in {len(pairs)} pairs of similar "
+        f"frames, energies change by {factor:.3g} times the values that {label} in eV and Å "
+        f"predict; expected 1; {_CONVENTIONS[label]}"
     )
-
-
-def _named(factor: float, units: Mapping[str, float], unsure: float = _UNSURE) -> str:
-    """Names one to three units whose size is about `factor`, starting with the closest unit."""
-    apart = {name: abs(float(np.log(factor / size))) for name, size in units.items()}
-    best = min(apart.values())
-    names = sorted((name for name in apart if apart[name] < best + unsure), key=apart.__getitem__)
-    return " or ".join(names[:3])
