@@ -135,17 +135,15 @@ def test_wrong_md5_and_damaged_parts_are_refused(server, tmp_path):
         get(server, tmp_path / "a")
 
 
-def test_hostile_members_stay_outside_and_sums_are_compared(tmp_path):
+def test_hostile_members_stay_outside(tmp_path):
     outside = tmp_path / "outside"
     extra = [(f"{INNER}/all/val_id/../../../../../../../outside", b"x"), (str(outside), b"x")]
     path = tmp_path / "some.tar.gz"
     path.write_bytes(archive(tmp_path, ["all/val_id"], extra))
-    with pytest.raises(ValueError, match=r"all/val_id/data\.lmdb: expected md5 8e27674668a1ac43"):
-        _unpack(path, tmp_path / "in", ["all/val_id"])
     with pytest.raises(ValueError, match=f"{INNER}/10k/train"):
         _unpack(path, tmp_path / "in", ["10k/train"])
     assert not [path for path in (tmp_path / "in").rglob("*") if path.is_file()]
-    _unpack(path, tmp_path / "in", ["all/val_id"], verify=False)
+    _unpack(path, tmp_path / "in", ["all/val_id"])
     files = [str(p.relative_to(tmp_path / "in")) for p in (tmp_path / "in").rglob("*.*")]
     assert files == ["is2re/all/val_id/data.lmdb"] and not outside.exists()
 

@@ -34,7 +34,6 @@ GAME_NET = _Archive(
 _CHUNK = 1 << 20
 _ATTEMPTS = 5  # maximum number of consecutive connections without progress
 _TIMEOUT = 60.0  # s
-_RETRY = (408, 429)  # temporary HTTP errors, in addition to all codes from 500 on
 _SPLITS = ["10k/train", *VAL_SPLITS]
 _FILE = "data.lmdb"
 
@@ -59,8 +58,7 @@ def download(
         splits: splits of OC20 to unpack: 10k/train, 100k/train, all/train, val_id, val_ood_ads,
             val_ood_cat, val_ood_both, test_id, test_ood_ads, test_ood_cat, test_ood_both.
         base_url: URL of the folder that contains the archive; set it to use a mirror.
-        md5: expected MD5 checksum of the archive, even if the archive already exists. With a
-            checksum other than the official one, unpacked files are not verified.
+        md5: expected MD5 checksum of the archive, even if the archive already exists.
         keep_archive: keep OC20's archive after unpacking.
     """
     if dataset == "game-net" and (keep_archive or list(splits) != _SPLITS):
@@ -84,7 +82,7 @@ def download(
         archive, md5 = directory / OC20_ARCHIVE.name, (md5 or OC20_ARCHIVE.md5).lower()
         unpacked = int(sum(OC20_FILES[name].gigabytes for name in missing) * 1e9)
         _get(archive, base_url or OC20_ARCHIVE.base_url, md5, unpacked)
-        _unpack(archive, directory, missing, verify=md5 == OC20_ARCHIVE.md5)
+        _unpack(archive, directory, missing)
         if not keep_archive:
             archive.unlink()
     for path in (_target(directory, name) for name in missing):
@@ -106,11 +104,11 @@ def _official_name(split: str) -> str:
     return name
 
 
-def _expect_md5(path: Path, md5: str, advice: str, name: object = None) -> None:
+def _expect_md5(path: Path, md5: str, advice: str) -> None:
     with open(path, "rb") as file:
         found = hashlib.file_digest(file, "md5").hexdigest()
     if found != md5:
-        raise ValueError(f"{name or path}: expected md5 {md5}; got {found}; {advice}")
+        raise ValueError(f"{path}: expected md5 {md5}; got {found}; {advice}")
 
 
 def _get(archive: Path, base_url: str, md5: str, unpacked: int) -> None:
@@ -124,7 +122,7 @@ def _get(archive: Path, base_url: str, md5: str, unpacked: int) -> None:
     _fetch(f"{base_url.rstrip('/')}/{archive.name}", part, unpacked)
     try:
         advice = "the download was damaged or is another file; run the same command again"
-        _expect_md5(part, md5, advice, archive)
+        _expect_md5(part, md5, advice)
     except ValueError:
         part.unlink()
         raise
@@ -171,7 +169,7 @@ def _fetch(url: str, part: Path, unpacked: int) -> None:
         except HTTPError as error:
             if error.code == 416:  # nothing is missing
                 return
-            if error.code < 500 and error.code not in _RETRY:
+            if error.code < 500:
                 advice = "check the address, which --base_url sets"
                 raise OSError(f"{url}: cannot be downloaded; {error}; {advice}") from None
             problem = error
@@ -188,7 +186,7 @@ def _bar(file: IO[bytes], method: str, total: int, name: str, start: int = 0) ->
     return tqdm.wrapattr(file, method, total=total, initial=start, desc=name, **options)
 
 
-def _unpack(archive: Path, directory: Path, wanted: list[str], verify: bool = True) -> None:
+def _unpack(archive: Path, directory: Path, wanted: list[str]) -> None:
     """Unpacks the files `wanted` (keys of `OC20_FILES`) to ``directory/is2re/KEY/data.lmdb``."""
     again = "delete it and download again"
     left = {f"{OC20_ARCHIVE.inner}/{name}/{_FILE}": name for name in wanted}
@@ -202,12 +200,8 @@ def _unpack(archive: Path, directory: Path, wanted: list[str], verify: bool = Tr
                 if member.name not in left or (file := tar.extractfile(member)) is None:
                     continue
                 name = left.pop(member.name)
-                with atomically(_target(directory, name)) as part:
-                    with open(part, "wb") as out:
-                        shutil.copyfileobj(file, out, _CHUNK)
-                    if verify:
-                        label = f"{archive}: {member.name}"
-                        _expect_md5(part, OC20_FILES[name].md5, again, label)
+                with atomically(_target(directory, name)) as part, open(part, "wb") as out:
+                    shutil.copyfileobj(file, out, _CHUNK)
     except (tarfile.TarError, zlib.error, EOFError) as error:
         raise ValueError(f"{archive}: not a complete tar.gz; {error}; {again}") from None
     if left:

@@ -23,7 +23,6 @@ class _Oc20File(NamedTuple):
 
     records: int
     gigabytes: float
-    md5: str
 
 
 class _Archive(NamedTuple):
@@ -44,17 +43,17 @@ OC20_ARCHIVE = _Archive(  # contains all IS2RE and IS2RS splits (CC-BY-4.0)
 
 # Sizes of the validation and test files are upper bounds.
 OC20_FILES = {
-    "10k/train": _Oc20File(10_000, 1.35, "e7efd4949b6a6d14acdc69060664c9cf"),
-    "100k/train": _Oc20File(100_000, 13.5, "ad28a69c588f773ba5cf24a01c2af730"),
-    "all/train": _Oc20File(460_328, 62.0, "13c3fa5f27e648468625c5c5bc840e82"),
-    "all/val_id": _Oc20File(24_943, 3.8, "8e27674668a1ac43ef4d85d16161b20d"),
-    "all/val_ood_ads": _Oc20File(24_961, 3.8, "18c7c2ca539ad032a7dec24e4badca59"),
-    "all/val_ood_cat": _Oc20File(24_963, 3.8, "74c7683327e4a581ab8d8d779116567f"),
-    "all/val_ood_both": _Oc20File(24_987, 3.8, "fa83379283d4bd9c7d908f2f0d0d64db"),
-    "all/test_id": _Oc20File(24_948, 3.6, "cf1190b9f2ebdb589f6ffb635e6a2665"),
-    "all/test_ood_ads": _Oc20File(24_930, 3.6, "9360b2a5a2ce3a8c7afc708b2902acbe"),
-    "all/test_ood_cat": _Oc20File(24_965, 3.6, "4d59d7432d027f6e3c7b43cc6f263f34"),
-    "all/test_ood_both": _Oc20File(24_985, 3.6, "c8478f5bd90cab7bc05c35779069b588"),
+    "10k/train": _Oc20File(10_000, 1.35),
+    "100k/train": _Oc20File(100_000, 13.5),
+    "all/train": _Oc20File(460_328, 62.0),
+    "all/val_id": _Oc20File(24_943, 3.8),
+    "all/val_ood_ads": _Oc20File(24_961, 3.8),
+    "all/val_ood_cat": _Oc20File(24_963, 3.8),
+    "all/val_ood_both": _Oc20File(24_987, 3.8),
+    "all/test_id": _Oc20File(24_948, 3.6),
+    "all/test_ood_ads": _Oc20File(24_930, 3.6),
+    "all/test_ood_cat": _Oc20File(24_965, 3.6),
+    "all/test_ood_both": _Oc20File(24_985, 3.6),
 }
 
 
