@@ -28,8 +28,7 @@ if TYPE_CHECKING:
     from ase import Atoms
     from ase.io.cif import CIFBlock
 
-__all__ = ["AseStructures", "ase_format", "cif_frames", "expect_counts_of_poscar", "frames"]
-__all__ += ["xyz_frames"]
+__all__ = ["AseStructures", "ase_format", "frames"]
 
 _DATABASES = {".db": "db", ".json": "json", ".aselmdb": "aselmdb"}
 # Extension -> name of the format in ASE

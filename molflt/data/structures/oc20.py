@@ -268,20 +268,24 @@ class Oc20Lmdb(Structures):
 
     def _record_keys(self, shard: LmdbFile) -> range | list[int]:
         """Returns the integer keys of one shard; lists missing records or raises an error."""
-        length = _declared_length(shard)
+        length, content = None, shard.get(b"length")
+        if content is not None and re.fullmatch(rb"[0-9]{1,19}", content):
+            length = int(content)  # some writers store text instead of a pickle
+        elif content is not None:
+            length = _guarded(_count, content, f"{shard.path}: key 'length'", "a pickled integer")
         try:
             keys = sorted(int(name) for name in shard if re.fullmatch(rb"0|[1-9]\d{,18}", name))
         except ValueError:
             if not self.skip_bad:
                 raise
             return range(min(len(shard), length or len(shard)))  # tried one by one
-        if not keys:
+        end = length if length is not None else keys[-1] + 1 if keys and keys[0] == 0 else None
+        below = [key for key in keys if end is None or key < end]
+        if not below:
             raise ValueError(
                 f"{shard.path}: the LMDB has no records; expected integer keys starting at '0'; "
-                f"got {len(shard)} other keys"
+                f"got {len(shard)} other keys, and length {length}"
             )
-        end = length if length is not None else keys[-1] + 1 if keys[0] == 0 else None
-        below = [key for key in keys if end is None or key < end]
         ends = [] if end is None else [-1, *below, end]
         gaps = [(a + 1, b - 1) for a, b in itertools.pairwise(ends) if b - a > 1]
         missing = [f"key '{a}'" if a == b else f"keys '{a}' to '{b}'" for a, b in gaps]
@@ -323,20 +327,3 @@ class Oc20Lmdb(Structures):
         if not isinstance(fields["pos"], Tensor) or fields["pos"].ndim != 2:
             raise ValueError(f"{where}: pos must be a tensor (N, 3) in Å")
         return fields
-
-
-def _declared_length(shard: LmdbFile) -> int | None:
-    content = shard.get(b"length")
-    if content is None:
-        return None
-    where = f"{shard.path}: key 'length'"
-    if re.fullmatch(rb"[0-9]{1,19}", content):  # some writers store text instead of a pickle
-        count = int(content)
-    else:
-        count = _guarded(_count, content, where, "a pickled integer")
-    if count == 0 and len(shard) > 1:
-        raise ValueError(
-            f"{where}: expected the number of records; got 0, but the file has {len(shard)} keys; "
-            "it is incomplete; download or copy the file again"
-        )
-    return count
