@@ -68,20 +68,6 @@ def test_bias_on_a_grid_is_the_entry_of_both_offsets():
             torch.testing.assert_close(bias[0, :, i, j], expected, rtol=0.0, atol=0.0)
 
 
-@pytest.mark.parametrize("name", ["1d", "2d", "bucketed"])
-@pytest.mark.parametrize("mixing", ["linear", "quadratic"])
-def test_tokens_off_the_grid_are_refused(name, mixing):
-    position, places = toeplitz_case(name)
-    r = places(8)[None]
-    gap = torch.cat((r[:, :5], r[:, 5:] + 1), dim=1)
-    for other in (r.flip(1), gap, torch.cat((r, r.flip(1))), r.where(r != 3, torch.nan)):
-        with pytest.raises(ValueError, match="grid"):
-            position(mixing, other, other)
-    with pytest.raises(ValueError, match="first key"):
-        position(mixing, r, r + 1)
-    position("softmax", r.flip(1), r.flip(1))
-
-
 @pytest.mark.parametrize("bidirectional", [True, False])
 @pytest.mark.parametrize(("num_buckets", "max_distance"), [(32, 128), (8, 20), (6, 9), (64, 1000)])
 def test_buckets_are_t5s(bidirectional, num_buckets, max_distance):
@@ -98,13 +84,6 @@ def test_buckets_are_t5s(bidirectional, num_buckets, max_distance):
 
 def matrix(position: LowRankPosition) -> torch.Tensor:
     return dense_log_kernel(position.table, *position.shape * 2)
-
-
-def test_factors_of_full_rank_are_the_mask():
-    position = large(LowRankPosition(HEADS, max_tokens=12, rank=12))
-    left, right = position.factors()
-    product = left @ right.transpose(-1, -2)
-    torch.testing.assert_close(product, matrix(position), **EXACT)
 
 
 @pytest.mark.parametrize("rank", [4, 10])
