@@ -271,6 +271,14 @@ def test_the_kernel_is_that_of_the_nodes(kind, max_frequency):
         assert error < bound, (order, error)
 
 
+def test_a_background_is_seen_by_all_pairs():
+    options = {"num_gaussians": 4, "positive": True}
+    expected, by_mesh = kernels("crystal", 0.2, background=0.7, **options)
+    without, _ = kernels("crystal", 0.2, background=0.0, **options)
+    assert (expected - without - 0.7).abs().max() < 1e-12
+    assert (by_mesh(8) - expected).norm() < 1e-6 * expected.norm()
+
+
 @pytest.mark.parametrize("near", [None, 3.0])
 def test_a_layer_is_that_of_the_nodes_with_its_gradients(near):
     graphs = [graph("crystal", 7), graph("slab", 12)]
