@@ -292,65 +292,59 @@ def check_oracle(combination: Combination, **options: Any) -> None:
         torch.testing.assert_close(fast / scale, exact / scale, **EXACT)
 
 
+def made(combination: Combination, **options: Any) -> tuple[Stack, Tensor, Tensor]:
+    """Returns a stack, tokens (1, 12, dim) and their positions."""
+    x, r = ragged(combination.case)[2]
+    return make_stack(combination, **options), x[None], r[None]
+
+
 def check_permutation(combination: Combination) -> None:
-    stack, case = make_stack(combination), combination.case
-    x, r = ragged(case)[2]
-    order = torch.randperm(len(x), generator=torch.Generator().manual_seed(1))
-    straight = refine(stack, x[None], r[None])[0]
-    permuted = refine(stack, x[order][None], r[order][None])[0]
-    torch.testing.assert_close(permuted, straight[order], **EXACT)
+    stack, x, r = made(combination)
+    order = torch.randperm(x.shape[1], generator=torch.Generator().manual_seed(1))
+    permuted = refine(stack, x[:, order], r[:, order])
+    torch.testing.assert_close(permuted, refine(stack, x, r)[:, order], **EXACT)
 
 
 def check_key_copies(combination: Combination) -> None:
     """Repeating every key with `key_index` leaves normalized sums unchanged."""
-    stack, case = make_stack(combination), combination.case
-    x, r = ragged(case)[2]
-    index = torch.arange(len(x)).repeat(2)[None]
-    keys = None if stack.position is None else r.repeat(2, 1)[None]
-    twice = refine(stack, x[None], r[None], key_positions=keys, key_index=index)
-    torch.testing.assert_close(twice, refine(stack, x[None], r[None]), **EXACT)
+    stack, x, r = made(combination)
+    index = torch.arange(x.shape[1]).repeat(2)[None]
+    keys = None if stack.position is None else r.repeat(1, 2, 1)
+    twice = refine(stack, x, r, key_positions=keys, key_index=index)
+    torch.testing.assert_close(twice, refine(stack, x, r), **EXACT)
 
 
 def check_cross(combination: Combination) -> None:
     """The outputs of the first queries do not depend on the other queries."""
-    stack, case = make_stack(combination), combination.case
-    x, r = ragged(case)[2]
-    attention, position, few = stack.blocks[0].attention, stack.position, 5
+    stack, x, r = made(combination)
+    attention, position = stack.blocks[0].attention, stack.position
 
     def attend(n: int) -> Tensor:
-        encoding = position(combination.mixing, r[None, :n], r[None]) if position else None
-        return attention(x[None, :n], encoding=encoding, context=x[None])
+        encoding = position(combination.mixing, r[:, :n], r) if position else None
+        return attention(x[:, :n], encoding=encoding, context=x)
 
-    torch.testing.assert_close(attend(few), attend(len(x))[:, :few], **EXACT)
+    torch.testing.assert_close(attend(5), attend(x.shape[1])[:, :5], **EXACT)
 
 
 def check_translation(combination: Combination) -> None:
-    stack, case = make_stack(combination), combination.case
-    x, r = ragged(case)[2]
+    stack, x, r = made(combination)
     shifted = r + torch.arange(3, 3 + r.shape[-1])
-    straight = refine(stack, x[None], r[None])
-    torch.testing.assert_close(refine(stack, x[None], shifted[None]), straight, **EXACT)
+    torch.testing.assert_close(refine(stack, x, shifted), refine(stack, x, r), **EXACT)
 
 
 def check_causality(combination: Combination) -> None:
     """Later tokens, of any size, do not change earlier outputs."""
-    stack, case = make_stack(combination), combination.case
-    x, r = ragged(case)[2]
-    cut = 7
-    straight = refine(stack, x[None], r[None])[0, :cut]
-    truncated = refine(stack, x[None, :cut], r[None, :cut])[0]
-    torch.testing.assert_close(truncated, straight, **EXACT)
+    (stack, x, r), cut = made(combination), 7
+    straight = refine(stack, x, r)[:, :cut]
+    torch.testing.assert_close(refine(stack, x[:, :cut], r[:, :cut]), straight, **EXACT)
     for factor in (-3.0, 40.0):
-        other = torch.cat((x[:cut], factor * x[cut:].flip(0)))
-        later = refine(stack, other[None], r[None])[0, :cut]
-        torch.testing.assert_close(later, straight, **EXACT)
+        other = torch.cat((x[:, :cut], factor * x[:, cut:].flip(1)), dim=1)
+        torch.testing.assert_close(refine(stack, other, r)[:, :cut], straight, **EXACT)
 
 
 def check_decoding(combination: Combination, **options: Any) -> None:
     """Decoding a prompt and then single tokens gives the outputs of the whole sequence."""
-    stack, case = make_stack(combination, refinements=2, **options), combination.case
-    x, r = ragged(case)[2]
-    x, r = x[None], r[None]
+    stack, x, r = made(combination, refinements=2, **options)
     state, outs, sizes = None, [], set()
     for part in (slice(0, 5), *(slice(t, t + 1) for t in range(5, x.shape[1]))):
         places = None if stack.position is None else r[:, part]
@@ -406,17 +400,6 @@ def check_precision(combination: Combination) -> None:
             assert torch.isfinite(a).all()
             error = (a.double() - b).square().mean().sqrt() if a.numel() else 0.0
             assert error < tolerance, error
-
-
-def check_compile(module: nn.Module, case: str, backend: str = "aot_eager") -> None:
-    """torch.compile gives the same numbers, outputs and gradients, without a graph break."""
-    x, r, mask = pad(ragged(case), max(SIZES), case)
-    found = []
-    for call in (module, torch.compile(module, fullgraph=True, backend=backend)):
-        tokens = x.clone().requires_grad_()
-        out = call(tokens, r, key_mask=mask)[mask]
-        found.append((out, torch.autograd.grad(out.square().sum(), tokens)[0]))
-    torch.testing.assert_close(*found[::-1], **EXACT)
 
 
 def suite(combination: Combination) -> list[Callable[[Combination], None]]:

@@ -3,6 +3,7 @@ import importlib
 import itertools
 import json
 import tarfile
+from collections import defaultdict
 from functools import cache
 from pathlib import Path
 
@@ -143,9 +144,8 @@ def test_shares_of_the_training_set_depend_only_on_the_seed(tmp_path: Path) -> N
     assert {int(data.sid) for data in jobs.part_of(whole, 0.5, 4)} != sids[1]
 
 
-@pytest.fixture
-def words(tmp_path: Path, monkeypatch) -> list[str]:
-    """Returns the options of a comparison of one second; jobs run in this process."""
+def test_a_comparison_is_written(tmp_path, monkeypatch, capsys) -> None:
+    """Jobs run in this process, for 0.12 seconds each."""
     (tmp_path / "small.yaml").write_text("model:\n  position_head: false\n  radial_basis: 4\n")
     done: list[str] = []
 
@@ -155,23 +155,14 @@ def words(tmp_path: Path, monkeypatch) -> list[str]:
         jobs.run_job(json.loads(json.dumps(job)), path)
 
     monkeypatch.setattr(pool, "_work", work)
-    monkeypatch.setattr(pool, "done", done, raising=False)
-    data = tmp_path / "data"
+    data, out = tmp_path / "data", tmp_path / "out"
     data.mkdir()
-    given = ["--data", str(write_data(data)), "--out", str(tmp_path / "out"), "--minutes", "0.002"]
-    given += ["--evaluations", "2", "--models", "median", str(tmp_path / "small.yaml")]
-    return given
-
-
-def _with(words: list[str], *more: str) -> list[str]:
-    return [*words, *more, "--", *(word for word in SMALL if "trainer" not in word)]
-
-
-def test_a_comparison_is_written(words, tmp_path, capsys) -> None:
-    assert peers.main(_with(words, "--seeds", "2", "--fractions", "1", "0.5")) == 0
-    assert len(pool.done) == 8
+    words = ["--data", str(write_data(data)), "--out", str(out), "--minutes", "0.002"]
+    words += ["--evaluations", "2", "--models", "median", str(tmp_path / "small.yaml")]
+    words += ["--seeds", "2", "--fractions", "1", "0.5", "--"]
+    assert peers.main([*words, *(word for word in SMALL if "trainer" not in word)]) == 0
+    assert len(done) == 8
     text = capsys.readouterr().out
-    out = tmp_path / "out"
     assert text.strip() == (out / "comparison.md").read_text().strip()
     assert text.count("| median | 2 | – | – | – |") == 2
     assert text.count("| small | 2 |") == 2 and "50% of the training set" in text
@@ -205,25 +196,32 @@ def test_the_standard_error_matches_repeated_draws(groupings: int) -> None:
     assert np.isnan(report.variance_of_mean(values, [np.zeros(7, int)]))
 
 
+RESULTS = models.REPOSITORY / "docs" / "results"
+
+
 @pytest.fixture(scope="module")
-def archived() -> dict[str, dict]:
-    """Returns the archived results of all jobs, by path."""
-    with tarfile.open(models.REPOSITORY / "docs" / "results" / "peers-runs.tar.xz") as archive:
-        return {f.name: json.load(archive.extractfile(f)) for f in archive if f.isfile()}
-
-
-def page_of_results(name: str) -> str:
-    return (models.REPOSITORY / "docs" / "results" / name).read_text().replace("*", "")
+def archived() -> dict:
+    """Returns errors of all jobs: (folder, minutes), model, (split, share), seed -> eV."""
+    found = defaultdict(lambda: defaultdict(lambda: defaultdict(dict)))
+    with tarfile.open(RESULTS / "peers-runs.tar.xz") as archive:
+        for file in filter(tarfile.TarInfo.isfile, archive):
+            result = json.load(archive.extractfile(file))
+            job = result["job"]
+            errors = found[file.name.split("/")[1], job["minutes"]][job["model"]]
+            for split, own in result["splits"].items():
+                errors[split, job["fraction"]][job["seed"]] = own["mae_eV"]
+    return found
 
 
 PAGES = [  # page, folder, minutes, shares of the training set, splits, seeds
-    ("dft.md", "game-net", 10, ("1",), VAL_SPLITS, 3),
-    ("sample.md", "sample", 10, ("1",), VAL_SPLITS, 3),
-    ("dft.md", "attention", 10, ("1",), VAL_SPLITS, 3),
-    ("dft.md", "game-net-40", 40, ("1",), VAL_SPLITS, 1),
-    ("sample.md", "sample-40", 40, ("1",), VAL_SPLITS, 1),
-    ("dft.md", "game-net", 10, ("0.1", "0.3", "1"), VAL_SPLITS[:3], 1),
-    ("sample.md", "sample", 10, ("0.1", "0.3", "1"), VAL_SPLITS, 1),
+    ("dft.md", "game-net", 10, (1,), VAL_SPLITS, 3),
+    ("sample.md", "sample", 10, (1,), VAL_SPLITS, 3),
+    ("dft.md", "attention", 10, (1,), VAL_SPLITS, 3),
+    ("dft.md", "parts", 10, (1,), VAL_SPLITS, 3),
+    ("dft.md", "game-net-40", 40, (1,), VAL_SPLITS, 1),
+    ("sample.md", "sample-40", 40, (1,), VAL_SPLITS, 1),
+    ("dft.md", "game-net", 10, (0.1, 0.3, 1), VAL_SPLITS[:3], 1),
+    ("sample.md", "sample", 10, (0.1, 0.3, 1), VAL_SPLITS, 1),
 ]
 
 
@@ -231,34 +229,18 @@ PAGES = [  # page, folder, minutes, shares of the training set, splits, seeds
 def test_the_page_matches_the_archived_runs(
     page, folder, minutes, shares, splits, seeds, archived
 ) -> None:
-    """Computes the cells of the tables from the archived errors."""
-    text, ending = page_of_results(page), f"_{minutes}min_1_seed0.json"
-    start = f"peers/{folder}/jobs/"
-    found = [n.removeprefix(start).removesuffix(ending) for n in archived if n.startswith(start)]
-    known = [model for model in found if not model.endswith(".json")]
-    assert len(known) >= 5
-    for model in known:
+    """Computes the cells of the tables; cells of "parts" contain the errors of all seeds."""
+    text, of_models = (RESULTS / page).read_text().replace("*", ""), archived[folder, minutes]
+    assert len(of_models) >= 5
+    for model, errors in of_models.items():
         cells = []
-        for split, share in itertools.product(splits, shares):
-            names = [
-                f"{start}{model}_{minutes}min_{share}_seed{seed}.json" for seed in range(seeds)
-            ]
-            own = [archived[name]["splits"][split]["mae_eV"] for name in names]
+        for key in itertools.product(splits, shares):
+            own = [error for _, error in sorted(errors[key].items())][:seeds]
             same = max(own) - min(own) < 5e-4  # models that do not depend on the seed
-            cells.append(report.mean_sd(own[:1] if same else own, 3))
+            each = ", ".join(f"{error:.3f}" for error in own)
+            of_seeds = report.mean_sd(own[:1] if same else own, 3)
+            cells.append(each if folder == "parts" else of_seeds)
         assert f"| {' | '.join(cells)} |" in text, model
-
-
-def test_the_page_matches_the_runs_of_other_forms(archived) -> None:
-    """Checks the rows of the ablations, whose cells contain the errors of all seeds."""
-    text, found = page_of_results("dft.md"), {}
-    for name in sorted(archived):
-        if name.startswith("peers/parts/jobs/"):
-            found.setdefault(archived[name]["job"]["model"], []).append(archived[name])
-    assert len(found) == 9
-    for model, seeds in found.items():
-        own = [[f"{r['splits'][split]['mae_eV']:.3f}" for r in seeds] for split in VAL_SPLITS]
-        assert f"| {' | '.join(', '.join(cell) for cell in own)} |" in text, model
 
 
 def test_descriptors_do_not_change_with_the_crystal() -> None:

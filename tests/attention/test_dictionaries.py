@@ -103,15 +103,11 @@ def test_amplitude_is_the_mask_at_zero_distance(variant, dim):
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_gradients_are_finite_at_the_origin(variant):
-    family = make(variant, num_boxes=2) if "local" in variant else make(variant)
-    for which, shape in (("spectrum", (1, 4, 3)), ("mask", (1, 4, 4, 3))):
-        zero = torch.zeros(shape, dtype=torch.float64, requires_grad=True)
-        inputs = [zero, *family.parameters()]
-        out = getattr(family, which)(zero)
-        out = torch.view_as_real(out) if out.is_complex() else out
-        for grad in torch.autograd.grad(out.sum(), inputs, allow_unused=True):
-            assert grad is None or torch.isfinite(grad).all()
+def test_masks_have_finite_gradients_at_the_origin(variant):
+    family, zero = make(variant), torch.zeros(1, 4, 4, 3, dtype=torch.float64, requires_grad=True)
+    inputs = [zero, *family.parameters()]
+    for grad in torch.autograd.grad(family.mask(zero).sum(), inputs, allow_unused=True):
+        assert grad is None or torch.isfinite(grad).all()
 
 
 @pytest.mark.parametrize("variant", [v for v in VARIANTS if v != "shell_weights"])

@@ -1,14 +1,12 @@
 import math
 
-import numpy as np
 import pytest
 import torch
 from contract import EXACT
-from scipy.linalg import hadamard
 from scipy.special import gammaln, gegenbauer, iv
 from torch.nn import functional as F
 
-from molflt.attention import FEATURE_MAPS, PROJECTIONS, Attention, Stack, convert_weights_
+from molflt.attention import FEATURE_MAPS, PROJECTIONS, Attention
 from molflt.attention.features.base import Operand
 from molflt.attention.features.maps import _PositiveFeatures
 from molflt.attention.features.polynomial import harmonics
@@ -127,9 +125,6 @@ def test_declared_signs_and_widths_hold(name):
     assert torch.isfinite(features).all()
 
 
-DIM, HEADS = 32, 2
-
-
 def features(dim: int, heads: int = 1, **options):
     return FEATURE_MAPS["polynomial"](dim, heads, **options).double()
 
@@ -193,25 +188,6 @@ def test_a_sketch_is_unbiased(dim, options):
     assert abs(error) < 4 * products[0].std() / math.sqrt(draws)
 
 
-def stack(mixing: str, seed: int, **options) -> Stack:
-    torch.manual_seed(seed)
-    return Stack(DIM, HEADS, 2, ffn_dim=24, mixing=mixing, **options).double().eval()
-
-
-@pytest.mark.parametrize(("options", "bound"), [({}, 0.005), ({"degree": 3}, 0.0008)])
-def test_normalized_softmax_becomes_polynomial_without_training(options, bound):
-    trained = stack("softmax", 0, normalize_qk=True, learn_temperature=True)
-    for block in trained.blocks:
-        block.attention.scaling.log_temperature.data.uniform_(-0.3, 0.3)
-    fast = stack("linear", 1, feature_map="polynomial", **options)
-    assert convert_weights_(trained, fast) == []
-    x = torch.randn(2, 60, DIM, dtype=torch.float64, requires_grad=True)
-    outs = fast(x), trained(x)
-    slopes = [torch.autograd.grad(out.square().sum().sin(), x)[0] for out in outs]
-    for mine, exact in (outs, slopes):
-        assert (mine - exact).norm() < bound * exact.norm()
-
-
 F64 = torch.float64
 ROUNDING = {"rtol": 0.0, "atol": 1e-12}
 # (heads, rows, dim), including odd dim and numbers of rows below, at and above a block
@@ -231,76 +207,32 @@ def build(name: str, heads: int, rows: int, dim: int, seed: int = 0):
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("name", PROJECTIONS)
 def test_forward_is_the_product_with_the_matrix(name, size):
-    heads, rows, dim = size
+    heads, _, dim = size
     projection = build(name, *size)
-    x = torch.randn(3, heads, 5, dim, dtype=F64, generator=seeded(1), requires_grad=True)
-    w = projection.matrix()
-    assert w.shape == size
-    assert w.dtype == F64
-    y = projection(x)
-    assert y.is_contiguous()
+    x = torch.randn(3, heads, 5, dim, dtype=F64, generator=seeded(1))
+    w, y = projection.matrix(), projection(x)
+    assert w.shape == size and w.dtype == F64 and y.is_contiguous()
     torch.testing.assert_close(y, torch.einsum("hmd,bhnd->bhnm", w, x), **ROUNDING)
-    c = torch.randn(3, heads, 5, rows, dtype=F64, generator=seeded(2))
-    (gradient,) = torch.autograd.grad((c * y).sum(), x)
-    torch.testing.assert_close(gradient, torch.einsum("hmd,bhnm->bhnd", w, c), **ROUNDING)
 
 
-def test_dense_draws_keep_their_order():
-    # The order of draws is fixed: heads in order, and within a head, blocks before norms.
-    generator = seeded(4)
-    iid = torch.stack([torch.randn(20, 7, dtype=F64, generator=generator) for _ in "ab"])
-    assert torch.equal(build("iid", 2, 20, 7, seed=4).matrix(), iid)
-    generator, heads = seeded(4), []
-    for _ in range(2):
-        blocks = []
-        for _ in range(3):
-            q, r = np.linalg.qr(torch.randn(7, 7, dtype=F64, generator=generator).numpy())
-            blocks.append(q * np.sign(np.diag(r)))
-        norms = torch.randn(20, 7, dtype=F64, generator=generator).norm(dim=-1)
-        heads.append(norms[:, None] * torch.from_numpy(np.concatenate(blocks)[:20]))
-    orthogonal = build("orthogonal", 2, 20, 7, seed=4).matrix()
-    torch.testing.assert_close(orthogonal, torch.stack(heads), **ROUNDING)
+OF_SEED_4 = {  # row 20 of the second head times (0, 1, ..., 15)
+    "iid": -33.946895,
+    "orthogonal": -41.530009,
+    "hadamard": -12.31473,
+    "givens": 6.3249292,
+    "sphere": -24.537895,
+    "sobol": 75.209492,
+}
 
 
-@pytest.mark.parametrize("dim", [1, 2, 7, 16, 33, 100])
-def test_hadamard_equals_the_dense_product(dim):
-    projection = build("hadamard", 2, 150, dim)
-    p = 2 ** math.ceil(math.log2(dim))
-    h = torch.from_numpy(hadamard(p)).double() / math.sqrt(p)
-    blocks = []
-    for signs in projection.signs.flatten(0, 1):
-        assert signs.abs().eq(1).all()
-        blocks.append(h @ signs[2].diag() @ h @ signs[1].diag() @ h @ signs[0].diag())
-    directions = torch.stack(blocks)
-    identity = torch.eye(p, dtype=F64).expand_as(directions)
-    torch.testing.assert_close(directions @ directions.mT, identity, **ROUNDING)
-    expected = directions.view(2, -1, p)[:, :150, :dim] * projection.norms[..., None]
-    torch.testing.assert_close(projection.matrix(), expected, **ROUNDING)
-
-
-@pytest.mark.parametrize("dim", [1, 2, 7, 16, 33])
-def test_givens_equals_the_dense_product(dim):
-    projection = build("givens", 2, 2 * dim + 1, dim)
-    heads = []
-    for order, angles, norms in zip(
-        projection.order.numpy(), projection.angles.numpy(), projection.norms, strict=True
-    ):
-        blocks = []
-        for block in range(3):
-            product = np.eye(dim)
-            for indices, thetas in zip(order[block], angles[block], strict=True):
-                product = np.eye(dim)[indices] @ product
-                for k, theta in enumerate(thetas):
-                    rotation = np.eye(dim)
-                    rotation[np.ix_((2 * k, 2 * k + 1), (2 * k, 2 * k + 1))] = (
-                        (np.cos(theta), -np.sin(theta)),
-                        (np.sin(theta), np.cos(theta)),
-                    )
-                    product = rotation @ product
-            blocks.append(product)
-        heads.append(norms[:, None] * torch.from_numpy(np.concatenate(blocks)[: len(norms)]))
-    torch.testing.assert_close(projection.matrix(), torch.stack(heads), **ROUNDING)
-    assert (projection.order.sort(dim=-1).values == torch.arange(dim)).all()
+@pytest.mark.parametrize("name", PROJECTIONS)
+def test_rows_of_a_seed(name):
+    """A seed must reproduce a run, so the order of draws and of factors must not change."""
+    rows = build(name, 2, 40, 16, seed=4).matrix()[1]
+    assert float(rows[20] @ torch.arange(16, dtype=F64)) == pytest.approx(OF_SEED_4[name])
+    if name in ("orthogonal", "hadamard", "givens"):
+        blocks = F.normalize(rows[:32], dim=-1).unflatten(0, (2, 16))
+        torch.testing.assert_close(blocks @ blocks.mT, torch.eye(16).expand(2, -1, -1).to(F64))
 
 
 def test_sobol_rows_are_stratified():
@@ -314,8 +246,7 @@ def test_sobol_survives_points_on_the_border(monkeypatch):
     border = torch.tensor([[0.0, 1.0], [1.0, 0.0]], dtype=F64)
     monkeypatch.setattr(torch.quasirandom.SobolEngine, "draw", lambda *_, **__: border)
     rows = build("sobol", 1, 2, 2).matrix()
-    assert (rows.abs() > 6).all()
-    assert (rows.abs() < 7).all()
+    assert ((rows.abs() > 6) & (rows.abs() < 7)).all()
 
 
 @pytest.mark.parametrize("dim", [1, 7, 16])

@@ -126,8 +126,7 @@ def test_normalize_divides_by_its_normalizer(case, causally, normalize):
     attention = Attention(16, 2, normalize=normalize, **options).double()
     other = Attention(16, 2, mixing="quadratic", normalize=normalize, **options).double()
     other.load_state_dict(attention.state_dict())
-    x, r = contract.ragged(case)[2]
-    x, r = x[None], r[None]
+    x, r = (part[None] for part in contract.ragged(case)[2])
     encoding = attention.position("linear", r, r)
     query, key, value = attention._split(x)[:3]
 

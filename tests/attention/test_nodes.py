@@ -10,7 +10,7 @@ from molflt.attention.nodes.base import hermitian
 from molflt.attention.nodes.lattice import free_extent
 from molflt.attention.nodes.random import GaussianNodes
 from molflt.attention.nodes.reciprocal import reciprocal_nodes
-from molflt.attention.nodes.shells import _DEGREES, ShellNodes, _directions
+from molflt.attention.nodes.shells import ShellNodes
 from molflt.attention.nodes.suggest import suggest_nodes
 from molflt.attention.positions.spectral import (
     FrequencyProjection,
@@ -57,16 +57,6 @@ def ball_pairs(count: int, radius: float, seed: int = 0):
 def rms_error(spectrum, nodes, z) -> float:
     error = sampled(spectrum, nodes, z) - spectrum.mask(z[None])[0]
     return error.square().mean().sqrt().item()
-
-
-@pytest.mark.parametrize("degree", _DEGREES)
-def test_directions_are_exact_for_even_polynomials(degree):
-    """Rules contain one point of each antipodal pair; the mean of z^n is 1 / (n + 1)."""
-    unit, weights = _directions(3, degree)
-    assert (weights > 0).all() and (unit @ unit.T).min() > -1 + 1e-9
-    for power in (0, 2, degree - 1):
-        mean = (unit ** (power)).T @ weights
-        torch.testing.assert_close(mean, torch.full((3,), 1 / (power + 1)), rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -268,31 +258,3 @@ def test_rows_of_frequencies_are_independent_normal_variables():
     rows = FrequencyProjection(1, 40_000).rows(xi)[0, 0]
     expected = torch.tensor([1.0, 1, 1, 0, 1, 1]).diag()
     assert (rows @ rows.T / rows.shape[1] - expected).abs().max() < 0.03  # 4 standard errors
-
-
-def test_extent():
-    """The extent is measured along each open direction, and is 0 without atoms."""
-    x = torch.tensor([[0.0, 0.0, 1.0], [2.0, 5.0, 4.0]]).double().repeat(4, 1)[:7]
-    atom = torch.tensor([0, 0, 1, 1, 2, 2, 3])
-    pbc = torch.tensor([[1, 1, 1], [0, 1, 1], [0, 0, 0], [0, 0, 0], [0, 0, 0]]).bool()
-    cell = 9 * torch.eye(3).double().repeat(5, 1, 1)
-    expected = torch.tensor([[0.0, 0, 0], [0, 0, 2], [2, 3, 5], [0, 0, 0], [0, 0, 0]]).double()
-    for origin in (-100.0, 100.0):
-        found = free_extent(x + origin, atom, cell, pbc).sort(dim=1).values
-        torch.testing.assert_close(found, expected)
-    assert (free_extent(x[:0], atom[:0], cell, pbc) == 0).all()
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_skewed_cells_have_the_gradient_of_their_nodes(dtype):
-    """Nodes of a skewed cell change with strain like nodes of the reduced cell."""
-    short = torch.tensor([[4.0, 0.2, 0.1], [0.3, 4.5, 0.2], [0.1, 0.2, 5.0]], dtype=dtype)
-    skew = torch.tensor([[1.0, 2, 0], [0, 1, 0], [3, 1, 1]], dtype=dtype)
-    found = []
-    for basis in (torch.eye(3, dtype=dtype), skew):
-        strain = torch.zeros(3, 3, dtype=dtype, requires_grad=True)
-        cell = basis @ short @ (torch.eye(3, dtype=dtype) + strain)
-        nodes, weights = reciprocal_nodes(cell[None], torch.ones(1, 3).bool(), 0.5)
-        total = (weights * (-nodes.square().sum(dim=-1)).exp()).sum()
-        found.append(torch.autograd.grad(total, strain)[0])
-    torch.testing.assert_close(*found)

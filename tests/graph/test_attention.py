@@ -25,7 +25,6 @@ from graph_cases import (
 )
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch.export import Dim, export
 from torch_geometric.data import Batch
 from torch_geometric.utils import to_dense_batch
 
@@ -88,19 +87,10 @@ def test_symmetries(kind):
 
 @pytest.mark.parametrize("kind", kinds("linear"), ids=str)
 def test_linear_equals_quadratic(kind):
-    found = []
-    for mixing in ("linear", "quadratic"):
-        layer, arguments = kind._replace(mixing=mixing).build(), collated(mixed())
-        # False for the only form without a gradient for the cell
-        exact = kind[:2] != ("spectral", "reciprocal")
-        leaves = [arguments[name].requires_grad_() for name in ("x", "pos", "cell")[: 2 + exact]]
-        out = layer(**arguments)
-        loss = (out * out.detach().cos()).sum()
-        grads = torch.autograd.grad(loss, [*leaves, *layer.parameters()], allow_unused=True)
-        found.append([out, *(torch.zeros(()) if grad is None else grad for grad in grads)])
-    for one, other in zip(*found, strict=True):
-        assert torch.isfinite(one).all()
-        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-10)
+    layers = (kind._replace(mixing=mixing).build() for mixing in ("linear", "quadratic"))
+    linear, quadratic = (with_gradients(layer, mixed()) for layer in layers)
+    assert all(torch.isfinite(each).all() for each in linear)
+    torch.testing.assert_close(linear, quadratic, rtol=1e-9, atol=1e-10)
 
 
 @pytest.mark.parametrize("kind", FEW, ids=str)
@@ -169,18 +159,6 @@ def test_float32_and_autocast(kind):
     assert 0 < (out - exact).abs().mean() < 0.03 * exact.abs().mean()
 
 
-class OfPyG(torch.nn.Module):
-    """PyG's attention with the arguments of `GraphAttention.forward`."""
-
-    def __init__(self, attention: torch.nn.MultiheadAttention) -> None:
-        super().__init__()
-        self.attention = attention
-
-    def forward(self, x: Tensor, pos: Tensor, batch: Tensor, *_: object) -> Tensor:
-        h, mask = to_dense_batch(x, batch)
-        return self.attention(h, h, h, key_padding_mask=~mask, need_weights=False)[0][mask]
-
-
 def test_the_documented_layer_is_that_of_pyg():
     """With PyG's attention, the class in docs/graph.md gives the results of GPSConv."""
     page = Path(__file__).resolve().parents[2] / "docs" / "graph.md"
@@ -190,7 +168,12 @@ def test_the_documented_layer_is_that_of_pyg():
     theirs = names["GPSConv"](64, names["layer"].conv, heads=4).double()
     ours = names["SpatialGPSConv"](64, theirs.conv, heads=4).double()
     ours.load_state_dict(theirs.state_dict())
-    ours.attn = OfPyG(ours.attn)
+
+    def attend_padded(x: Tensor, pos: Tensor, batch: Tensor, *_: object) -> Tensor:
+        h, mask = to_dense_batch(x, batch)
+        return theirs.attn(h, h, h, key_padding_mask=~mask, need_weights=False)[0][mask]
+
+    ours.attn.forward = attend_padded
     edges = {"edge_attr": names["edge_attr"].double()}
     x, batch = names["x"].double(), names["batch"]
     found = []
@@ -243,17 +226,6 @@ def test_one_compiled_graph_for_all_sizes(form):
             found.append([out, *torch.autograd.grad(out.square().sum(), leaves)])
         close(found[1], found[0])
     assert count.frame_count == (2 if backend == "aot_eager" else 1)  # forward and backward
-
-
-def test_one_exported_program_for_all_sizes():
-    layer = GraphAttention(DIM, HEADS, num_features=4, **FORMS["reciprocal"]).double()
-    graphs, given = Dim("graphs", min=2), arguments_of(SHAPES[0], True)
-    sizes = {"cell": graphs, "pbc": graphs}
-    shapes = {name: {0: sizes.get(name, Dim("atoms", min=2))} for name in given}
-    program = export(layer, (), given, dynamic_shapes=shapes).module()
-    for shape in SHAPES[1:]:
-        given = arguments_of(shape, True)
-        close([program(**given)], [layer(**given)])
 
 
 ROUNDING = {"rtol": 1e-12, "atol": 1e-12}

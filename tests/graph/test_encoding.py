@@ -2,7 +2,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from graph_cases import EXACT, Graph, Kind, close, graph, run
+from graph_cases import EXACT, Graph, Kind, close, graph, kinds, run
 from torch import Tensor
 
 from molflt.attention.mixing.forms import softmax
@@ -72,6 +72,17 @@ def kernel_at(layer: GraphAttention, distance: float) -> Tensor:
 
 
 @pytest.mark.parametrize("periodic", ["none", "reciprocal"])
+@pytest.mark.parametrize("position", ["spectral", "multiplicative", "near"])
+def test_radial_profile_is_the_exact_kernel_of_a_pair(position, periodic):
+    name, near = ("multiplicative", True) if position == "near" else (position, False)
+    layer = Kind(name, periodic, near, "gaussian", "softmax").build()
+    distance = torch.tensor([0.3, 1.7, 2.6], dtype=torch.float64)
+    expected = torch.stack([kernel_at(layer, float(r)) for r in distance], dim=1)
+    bound = 1e-10 if periodic == "none" else 1e-2  # a box of finite size
+    assert (layer.encoding.radial_profile(distance) - expected).abs().max() < bound
+
+
+@pytest.mark.parametrize("periodic", ["none", "reciprocal"])
 def test_near_field_is_the_kernel_of_near_pairs(periodic):
     """The kernel is exp(f) up to half of the cutoff, and is continuous at the cutoff."""
     layer = Kind("multiplicative", periodic, True, "gaussian", "linear").build()
@@ -85,34 +96,28 @@ def test_near_field_is_the_kernel_of_near_pairs(periodic):
     assert (inside - outside).abs().max() < 1e-5 < (inside - 1).abs().max()
 
 
-FORCES = {
-    "spectral": ("spectral", "none", False),
-    "multiplicative": ("multiplicative", "none", False),
-    "near": ("multiplicative", "none", True),
-    "images": ("spectral", "images", False),
-    "additive-reciprocal": ("spectral", "reciprocal", False),
-    "reciprocal": ("multiplicative", "reciprocal", False),
-    "reciprocal-near": ("multiplicative", "reciprocal", True),
-}
+FORCES = [
+    kind
+    for kind in kinds("linear", "softmax")
+    if kind.nodes == "gaussian" and kind.periodic != "mesh"
+]
 
 
-def force_field(name: str, mixing: str = "linear"):
+def force_field(kind: Kind):
     """Returns two layers and a readout; the second layer depends on positions through its tokens.
 
     Biases are 0, as in many initializations, and queries of padding are then exactly 0.
     """
-    position, periodic, near = FORCES[name]
-    kind = Kind(position, periodic, near, "gaussian", mixing)
-    options = {} if mixing == "softmax" else {"num_features": 4}
-    if periodic != "none":
-        options |= {"image_cutoff": 2.5} if periodic == "images" else {"max_frequency": 0.25}
+    options = {} if kind.mixing == "softmax" else {"num_features": 4}
+    if kind.periodic != "none":
+        options |= {"image_cutoff": 2.5} if kind.periodic == "images" else {"max_frequency": 0.25}
     layers = [kind.build(seed, **options) for seed in (0, 1)]
     with torch.no_grad():
         for layer in layers:
             for part in ("query", "key", "value", "out"):
                 getattr(layer.attention, f"to_{part}").bias.zero_()
     # random features of additive reciprocal masks depend on the box
-    other = "crystal" if name == "additive-reciprocal" else "slab"
+    other = "crystal" if kind[:2] == ("spectral", "reciprocal") else "slab"
     graphs = [graph("crystal", 2), graph(other, 3)]
     x = torch.cat([each.x for each in graphs])
     more = {
@@ -128,13 +133,12 @@ def force_field(name: str, mixing: str = "linear"):
     return layers, energy, torch.cat([0.6 * each.pos for each in graphs])
 
 
-@pytest.mark.parametrize("mixing", ["linear", "quadratic", "softmax"])
-@pytest.mark.parametrize("name", FORCES)
-def test_forces_and_training_on_them(name, mixing):
-    layers, energy, pos = force_field(name, mixing)
+@pytest.mark.parametrize("kind", FORCES, ids=str)
+def test_forces_and_training_on_them(kind):
+    layers, energy, pos = force_field(kind)
     (forces,) = torch.autograd.grad(-energy(pos.requires_grad_()), pos)
     assert forces.abs().max() > 1e-4
-    if name != "additive-reciprocal" or mixing == "softmax":
+    if kind[:2] != ("spectral", "reciprocal") or kind.mixing == "softmax":
         for atoms in (forces[:2], forces[2:]):
             torch.testing.assert_close(atoms.sum(dim=0), torch.zeros(3).double(), **EXACT)
     parts = ("spectrum.log_width", "amplitude", "to_query.weight", "to_key.bias")
@@ -142,31 +146,6 @@ def test_forces_and_training_on_them(name, mixing):
     inputs = (pos, *learned)
     assert torch.autograd.gradcheck(lambda where, *_: energy(where), inputs, fast_mode=True)
     assert torch.autograd.gradgradcheck(lambda where, *_: energy(where), inputs, fast_mode=True)
-
-
-@pytest.mark.parametrize("periodic", ["none", "reciprocal"])
-def test_radial_profile_is_the_kernel_of_a_pair(periodic):
-    encoding = Kind("multiplicative", periodic, True, "gaussian", "linear").build().encoding
-    near = encoding.near_field
-    distance = torch.tensor([0.3, 1.7, 2.6], dtype=torch.float64)
-    z = torch.zeros(1, 3, 3, dtype=torch.float64)
-    z[0, :, 0] = distance
-    profile, s = encoding.radial_profile(distance).exp(), near.switch(distance)
-    far = profile - s * near.spectrum.mask(z)[0].exp()
-    assert s[0] == 1 and far[:, 0].abs().max() < 1e-10
-    if periodic == "none":
-        expected = (1 - s) * encoding.position.kernel(z)[0]
-        torch.testing.assert_close(far, expected, **EXACT)
-    else:
-        assert (far[:, 1:] > 0).all()
-
-
-@pytest.mark.parametrize("position", ["spectral", "multiplicative"])
-def test_radial_profiles_without_a_near_field(position):
-    encoding = Kind(position, "none", False, "gaussian", "linear").build().encoding
-    distance = torch.tensor([0.0, 1.5, 4.0], dtype=torch.float64)
-    expected = encoding.position.radial_profile(distance)
-    torch.testing.assert_close(encoding.radial_profile(distance), expected)
 
 
 PTR = (0, 6, 7, 16)

@@ -143,18 +143,6 @@ def test_images_equal_brute_force():
         assert torch.equal(dense.key_index[0][real], atoms[nearest])
 
 
-@pytest.mark.parametrize("tags", [None, torch.tensor([1, 2, 1, 2])])
-@pytest.mark.parametrize("rows", [[[4, 0, 0], [0, 4, 0], [4, 4, 0]], torch.eye(3) / 10])
-def test_images_need_a_lattice(rows, tags):
-    """Flat cells would have no images, and tiny cells too many."""
-    cell = torch.stack((4 * torch.eye(3), torch.as_tensor(rows).float()))
-    given = Geometry.of(torch.rand(4, 3), torch.tensor([0, 0, 1, 1]), cell, tags=tags)
-    encoding = imaged().float().encoding
-    with pytest.raises(ValueError, match="^graph 1: .* Å apart"):
-        encoding(given)
-    encoding(given._replace(pbc=torch.tensor([[True] * 3, [False] * 3])))
-
-
 def same_under_autocast(compute, *arguments) -> None:
     """Asserts that all tensors of a result are bitwise equal under autocast."""
     expected = compute(*arguments)
@@ -228,13 +216,6 @@ def test_rows_of_axes_that_are_not_periodic_are_not_read(kind, garbage):
     assert torch.autograd.grad(out.sum(), pos)[0].isfinite().all()
 
 
-def test_structures_are_not_mapped_but_batched():
-    layer = next(kind for kind in FEW if kind.near).build()
-    given = collated([graph("crystal", 5)])
-    with pytest.raises(ValueError, match="cannot be mapped by torch.func.vmap; got a batch of 3"):
-        torch.func.vmap(lambda pos: layer(**{**given, "pos": pos}))(given["pos"].expand(3, -1, -1))
-
-
 class AllImages(Images):
     """Images of all atoms, whatever their tags."""
 
@@ -250,20 +231,6 @@ def test_a_scheme_is_one_class_and_one_line(monkeypatch):
     close([run(net, [each])[0] for each in graphs], run(net, graphs))
     with pytest.raises(ValueError, match="max_frequency=0.2 has no effect with periodic='all_im"):
         GraphAttention(DIM, HEADS, **options, max_frequency=0.2)
-
-
-def test_a_cell_without_the_option_periodic_is_refused():
-    """An explicit "none" ignores boundaries, and cells without periodic axes are accepted."""
-    given = graph("crystal", 7)
-    silent, told = (
-        GraphAttention(DIM, HEADS, **options).double() for options in ({}, {"periodic": "none"})
-    )
-    for more in ({"cell": given.cell}, {"pbc": given.pbc}):
-        with pytest.raises(ValueError, match="has periodic=None"):
-            silent(given.x, given.pos, **more)
-        assert told(given.x, given.pos, **more).isfinite().all()
-    open_axes = torch.zeros(3, dtype=torch.bool)
-    assert silent(given.x, given.pos, cell=given.cell, pbc=open_axes).isfinite().all()
 
 
 ERROR = {4: 3e-3, 5: 6e-4, 6: 6e-6, 8: 2e-7}  # the documented error is that of the worst kernel

@@ -32,12 +32,7 @@ VARIANTS = {
     "softmax-mask-images": {**SOFTMAX, "periodic": "images", "radial_basis": 8},
     "softmax-near": {**SOFTMAX, "position": "multiplicative", "periodic": "none"},
 }
-RANDOM = (
-    "flt-images",
-    "flt-shells",
-    "kernel",
-    "messages-adsorbate",
-)  # nodes do not rotate
+RANDOM = ("flt-images", "flt-shells", "kernel", "messages-adsorbate")  # nodes do not rotate
 
 
 def structure(atoms: int, seed: int, tags: bool = True) -> Data:
@@ -219,24 +214,12 @@ def test_the_mask_follows_free_atoms_and_fixed_ones_stay(scale):
 
 
 def test_radial_bumps_are_those_of_e3nn():
-    """Bumps agree up to rounding of e3nn's factor; all derivatives vanish at the cutoff."""
+    """Bumps agree up to rounding of e3nn's factor."""
     from e3nn.math import soft_one_hot_linspace
 
     r = torch.linspace(0.0, 5.5, 200, dtype=torch.float64)
     theirs = soft_one_hot_linspace(r, 0.0, 5.0, 16, basis="smooth_finite", cutoff=True)
     torch.testing.assert_close(radial_bumps(r, 16, 5.0), theirs * 4, rtol=2e-7, atol=1e-12)
-    end = torch.tensor([5.0 - 1e-9, 5.0, 5.0 + 1e-9], requires_grad=True)
-    (slope,) = torch.autograd.grad(radial_bumps(end, 16, 5.0).sum(), end, create_graph=True)
-    (curvature,) = torch.autograd.grad(slope.sum(), end)
-    assert not slope.any() and not curvature.any()
-
-
-def test_redrawn_features_follow_their_seed():
-    net, energies = model(**FLT, periodic="reciprocal"), []
-    for seed in (1, 2, 1):
-        net.redraw_(torch.Generator().manual_seed(seed))
-        energies.append(predict(net, STRUCTURES)["energy"])
-    assert torch.equal(energies[0], energies[2]) and not torch.equal(energies[0], energies[1])
 
 
 def test_energies_are_in_eV_and_float64():

@@ -281,14 +281,3 @@ def test_functions_depend_only_on_their_seed() -> None:
     values = functions(x[:1].expand(3, -1, -1, -1))[:, 0, 0]
     assert len(values.unique()) == 3
     assert next(iter(FAMILIES)) not in UNSEEN
-
-
-def test_rotations_are_haar() -> None:
-    """Entries have the moments 0, 1/d and 3 / (d (d + 2)); half of the matrices are reflections."""
-    generator = generator_of(0)
-    turns = torch.stack([haar_rotation(AXES, generator) for _ in range(1500)])
-    torch.testing.assert_close(turns @ turns.mT, torch.eye(AXES).double().expand_as(turns))
-    assert float(turns.mean(dim=0).abs().max()) < 0.05
-    assert float((turns.square().mean(dim=0) - 1 / AXES).abs().max()) < 0.03
-    assert float((turns.pow(4).mean(dim=0) - 3 / (AXES * (AXES + 2))).abs().max()) < 0.03
-    assert abs(float(torch.linalg.det(turns).mean())) < 0.1

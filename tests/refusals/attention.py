@@ -187,6 +187,15 @@ ROWS = [
     # positions on a grid
     refused(lambda: ToeplitzPosition(2, 4)("linear", line(), line()), "5 tokens", "4 places"),
     refused(lambda: ToeplitzPosition(2, 4)("softmax", line(), line()), "differ", "at most 3", "4"),
+    *(
+        refused(lambda p=p, r=r: p("linear", r, r), "grid")
+        for p in (ToeplitzPosition(2, 9), ToeplitzPosition(2, shape=(3, 3)), BucketedPosition(2))
+        for r in (
+            (x if p.dim == 1 else torch.cat((x // 3, x % 3), dim=2))
+            for x in (line().flip(1), 2 * line(), line().log(), torch.cat((line(), line().flip(1))))
+        )
+    ),
+    refused(lambda: ToeplitzPosition(2, 9)("linear", line(), line() + 1), "first key"),
     refused(lambda: BucketedPosition(2, num_buckets=31), "num_buckets=31", "equally many"),
     refused(lambda: ToeplitzPosition(2, shape=(4, 3, 2)), "shape", "two sides", "(4, 3, 2)"),
     refused(lambda: RotaryPosition(5, 3), "head_dim", "at least 6", "5"),

@@ -8,6 +8,7 @@ from torch_geometric.data import Data
 from molflt.graph import EnergyRegressor, GraphAttention, PBCRadiusGraph, Potential
 from molflt.graph.computation import EnergyComputation
 from molflt.graph.geometry import Geometry
+from molflt.graph.long_range import LongRange
 from molflt.graph.mesh import use_mesh_
 from molflt.graph.neighbors import neighbor_list
 from refusals import Refusal, refused
@@ -23,6 +24,9 @@ ONE = torch.ones(6, dtype=torch.long)
 ZEROS = torch.zeros(6, 3)
 POS = 4 * torch.rand(6, 3, generator=torch.Generator().manual_seed(0))
 CELL = torch.eye(3)
+FLAT = CELL[:, [0, 1, 1]]
+FAR = POS + torch.tensor([0.0, 0, 0, 0, 0, 9e4])[:, None]
+AXES = torch.tensor([[True, False, False], [True, True, False]])
 
 
 def data(**change: Any) -> Data:
@@ -122,9 +126,11 @@ DATA: list[tuple[dict[str, Any], *Words]] = [
 NO_DATA = [data()], data().to_dict(), ase.build.molecule("H2O"), "water.xyz"
 
 
-def layer(change: Mapping[str, Any]) -> Callable[[Any], object]:
+def layer(
+    change: Mapping[str, Any], periodic: str | None = "reciprocal"
+) -> Callable[[Any], object]:
     whole = {"x": torch.zeros(6, 16), "pos": POS, "cell": 6 * CELL}
-    made = GraphAttention(16, 2, num_features=8, periodic="reciprocal")
+    made = GraphAttention(16, 2, num_features=8, periodic=periodic)
     return lambda _: made(**{**whole, **change})
 
 
@@ -135,6 +141,15 @@ def net(given: object) -> Callable[[Any], object]:
 def without_descriptors(_: object) -> None:
     model = EnergyRegressor(**SMALL, descriptors=True)
     model(data(atomic_numbers=10 * ONE))
+
+
+def on(axes: torch.Tensor) -> Geometry:
+    return Geometry.of(POS, cell=6 * CELL, pbc=axes)
+
+
+def mapped(_: object) -> None:
+    made = GraphAttention(16, 2, **NEAR)
+    torch.func.vmap(lambda pos: made(torch.zeros(6, 16), pos))(POS.expand(3, -1, -1))
 
 
 def traced(_: object) -> None:
@@ -164,6 +179,16 @@ ROWS = [
     refused(lambda: EnergyComputation(Potential(**SMALL)), "EnergyRegressor", "", "Potential"),
     Refusal(layer({"x": [[1.0, 2.0]]}), "x", "torch.Tensor", "list", TypeError),
     Refusal(without_descriptors, "descriptors", "", "element 10"),
+    Refusal(layer({}, periodic=None), "has periodic=None"),
+    Refusal(layer({"cell": None, "pbc": AXES[0]}, periodic=None), "has periodic=None"),
+    # flat cells would have no images, and tiny cells too many
+    *(Refusal(layer({"cell": cell}, "images"), "graph 0", "Å apart") for cell in (CELL / 10, FLAT)),
+    *(
+        refused(lambda p=p, axes=axes: LongRange(3, p)(ZEROS, on(axes)), "converge", "graph 0")
+        for p, axes in (((1,), AXES[0]), ((1, 6), AXES[1]))
+    ),
+    refused(lambda: Potential(**SMALL)(data(pos=FAR, cell=None, pbc=None)), "Å apart", "at most"),
+    Refusal(mapped, "torch.func.vmap", "", "batch of 3"),
     Refusal(traced, "torch.jit.trace", "torch.export"),
     Refusal(thin, "graph 0", "units", "one direction"),
     refused(lambda: neighbor_list(Geometry.of(POS)._replace(pos=NAN * POS), 3.0), "pos", "finite"),

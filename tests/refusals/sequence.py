@@ -11,6 +11,7 @@ from molflt.sequence import (
     TokenEncoder,
     sample,
 )
+from molflt.sequence.generation import _choose
 from molflt.sequence.published import options_of
 from refusals import refused
 
@@ -69,6 +70,11 @@ ROWS = [
     # generation
     refused(lambda: sample(make(LanguageModel, max_length=12), IDS[:1], 99), "99 more", "12"),
     refused(lambda: sample(make(LanguageModel).train(), IDS[:1], 1), "eval"),
+    *(
+        refused(lambda o=o, x=x: _choose(torch.tensor([[0.0, x]]), **o), "probability", "finite")
+        for o in ({}, {"temperature": 0}, {"top_k": 1})
+        for x in (float("nan"), float("inf"))
+    ),
     # pixels
     refused(lambda: pixels().bytes_of(IMAGES), "images", "(batch, 1, 3, 3)", "(2, 1, 8, 8)"),
     # options of models of images

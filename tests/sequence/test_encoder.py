@@ -9,19 +9,10 @@ from contract import EXACT
 from safetensors.torch import load_file
 from torch import Tensor
 
-from molflt.attention import TOKEN_MIXERS
 from molflt.sequence import MaskedLanguageModel, PixelModel, SequenceClassifier, TokenEncoder
 from molflt.sequence.published import is_transformers, options_of, renamed
 
 VOCABULARY, LENGTH = 29, 11
-MECHANISMS = {
-    "bert": {"mixing": "softmax"},
-    "performer": {"num_features": 8},
-    "nprf": {"num_features": 8, "normalize_qk": True, "position": "toeplitz"},
-    "flt": {"num_features": 8, "position": "spectral", "position_options": {"num_nodes": 4}},
-    "hybrid": {"mixer": "fourier", "attention_layers": 1, "mixing": "softmax"},
-    **{name: {"mixer": name} for name in TOKEN_MIXERS},
-}
 
 
 def small(kind=TokenEncoder, **options):
@@ -83,19 +74,6 @@ def test_names_of_older_files_and_options_without_a_configuration():
     assert MaskedLanguageModel(**found).state_dict().keys() == model.state_dict().keys()
 
 
-@pytest.mark.parametrize("name", MECHANISMS)
-def test_padding_does_not_change_a_sequence(name):
-    model = small(**MECHANISMS[name])
-    tokens, short = ids(3, LENGTH), 6
-    mask = torch.ones(3, LENGTH, dtype=torch.bool)
-    mask[1, short:] = False
-    padded = model(tokens, key_mask=mask)[1, :short]
-    alone = model(tokens[1:2, :short])[0]
-    torch.testing.assert_close(padded, alone, **EXACT)
-    grads = [torch.autograd.grad(x.square().sum(), model.words.weight)[0] for x in (padded, alone)]
-    torch.testing.assert_close(*grads, rtol=0, atol=1e-9)
-
-
 def test_only_gaps_are_scored(monkeypatch):
     model = small(MaskedLanguageModel, mixing="softmax")
     tokens, targets = ids(4, LENGTH), torch.full((4, LENGTH), -1)
@@ -114,9 +92,14 @@ def test_only_gaps_are_scored(monkeypatch):
         torch.testing.assert_close(mine, exact, **EXACT)
 
 
+HYBRID = {"mixer": "fourier", "attention_layers": 1, "mixing": "softmax"}
+NPRF = {"num_features": 8, "normalize_qk": True, "position": "toeplitz"}
+
+
+@pytest.mark.parametrize("options", [HYBRID, NPRF, {"mixer": "dense"}], ids=str)
 @pytest.mark.parametrize("pool", ["token", "mean"])
-def test_classes_do_not_depend_on_padding(pool):
-    model = small(SequenceClassifier, classes=3, pool=pool, mixing="softmax")
+def test_classes_do_not_depend_on_padding(pool, options):
+    model = small(SequenceClassifier, classes=3, pool=pool, **options)
     tokens, mask = ids(2, 8), torch.ones(2, 8, dtype=torch.bool)
     mask[0, 5:] = False
     padded = model(tokens, key_mask=mask)
@@ -129,8 +112,6 @@ def test_classes_do_not_depend_on_padding(pool):
 CONFIGS = Path(__file__).resolve().parents[2] / "configs" / "pixels"
 CONFIGURED = ("softmax", "prf", "nprf", "nprf-rpe", "flt", "flt-3d")
 SIDE, CHANNELS = 3, 3
-FLT = {"position": "spectral", "position_scale": 0.5}
-SPACE = {"dim": 3, "num_nodes": 5, "num_gaussians": 4}
 
 
 def tiny(channels: int = CHANNELS, **options: Any) -> PixelModel:
@@ -155,18 +136,6 @@ def configured(mechanism: str, **options: Any) -> PixelModel:
 def images(batch: int = 2, channels: int = CHANNELS) -> Tensor:
     draw = torch.Generator().manual_seed(1)
     return torch.randint(256, (batch, channels, SIDE, SIDE), generator=draw, dtype=torch.uint8)
-
-
-def places() -> Tensor:
-    """Returns (row, column, channel) of each byte, computed by NumPy."""
-    grid = np.unravel_index(np.arange(SIDE * SIDE * CHANNELS), (SIDE, SIDE, CHANNELS))
-    return torch.tensor(np.stack(grid, axis=-1)).double() * FLT["position_scale"]
-
-
-def test_places_in_three_dimensions() -> None:
-    model = tiny(**FLT, position_options=SPACE)
-    at = model._positions(torch.arange(model.longest))
-    torch.testing.assert_close(at[0], places())
 
 
 @pytest.mark.parametrize("mechanism", CONFIGURED)
@@ -201,9 +170,11 @@ def test_images_survive_as_bytes_in_the_order_of_the_paper() -> None:
     assert torch.equal(gray.bytes_of(images(1, 1)), images(1, 1).flatten(1).long())
 
 
-def test_places_of_large_images_in_half_precision() -> None:
-    small: dict[str, Any] = {"dim": 8, "heads": 1, "layers": 1, "absolute": "none"}
-    where: dict[str, Any] = {"position": "multiplicative", "position_options": {"dim": 3}}
-    model = PixelModel(1, 258, **small, **where).bfloat16()
-    found = model._positions(torch.tensor([258 * 257 + 255, 258 * 257 + 257]))
-    assert found is not None and found[0].tolist() == [[257, 255, 0], [257, 257, 0]]
+@pytest.mark.parametrize("scale", [1.0, 0.5])
+def test_places_of_large_images_in_half_precision(scale) -> None:
+    """Places are (row, column, channel) in units of `position_scale`."""
+    options = {"dim": 8, "heads": 1, "layers": 1, "absolute": "none", "position_scale": scale}
+    where = {"position": "multiplicative", "position_options": {"dim": 3}}
+    found = PixelModel(3, 258, **options, **where).bfloat16()._positions(torch.arange(3 * 258**2))
+    expected = np.stack(np.unravel_index(np.arange(3 * 258**2), (258, 258, 3)), axis=-1)
+    assert torch.equal(found[0].double(), scale * torch.from_numpy(expected))

@@ -8,7 +8,6 @@ import torch
 import yaml
 from contract import EXACT
 
-from molflt.attention.positions.base import sinusoids
 from molflt.sequence import heads
 from molflt.sequence.generation import _choose, sample
 from molflt.sequence.language_model import LanguageModel
@@ -144,14 +143,6 @@ def test_weights_in_half_precision_do_not_round_places(mixing):
     assert (half - exact)[:, 300:].norm() < 0.01 * exact[:, 300:].norm()
 
 
-def test_absolute_positions():
-    found = sinusoids(torch.tensor([0, 1, 10_000]), 6)
-    for n, row in zip((0, 1, 10_000), found, strict=True):
-        angles = [n / 10000 ** (2 * p / 6) for p in range(3)]
-        expected = [math.sin(a) for a in angles] + [math.cos(a) for a in angles]
-        assert row.tolist() == pytest.approx(expected, abs=1e-9)
-
-
 def test_position_scale_is_the_unit_of_length():
     """Halving the scale of positions and the widths of the mask gives the same model."""
     wide = tiny("flt-local", position_scale=1.0).double()
@@ -214,12 +205,3 @@ def test_draws_follow_the_probabilities():
         scaled = logits[0] / options.get("temperature", 1.0)
         scaled[scaled < scaled.sort(descending=True).values[allowed - 1]] = -math.inf
         assert (found - scaled.softmax(0)).abs().max() < 0.015  # 4 standard errors
-
-
-@pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_probabilities_that_are_not_finite_choose_nothing(value):
-    logits = torch.zeros(2, 4)
-    logits[1, 2] = value
-    for options in ({}, {"temperature": 0}, {"top_k": 1}):
-        with pytest.raises(ValueError, match="probability of a token is not finite; expected a"):
-            _choose(logits, **options)
