@@ -30,7 +30,7 @@ def parsed(line: str) -> dict[str, Any]:
     [
         ("data inspect x y", {"path": [Path("x"), Path("y")], "json": False, "limit": None}),
         ("data inspect x --json --limit 3", {"json": True, "limit": 3}),
-        ("data inspect x --json false --skip-bad", {"json": False, "skip_bad": True}),
+        ("data inspect x --json false --limit 3", {"json": False, "limit": 3}),
         ("evaluate x --no-skip-bad", {"skip_bad": False}),
         ("evaluate x --splits a b --skip-bad", {"splits": ["a", "b"], "skip_bad": True}),
         ("evaluate --splits a b -- x", {"splits": ["a", "b"], "run": Path("x")}),

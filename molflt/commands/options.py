@@ -16,6 +16,8 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Any, Union, get_args, get_origin
 
+import yaml
+
 from molflt.files import shown
 from molflt.training.limits import check_ranges, readable
 
@@ -32,6 +34,7 @@ __all__ = [
     "position_parser",
     "refuse_idle",
     "show_usage",
+    "yaml_of",
 ]
 
 _POSITION = "model.position_options"
@@ -42,6 +45,22 @@ def expect_ending(out: Path | None, *endings: str) -> None:
     if out is not None and out.suffix not in endings:
         expected = ", ".join(endings)
         raise ValueError(f"{out}: expected a name that ends in {expected}; got {out.suffix!r}")
+
+
+def yaml_of(content: Mapping[str, Any]) -> str:
+    """Returns YAML for readers: numbers have six digits, and sentences one line each."""
+
+    class Dumper(yaml.SafeDumper):
+        pass
+
+    def items(by: yaml.SafeDumper, value: list[object]) -> yaml.Node:
+        short = not any(" " in str(item) for item in value)
+        return by.represent_sequence("tag:yaml.org,2002:seq", value, flow_style=short)
+
+    Dumper.add_representer(float, lambda by, value: by.represent_float(float(f"{value:.6g}")))
+    Dumper.add_representer(list, items)
+    layout: dict[str, Any] = {"sort_keys": False, "default_flow_style": None, "width": 999}
+    return yaml.dump(dict(content), None, Dumper, allow_unicode=True, **layout).rstrip()
 
 
 def refuse_idle(run: str, kind: str, options: Mapping[str, object]) -> None:
