@@ -109,8 +109,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Returns:
         0 on success; 2 for bad input, with one line on stderr; 1 for an unexpected error, with its
-        traceback in a file; 130 when interrupted. With ``MOLFLT_TRACEBACK=1`` in the environment,
-        errors also print a traceback.
+        traceback; 130 when interrupted. With ``MOLFLT_TRACEBACK=1`` in the environment, all errors
+        print a traceback.
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
@@ -175,8 +175,10 @@ def _overview(path: tuple[str, ...]) -> str:
 
 def parser_of(path: tuple[str, ...], words: Sequence[str] = ()) -> ArgumentParser:
     """Returns the parser of a command; `words` of the command line may determine its options."""
-    from jsonargparse import ArgumentParser
+    from docstring_parser import DocstringStyle
+    from jsonargparse import ArgumentParser, set_parsing_settings
 
+    set_parsing_settings(docstring_parse_style=DocstringStyle.GOOGLE)  # the default tries all
     command, name, function = COMMANDS[path], " ".join(("molflt", *path)), _function(path)
     parser = ArgumentParser()
     if command.has_parser:
@@ -203,8 +205,6 @@ def _first_paragraphs(function: Callable[..., object]) -> str:
 
 
 def _report(error: Exception) -> int:
-    if os.environ.get("MOLFLT_TRACEBACK") == "1":
-        sys.stderr.write("".join(traceback.format_exception(error)))
     status = 2
     if isinstance(error, OSError) and error.strerror:
         names = [str(name) for name in (error.filename, error.filename2) if name is not None]
@@ -219,19 +219,11 @@ def _report(error: Exception) -> int:
         text = f"out of memory: {str(error) or type(error).__name__}; lower the batch size"
     else:
         status = 1
-        text = f"unexpected {type(error).__name__}: {error}; {_write_log(error)}"
+        text = f"unexpected {type(error).__name__}: {error}"
+    if status == 1 or os.environ.get("MOLFLT_TRACEBACK") == "1":
+        traceback.print_exception(error)
     text = " ".join(text.split())
     if len(text) > _LONGEST:
         text = f"{text[: _LONGEST - 300]} ... {text[-300:]}"  # keeps the advice at the end
     print(f"molflt: error: {text}", file=sys.stderr)
     return status
-
-
-def _write_log(error: Exception) -> str:
-    log = Path.cwd() / "molflt-error.log"
-    try:
-        text = "".join(traceback.format_exception(error))
-        log.write_text(text, encoding="utf-8", errors="backslashreplace")
-    except OSError:
-        return "MOLFLT_TRACEBACK=1 shows the traceback"
-    return f"traceback in {log}"
