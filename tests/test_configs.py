@@ -1,6 +1,4 @@
 import re
-import shutil
-import subprocess
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -15,8 +13,6 @@ from recipe_runs import CASES
 from torch_geometric.data import Batch
 
 from molflt.attention import FEATURE_MAPS
-from molflt.commands import completion
-from molflt.commands.cli import COMMANDS
 from molflt.commands.schema import config_schema
 from molflt.commands.train import build_parser
 from molflt.graph.regressor import EnergyRegressor
@@ -171,7 +167,7 @@ def test_every_parameter_of_a_token_configuration_learns(names: tuple[str, ...])
     assert without_gradient(net, loss) == []
 
 
-# --- support of editors and shells ----------------------------------------------------------------
+# --- support of editors ---------------------------------------------------------------------------
 
 
 @cache
@@ -227,39 +223,3 @@ def test_every_number_has_its_range_on_the_command_line_and_in_the_schema() -> N
                     assert bool(found) == (outside(key, value) is not None), (key, number, found)
                 checked += 1
     assert checked > 50
-
-
-COMPLETE = """
-source "$1"; shift
-COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); COMP_LINE="$*"; COMP_POINT=${#COMP_LINE}
-$(complete -p molflt | sed 's/.*-F \\([^ ]*\\).*/\\1/') molflt "${!#}" "${COMP_WORDS[$# - 2]}"
-printf '%s\\n' "${COMPREPLY[@]}"
-"""
-
-
-@pytest.fixture(scope="module")
-def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    pytest.importorskip("shtab", reason="shtab writes the scripts")
-    if shutil.which("bash") is None:
-        pytest.skip("no bash")
-    path = tmp_path_factory.mktemp("completion") / "molflt"
-    completion.completion("bash", path)
-    return path
-
-
-@pytest.mark.parametrize(
-    ("line", "some", "others"),
-    [
-        ("", {name[0] for name in COMMANDS}, {"inspect"}),
-        ("train --model.pos", {"--model.position", "--model.position_options"}, {"--model.dim"}),
-        ("train --model.position m", {"multiplicative"}, {"none"}),
-        ("train --config atoms/f", {"atoms/flt"}, {"atoms/softmax"}),
-        ("evaluate runs/mine --be", {"--beam"}, {"--also+"}),  # an option of translation
-    ],
-)
-def test_bash_completes(script: Path, line, some, others, tmp_path: Path) -> None:
-    (tmp_path / "ours.yaml").touch()
-    words = ["bash", "-c", COMPLETE, "bash", str(script), "molflt", *line.split(" ")]
-    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=True)
-    found = set(done.stdout.split())
-    assert some <= found and not found & others, done.stderr

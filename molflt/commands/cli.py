@@ -96,7 +96,6 @@ COMMANDS: dict[tuple[str, ...], Command] = {
     ),
     ("generate",): Command("generate text, translations or images"),
     ("schema",): Command("JSON Schema of configurations, for editors"),
-    ("completion",): Command("completion script for a shell"),
 }
 GROUPS = {"data": "inspect, convert, extend, download and split data sets"}
 

@@ -27,13 +27,11 @@ if TYPE_CHECKING:
 __all__ = [
     "did_you_mean",
     "expect_ending",
-    "is_flag",
     "normalized",
     "options_of",
     "parse",
     "position_parser",
     "refuse_idle",
-    "show_usage",
     "yaml_of",
 ]
 
@@ -77,7 +75,7 @@ def parse(parser: ArgumentParser, words: Sequence[str]) -> Namespace:
 
     parser.exit_on_error = False
     parser.allow_abbrev = False  # an abbreviation would turn a typo into a different option
-    show_usage(parser)
+    _show_usage(parser)
     words = normalized(words, parser)
     try:
         config: Namespace = parser.parse_args(words)
@@ -109,15 +107,15 @@ def _kinds_of(action: Action) -> set[object]:
     return {get_origin(kind) or kind for kind in (hint, *get_args(hint))}
 
 
-def is_flag(action: Action | None) -> bool:
+def _is_flag(action: Action | None) -> bool:
     """Returns True if an option is a boolean."""
     return action is not None and _kinds_of(action) - {NoneType, Union, UnionType} == {bool}
 
 
-def show_usage(parser: ArgumentParser) -> None:
+def _show_usage(parser: ArgumentParser) -> None:
     """Lets ``--help`` show flags and lists as users type them."""
     for action in options_of(parser).values():
-        if is_flag(action):
+        if _is_flag(action):
             action.metavar = ""
         elif _kinds_of(action) & {list, tuple}:
             action.option_strings = [o for o in action.option_strings if not o.endswith("+")]
@@ -155,7 +153,7 @@ def normalized(words: Sequence[str], parser: ArgumentParser) -> list[str]:
         name = typed.removesuffix("+").replace("-", "_").replace("__", "--", 1)
         positive = name.replace("--no_", "--", 1)
         whole = options.get(name.rpartition(".")[0])  # for model.position_options.num_nodes
-        if name not in options and not equals and is_flag(options.get(positive)):
+        if name not in options and not equals and _is_flag(options.get(positive)):
             out.append(f"{positive}=false")
         elif name not in options and (whole is None or dict not in _kinds_of(whole)):
             hint = did_you_mean(name, list(options))
@@ -173,7 +171,7 @@ def normalized(words: Sequence[str], parser: ArgumentParser) -> list[str]:
 
 def _with_values(typed: str, name: str, action: Action | None, rest: list[str]) -> list[str]:
     """Removes the values of an option from `rest` and returns the option with them."""
-    if is_flag(action):
+    if _is_flag(action):
         explicit = rest.pop(0) if rest and rest[0].lower() in ("true", "false") else "true"
         return [f"{name}={explicit.lower()}"]
     if action is not None and action.nargs is not None:  # --help, --print_config
