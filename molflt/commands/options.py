@@ -30,7 +30,6 @@ __all__ = [
     "normalized",
     "options_of",
     "parse",
-    "position_parser",
     "refuse_idle",
     "yaml_of",
 ]
@@ -85,7 +84,7 @@ def parse(parser: ArgumentParser, words: Sequence[str]) -> Namespace:
     options = vars(config.as_flat())
     if position := options.get(_POSITION):
         try:
-            position_parser().parse_object(position)
+            _position_parser().parse_object(position)
         except ArgumentError as error:
             raise ValueError(f"{_POSITION}: {readable(error)}") from None
     check_ranges(options)
@@ -197,7 +196,7 @@ def _is_value(word: str) -> bool:
     return not word.startswith("-") or word[1:2].isdigit() or word[1:2] == "."
 
 
-def position_parser() -> ArgumentParser:
+def _position_parser() -> ArgumentParser:
     """Returns a parser for the options of all position modules, spectra and node rules."""
     from jsonargparse import ArgumentParser
 
