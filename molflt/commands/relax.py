@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import sys
-import warnings
 from pathlib import Path
 from typing import Literal
 
@@ -16,12 +15,10 @@ from molflt.data.structures.ase_fields import drop_labels_, not_held
 from molflt.data.structures.sources import files_of
 from molflt.evaluation.relaxation import OptimizerName, Relaxed, readable_structures, relax_atoms
 from molflt.evaluation.results import warn
-from molflt.files import add_row, appending, atomically, expect_writable, shown
+from molflt.files import add_row, appending, atomically, expect_writable
 from molflt.pretrained.calculator import Calculator, calculator_named, is_class
 
 __all__ = ["relax"]
-
-_MOST_LISTED = 20
 
 
 def relax(
@@ -142,19 +139,17 @@ def _add(out: Path, place: int, part: Relaxed, first: bool) -> dict[str, None]:
         "seconds": round(part.seconds, 3),
         "why": part.why or None,
     }
-    with warnings.catch_warnings(record=True) as heard:
-        warnings.simplefilter("always")
-        if first:
-            with atomically(out) as new:
-                write(str(new), atoms, format=out.suffix[1:])
-        elif out.suffix == ".traj":  # `write` would start a second file inside
-            with appending(out), Trajectory(str(out), "a") as opened:
-                opened.write(atoms)
-        else:
-            with appending(out):
-                write(str(out), atoms, format="extxyz", append=True)
+    if first:
+        with atomically(out) as new:
+            write(str(new), atoms, format=out.suffix[1:])
+    elif out.suffix == ".traj":  # `write` would start a second file inside
+        with appending(out), Trajectory(str(out), "a") as opened:
+            opened.write(atoms)
+    else:
+        with appending(out):
+            write(str(out), atoms, format="extxyz", append=True)
     add_row(out.with_suffix(".csv"), row, first)
-    return lost | dict.fromkeys(f"ASE: {shown(str(each.message), 200)}" for each in heard)
+    return lost
 
 
 def _summary(out: Path, found: dict[int, Relaxed]) -> int:
@@ -165,9 +160,7 @@ def _summary(out: Path, found: dict[int, Relaxed]) -> int:
         f"{out}: {len(found) - len(lost):,} of {len(found):,} relaxations converged, {steps:,} "
         f"steps in {seconds:.1f} s; table in {out.with_suffix('.csv')}"
     )
-    for place, part in lost[:_MOST_LISTED]:
+    for place, part in lost:
         name = f"sid {part.atoms.info['sid']}, {part.atoms.get_chemical_formula()}"
         warn(f"structure {place}, {name}: not converged: {part.why}")
-    if len(lost) > _MOST_LISTED:
-        warn(f"and {len(lost) - _MOST_LISTED} more")
     return 3 if lost else 0  # exit status: not all converged
