@@ -175,10 +175,8 @@ def _overview(path: tuple[str, ...]) -> str:
 
 def parser_of(path: tuple[str, ...], words: Sequence[str] = ()) -> ArgumentParser:
     """Returns the parser of a command; `words` of the command line may determine its options."""
-    from docstring_parser import DocstringStyle
-    from jsonargparse import ArgumentParser, set_parsing_settings
+    from jsonargparse import ArgumentParser
 
-    set_parsing_settings(docstring_parse_style=DocstringStyle.GOOGLE)  # the default tries all
     command, name, function = COMMANDS[path], " ".join(("molflt", *path)), _function(path)
     parser = ArgumentParser()
     if command.has_parser:
