@@ -30,7 +30,7 @@ def parsed(line: str) -> dict[str, Any]:
     [
         ("data inspect x y", {"path": [Path("x"), Path("y")], "json": False, "limit": None}),
         ("data inspect x --json --limit 3", {"json": True, "limit": 3}),
-        ("data inspect x --json false --skip-bad", {"json": False, "skip_bad": True}),
+        ("data inspect x --json false --limit 3", {"json": False, "limit": 3}),
         ("evaluate x --no-skip-bad", {"skip_bad": False}),
         ("evaluate x --splits a b --skip-bad", {"splits": ["a", "b"], "skip_bad": True}),
         ("evaluate --splits a b -- x", {"splits": ["a", "b"], "run": Path("x")}),
@@ -75,12 +75,14 @@ def act(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[BaseExcept
     return becomes
 
 
-def test_the_traceback_of_a_bug_is_written_or_shown(act, capsys, tmp_path, monkeypatch) -> None:
+def test_the_traceback_of_a_bug_is_shown(act, capsys, monkeypatch) -> None:
     act(KeyError("no such thing"))
-    assert "molflt-error.log" in error_of(capsys, "act", status=1)
-    assert "no such thing" in (tmp_path / "molflt-error.log").read_text()
+    told = printed(capsys, "act", status=1).err
+    assert "Traceback (most" in told and "unexpected KeyError: 'no such thing'" in told
+    act(ValueError("bad input"))
+    assert error_of(capsys, "act") == "bad input"
     monkeypatch.setenv("MOLFLT_TRACEBACK", "1")
-    assert "Traceback (most recent call last)" in printed(capsys, "act", status=1).err
+    assert "Traceback (most recent call last)" in printed(capsys, "act", status=2).err
 
 
 def test_help_and_version(capsys) -> None:

@@ -260,7 +260,7 @@ def test_layers_of_ase_become_tags(layers: int, tmp_path, capsys) -> None:
     else:  # read unchanged, with a warning
         said = printed(capsys, *words).err
         assert "tags of 1 of 1 structures look like the layer numbers of ase.build" in said
-    counts = f"tags        subsurface {layers - 1}, surface 1, adsorbate 2"
+    counts = f"tags: {{subsurface: {layers - 1}, surface: 1, adsorbate: 2}}"
     assert counts in printed(capsys, *words, "--tags", "ase").out
 
 

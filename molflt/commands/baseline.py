@@ -7,13 +7,12 @@ import hashlib
 import math
 import multiprocessing
 import signal
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from functools import cache, partial
+from functools import partial
 from importlib.metadata import packages_distributions, version
+from itertools import islice
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -38,7 +37,10 @@ from molflt.training.checkpoint import find_weights, weights_digest
 __all__ = ["baseline"]
 
 _PARTS = ("whole", "slab", "adsorbate")
-_made: dict[str, Any] = {}  # the calculator of this process
+_made: dict[str, Any] = {}  # calculator of this process, and energies of parts by digest
+
+_Row = dict[str, str]
+_Job = tuple[_Row, Atoms]
 
 
 def baseline(
@@ -92,26 +94,21 @@ def baseline(
     _refuse_splits([src] if isinstance(src, Path) else src)
     dataset = open_dataset(src, reading=Reading(energy_key, tags))
     make = partial(calculator_named, calculator, device or "auto")
+    _made.clear()
     _made["calculator"] = make()  # errors are reported here, not in each process
     totals = _total_energies(dataset)
     steps = f"{relax_steps} steps" + f" to {fmax:g} eV/Å" * (relax_steps > 0)
     label = f"{calculator} {_version(calculator)}, {steps}"
     label += "" if subtract_adsorbate else ", adsorbates not subtracted"
     rows = _known(table, dataset, label)
-    bar = tqdm(initial=len(rows), total=len(dataset), unit=" structures", disable=None)
-    pool = None if workers == 1 else _pool(workers, make)
-    submit = partial(_submit, pool, fmax, relax_steps)
-    with bar:
-        try:
-            for row in _computed(dataset, rows, submit, _PARTS[1 : 2 + subtract_adsorbate]):
-                row["calculator"] = label
-                add_row(table, row, first=not rows)
-                rows[int(row["index"])] = row
-                bar.update()
-        finally:
-            _made.clear()
-            if pool is not None:
-                pool.shutdown(cancel_futures=True)
+    compute = partial(_row, _PARTS[: 2 + subtract_adsorbate], fmax, relax_steps)
+    jobs = _jobs(dataset, [i for i in range(len(dataset)) if i not in rows])
+    with tqdm(initial=len(rows), total=len(dataset), unit=" structures", disable=None) as bar:
+        for row in map(compute, jobs) if workers == 1 else _shared(workers, make, compute, jobs):
+            row["calculator"] = label
+            add_row(table, row, first=not rows)
+            rows[int(row["index"])] = row
+            bar.update()
     energies = [float(rows[i]["baseline_eV"] or math.nan) for i in range(len(dataset))]
     if absent := [rows[i] for i in range(len(dataset)) if not rows[i]["baseline_eV"]]:
         warn(
@@ -192,11 +189,32 @@ def _digest(atoms: Atoms) -> str:
     return hashlib.sha256(b"".join([*content, charge])).hexdigest()[:16]
 
 
-def _pool(workers: int, make: Callable[[], Any]) -> ProcessPoolExecutor:
+def _jobs(dataset: Structures, indices: Sequence[int]) -> Iterator[_Job]:
+    """Yields the structures with the first entries of their rows."""
+    for index in indices:
+        atoms = to_atoms(dataset[index])
+        if "charge" in atoms.info and 0 < (atoms.get_tags() == Tag.ADSORBATE).sum() < len(atoms):
+            raise ValueError(
+                f"{dataset.where(index)}: expected no charge, because it cannot be divided "
+                f"between slab and adsorbate; got {atoms.info['charge']:g} e"
+            )
+        sid = str(dataset.name(index, atoms.info["sid"]))
+        yield {"index": str(index), "sid": sid, "digest": _digest(atoms)}, atoms
+
+
+def _shared(
+    workers: int, make: Callable[[], Any], compute: Callable[[_Job], _Row], jobs: Iterator[_Job]
+) -> Iterator[_Row]:
+    """Computes rows in several processes."""
     _made.clear()  # each process loads its own calculator
     threads = max(1, torch.get_num_threads() // workers)
     spawn = multiprocessing.get_context("spawn")
-    return ProcessPoolExecutor(workers, spawn, initializer=_begin, initargs=(make, threads))
+    pool = ProcessPoolExecutor(workers, spawn, initializer=_begin, initargs=(make, threads))
+    try:
+        while some := list(islice(jobs, 32 * workers)):
+            yield from pool.map(compute, some)
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 def _begin(make: Callable[[], Any], threads: int) -> None:
@@ -205,11 +223,21 @@ def _begin(make: Callable[[], Any], threads: int) -> None:
     _made["calculator"] = make()
 
 
-def _submit(pool: ProcessPoolExecutor | None, fmax: float, steps: int, atoms: Atoms) -> Any:
-    """Returns a future or, without a pool, an object that computes its result when requested."""
-    if pool is not None:
-        return pool.submit(_energy, atoms, fmax, steps)
-    return SimpleNamespace(result=cache(partial(_energy, atoms, fmax, steps)))
+def _row(names: Sequence[str], fmax: float, steps: int, job: _Job) -> _Row:
+    """Computes the energies of the parts `names`; each process computes equal parts once."""
+    row, atoms = job
+    adsorbed = atoms.get_tags() == Tag.ADSORBATE
+    found = {"whole": _energy(atoms, fmax, steps)}
+    if 0 < adsorbed.sum() < len(atoms):
+        for name in names[1:]:
+            part = atoms[adsorbed if name == "adsorbate" else ~adsorbed]
+            key = _digest(part)
+            found[name] = _made[key] = _made.get(key) or _energy(part, fmax, steps)
+    whole, *others = (energy for energy, _ in found.values())
+    energies = {f"{name}_eV": str(found[name][0]) if name in found else "" for name in _PARTS}
+    why = [reason for energy, reason in found.values() if not math.isfinite(energy)]
+    difference = "" if why else str(whole - sum(others))
+    return {**row, **energies, "baseline_eV": difference, "why": "".join(why[:1])}
 
 
 def _energy(atoms: Atoms, fmax: float, steps: int) -> tuple[float, str]:
@@ -223,43 +251,3 @@ def _energy(atoms: Atoms, fmax: float, steps: int) -> tuple[float, str]:
         return math.nan if stopped else done.after, done.why
     except Exception as error:  # calculators can raise anything
         return math.nan, " ".join(f"{type(error).__name__}: {error}".split())
-
-
-def _computed(
-    dataset: Structures,
-    known: Mapping[int, object],
-    submit: Callable[[Atoms], Any],
-    subtracted: Sequence[str],
-) -> Iterator[dict[str, str]]:
-    """Yields the missing rows; parts that occur several times are computed only once."""
-    parts: dict[str, Any] = {}
-    waiting: deque[tuple[dict[str, str], dict[str, Any]]] = deque()
-    for index in [i for i in range(len(dataset)) if i not in known]:
-        atoms = to_atoms(dataset[index])
-        adsorbed = atoms.get_tags() == Tag.ADSORBATE
-        jobs = {"whole": submit(atoms)}
-        if 0 < adsorbed.sum() < len(atoms):
-            if "charge" in atoms.info:
-                raise ValueError(
-                    f"{dataset.where(index)}: expected no charge, because it cannot be divided "
-                    f"between slab and adsorbate; got {atoms.info['charge']:g} e"
-                )
-            for name in subtracted:
-                part = atoms[adsorbed if name == "adsorbate" else ~adsorbed]
-                key = _digest(part)
-                jobs[name] = parts[key] = parts.get(key) or submit(part)
-        sid = str(dataset.name(index, atoms.info["sid"]))
-        waiting.append(({"index": str(index), "sid": sid, "digest": _digest(atoms)}, jobs))
-        if len(waiting) > 32:
-            yield _row(*waiting.popleft())
-    while waiting:
-        yield _row(*waiting.popleft())
-
-
-def _row(own: dict[str, str], jobs: dict[str, Any]) -> dict[str, str]:
-    found = {name: job.result() for name, job in jobs.items()}
-    whole, *others = (energy for energy, _ in found.values())
-    energies = {f"{name}_eV": str(found[name][0]) if name in found else "" for name in _PARTS}
-    why = [reason for energy, reason in found.values() if not math.isfinite(energy)]
-    difference = "" if why else str(whole - sum(others))
-    return {**own, **energies, "baseline_eV": difference, "why": "".join(why[:1])}

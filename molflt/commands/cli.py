@@ -7,6 +7,7 @@ fast.
 
 from __future__ import annotations
 
+import inspect
 import io
 import os
 import pkgutil
@@ -96,7 +97,6 @@ COMMANDS: dict[tuple[str, ...], Command] = {
     ),
     ("generate",): Command("generate text, translations or images"),
     ("schema",): Command("JSON Schema of configurations, for editors"),
-    ("completion",): Command("completion script for a shell"),
 }
 GROUPS = {"data": "inspect, convert, extend, download and split data sets"}
 
@@ -109,8 +109,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Returns:
         0 on success; 2 for bad input, with one line on stderr; 1 for an unexpected error, with its
-        traceback in a file; 130 when interrupted. With ``MOLFLT_TRACEBACK=1`` in the environment,
-        errors also print a traceback.
+        traceback; 130 when interrupted. With ``MOLFLT_TRACEBACK=1`` in the environment, all errors
+        print a traceback.
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
@@ -192,46 +192,26 @@ def parser_of(path: tuple[str, ...], words: Sequence[str] = ()) -> ArgumentParse
         parser.usage = parser.usage or " ".join(shown)  # instead of a full page
     recipe = next((each.default for each in parser._actions if each.dest == "recipe"), None)
     parser.prog = name if recipe in (None, DEFAULT) else f"{name} --recipe {recipe}"
-    parser.description = _first_paragraphs(function)
+    parser.description = re.split(r"\n+(?:Args|Returns):\n", inspect.getdoc(function) or "")[0]
     return parser
 
 
-def _first_paragraphs(function: Callable[..., object]) -> str:
-    text = (function.__doc__ or "").strip()
-    text = re.split(r"\n\s*(?:Args|Returns|Raises|Example|Examples|Note):\s*\n", text)[0]
-    return re.sub(r"[ \t]*\n[ \t]+", "\n", text).strip()
-
-
 def _report(error: Exception) -> int:
-    if os.environ.get("MOLFLT_TRACEBACK") == "1":
-        sys.stderr.write("".join(traceback.format_exception(error)))
     status = 2
     if isinstance(error, OSError) and error.strerror:
         names = [str(name) for name in (error.filename, error.filename2) if name is not None]
         text = ": ".join([*names, error.strerror])
-    elif isinstance(error, ModuleNotFoundError) and error.name is None:
-        text = str(error)  # raised by molflt
-    elif isinstance(error, ModuleNotFoundError) and not (error.name or "").startswith("molflt"):
-        text = f"the package {error.name!r} is not installed; pip install {error.name}"
-    elif isinstance(error, ValueError | OSError):
+    elif isinstance(error, ModuleNotFoundError | ValueError | OSError):
         text = str(error)
     elif is_out_of_memory(error):
         text = f"out of memory: {str(error) or type(error).__name__}; lower the batch size"
     else:
         status = 1
-        text = f"unexpected {type(error).__name__}: {error}; {_write_log(error)}"
+        text = f"unexpected {type(error).__name__}: {error}"
+    if status == 1 or os.environ.get("MOLFLT_TRACEBACK") == "1":
+        traceback.print_exception(error)
     text = " ".join(text.split())
     if len(text) > _LONGEST:
         text = f"{text[: _LONGEST - 300]} ... {text[-300:]}"  # keeps the advice at the end
     print(f"molflt: error: {text}", file=sys.stderr)
     return status
-
-
-def _write_log(error: Exception) -> str:
-    log = Path.cwd() / "molflt-error.log"
-    try:
-        text = "".join(traceback.format_exception(error))
-        log.write_text(text, encoding="utf-8", errors="backslashreplace")
-    except OSError:
-        return "MOLFLT_TRACEBACK=1 shows the traceback"
-    return f"traceback in {log}"

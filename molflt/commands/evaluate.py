@@ -18,7 +18,7 @@ from molflt.training.config import read_config
 from molflt.training.recipes import Recipe
 from molflt.training.run_folder import draw_curve
 
-__all__ = ["build_parser", "evaluate", "recipe_parser"]
+__all__ = ["build_parser", "evaluate"]
 
 
 def evaluate(
@@ -81,11 +81,7 @@ def build_parser(words: Sequence[str] = ()) -> ArgumentParser:
     pairs = sorted(pairwise(["", *words]), key=lambda pair: pair[0].startswith("--"))
     # values of options come last
     runs = (Path(word) for _, word in pairs if Path(word, "config.yaml").is_file())
-    return recipe_parser(Recipe.of({} if (run := next(runs, None)) is None else read_config(run)))
-
-
-def recipe_parser(recipe: Recipe) -> ArgumentParser:
-    """Returns the parser for ``molflt evaluate`` with the options of a recipe."""
+    recipe = Recipe.of({} if (run := next(runs, None)) is None else read_config(run))
     parser = ArgumentParser()
     parser.add_function_arguments(evaluate, as_group=False, as_positional=True)
     parser.add_function_arguments(recipe.load("evaluate"), skip={"run", "model", "config", "out"})

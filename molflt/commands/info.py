@@ -6,8 +6,7 @@ from json import dumps
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from molflt.commands.options import yaml_of
 from molflt.training.checkpoint import count_parameters
 from molflt.training.config import read_config
 from molflt.training.run_folder import best_of, read_provenance, read_versions, steps_of
@@ -44,9 +43,7 @@ def info(run: Path, json: bool = False) -> None:
         "versions": read_versions(run),
         "files": {path.relative_to(run).as_posix(): path.stat().st_size for path in files},
     }
-    if json:
-        return print(dumps(found))
-    for key in ("data", "model"):
-        found[key] = {name: value for name, value in found[key].items() if value is not None}
-    layout: dict[str, Any] = {"sort_keys": False, "default_flow_style": None, "width": 999}
-    print(yaml.safe_dump(found, allow_unicode=True, **layout), end="")
+    if not json:
+        for key in ("data", "model"):
+            found[key] = {name: value for name, value in found[key].items() if value is not None}
+    print(dumps(found) if json else yaml_of(found))

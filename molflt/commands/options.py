@@ -16,6 +16,8 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Any, Union, get_args, get_origin
 
+import yaml
+
 from molflt.files import shown
 from molflt.training.limits import check_ranges, readable
 
@@ -25,13 +27,11 @@ if TYPE_CHECKING:
 __all__ = [
     "did_you_mean",
     "expect_ending",
-    "is_flag",
     "normalized",
     "options_of",
     "parse",
-    "position_parser",
     "refuse_idle",
-    "show_usage",
+    "yaml_of",
 ]
 
 _POSITION = "model.position_options"
@@ -42,6 +42,22 @@ def expect_ending(out: Path | None, *endings: str) -> None:
     if out is not None and out.suffix not in endings:
         expected = ", ".join(endings)
         raise ValueError(f"{out}: expected a name that ends in {expected}; got {out.suffix!r}")
+
+
+def yaml_of(content: Mapping[str, Any]) -> str:
+    """Returns YAML for readers: numbers have six digits, and sentences one line each."""
+
+    class Dumper(yaml.SafeDumper):
+        pass
+
+    def items(by: yaml.SafeDumper, value: list[object]) -> yaml.Node:
+        short = not any(" " in str(item) for item in value)
+        return by.represent_sequence("tag:yaml.org,2002:seq", value, flow_style=short)
+
+    Dumper.add_representer(float, lambda by, value: by.represent_float(float(f"{value:.6g}")))
+    Dumper.add_representer(list, items)
+    layout: dict[str, Any] = {"sort_keys": False, "default_flow_style": None, "width": 999}
+    return yaml.dump(dict(content), None, Dumper, allow_unicode=True, **layout).rstrip()
 
 
 def refuse_idle(run: str, kind: str, options: Mapping[str, object]) -> None:
@@ -58,7 +74,7 @@ def parse(parser: ArgumentParser, words: Sequence[str]) -> Namespace:
 
     parser.exit_on_error = False
     parser.allow_abbrev = False  # an abbreviation would turn a typo into a different option
-    show_usage(parser)
+    _show_usage(parser)
     words = normalized(words, parser)
     try:
         config: Namespace = parser.parse_args(words)
@@ -68,7 +84,7 @@ def parse(parser: ArgumentParser, words: Sequence[str]) -> Namespace:
     options = vars(config.as_flat())
     if position := options.get(_POSITION):
         try:
-            position_parser().parse_object(position)
+            _position_parser().parse_object(position)
         except ArgumentError as error:
             raise ValueError(f"{_POSITION}: {readable(error)}") from None
     check_ranges(options)
@@ -90,15 +106,15 @@ def _kinds_of(action: Action) -> set[object]:
     return {get_origin(kind) or kind for kind in (hint, *get_args(hint))}
 
 
-def is_flag(action: Action | None) -> bool:
+def _is_flag(action: Action | None) -> bool:
     """Returns True if an option is a boolean."""
     return action is not None and _kinds_of(action) - {NoneType, Union, UnionType} == {bool}
 
 
-def show_usage(parser: ArgumentParser) -> None:
+def _show_usage(parser: ArgumentParser) -> None:
     """Lets ``--help`` show flags and lists as users type them."""
     for action in options_of(parser).values():
-        if is_flag(action):
+        if _is_flag(action):
             action.metavar = ""
         elif _kinds_of(action) & {list, tuple}:
             action.option_strings = [o for o in action.option_strings if not o.endswith("+")]
@@ -136,7 +152,7 @@ def normalized(words: Sequence[str], parser: ArgumentParser) -> list[str]:
         name = typed.removesuffix("+").replace("-", "_").replace("__", "--", 1)
         positive = name.replace("--no_", "--", 1)
         whole = options.get(name.rpartition(".")[0])  # for model.position_options.num_nodes
-        if name not in options and not equals and is_flag(options.get(positive)):
+        if name not in options and not equals and _is_flag(options.get(positive)):
             out.append(f"{positive}=false")
         elif name not in options and (whole is None or dict not in _kinds_of(whole)):
             hint = did_you_mean(name, list(options))
@@ -154,7 +170,7 @@ def normalized(words: Sequence[str], parser: ArgumentParser) -> list[str]:
 
 def _with_values(typed: str, name: str, action: Action | None, rest: list[str]) -> list[str]:
     """Removes the values of an option from `rest` and returns the option with them."""
-    if is_flag(action):
+    if _is_flag(action):
         explicit = rest.pop(0) if rest and rest[0].lower() in ("true", "false") else "true"
         return [f"{name}={explicit.lower()}"]
     if action is not None and action.nargs is not None:  # --help, --print_config
@@ -180,7 +196,7 @@ def _is_value(word: str) -> bool:
     return not word.startswith("-") or word[1:2].isdigit() or word[1:2] == "."
 
 
-def position_parser() -> ArgumentParser:
+def _position_parser() -> ArgumentParser:
     """Returns a parser for the options of all position modules, spectra and node rules."""
     from jsonargparse import ArgumentParser
 

@@ -1,27 +1,24 @@
-"""``molflt relax``: relaxes structures with a trained potential."""
+"""``molflt relax``: relaxes structures with a trained potential, or with any ASE calculator."""
 
 from __future__ import annotations
 
 import re
 import sys
-import warnings
 from pathlib import Path
 from typing import Literal
 
 from tqdm import tqdm
 
-from molflt.commands.options import expect_ending
+from molflt.commands.options import expect_ending, refuse_idle
 from molflt.data.structures import Structures
 from molflt.data.structures.ase_fields import drop_labels_, not_held
 from molflt.data.structures.sources import files_of
 from molflt.evaluation.relaxation import OptimizerName, Relaxed, readable_structures, relax_atoms
 from molflt.evaluation.results import warn
-from molflt.files import add_row, appending, atomically, expect_writable, shown
-from molflt.pretrained.calculator import Calculator
+from molflt.files import add_row, appending, atomically, expect_writable
+from molflt.pretrained.calculator import Calculator, calculator_named, is_class
 
 __all__ = ["relax"]
-
-_MOST_LISTED = 20
 
 
 def relax(
@@ -35,8 +32,8 @@ def relax(
     cell: bool = False,
     trajectories: Path | None = None,
     checkpoint: str | None = None,
-    device: str = "auto",
-    dtype: Literal["float32", "float64"] = "float64",
+    device: str | None = None,
+    dtype: Literal["float32", "float64"] | None = None,
     skip_bad: bool = False,
 ) -> int:
     """Relaxes the structures in a file with a potential, subject to their constraints.
@@ -48,8 +45,8 @@ def relax(
     Args:
         structures: files that ASE reads, compact stores, OC20 LMDBs, folders of these, or quoted
             patterns.
-        run: folder of a training run with --recipe potential, an exported potential, or
-            hf:OWNER/NAME.
+        run: folder of a training run with --recipe potential, an exported potential, hf:OWNER/NAME,
+            or module:Class of an ASE calculator.
         out: file to write, .extxyz or .traj.
         fmax: largest force on a free atom at convergence, in eV/Å; with --cell also the largest
             virial, in eV per atom.
@@ -58,8 +55,8 @@ def relax(
         cell: also relax the cells; requires structures that are periodic along all axes.
         trajectories: folder for the trajectory of each relaxation, NUMBER-SID.traj.
         checkpoint: best (the default), last, or a safetensors file; requires a training run.
-        device: auto, cpu, cuda or cuda:N.
-        dtype: precision of the computation.
+        device: auto (the default), cpu, cuda or cuda:N, for potentials trained with molflt.
+        dtype: precision of such potentials; float64 by default.
         skip_bad: skip and list invalid structures.
 
     Returns:
@@ -67,10 +64,17 @@ def relax(
     """
     out = Path(out)
     expect_ending(out, ".extxyz", ".traj")
-    calculator = Calculator(run, checkpoint, device, dtype)
+    if is_class(run):
+        options = {"checkpoint": checkpoint, "device": device, "dtype": dtype}
+        refuse_idle(run, "a class, which has its own options", options)
+        calculator = calculator_named(run)
+    else:
+        calculator = Calculator(run, checkpoint, device, dtype or "float64")
     for path in (out, out.with_suffix(".csv")):  # before anything is read
         expect_writable(path, *files_of(structures))
-    dataset, calculator.overlaps_told = readable_structures(structures, skip_bad, cell)
+    dataset, overlaps = readable_structures(structures, skip_bad, cell)
+    if isinstance(calculator, Calculator):
+        calculator.overlaps_told = overlaps
     if trajectories is not None:
         trajectories.mkdir(parents=True, exist_ok=True)
     bar = tqdm(total=len(dataset), unit=" structures", disable=None)
@@ -135,19 +139,17 @@ def _add(out: Path, place: int, part: Relaxed, first: bool) -> dict[str, None]:
         "seconds": round(part.seconds, 3),
         "why": part.why or None,
     }
-    with warnings.catch_warnings(record=True) as heard:
-        warnings.simplefilter("always")
-        if first:
-            with atomically(out) as new:
-                write(str(new), atoms, format=out.suffix[1:])
-        elif out.suffix == ".traj":  # `write` would start a second file inside
-            with appending(out), Trajectory(str(out), "a") as opened:
-                opened.write(atoms)
-        else:
-            with appending(out):
-                write(str(out), atoms, format="extxyz", append=True)
+    if first:
+        with atomically(out) as new:
+            write(str(new), atoms, format=out.suffix[1:])
+    elif out.suffix == ".traj":  # `write` would start a second file inside
+        with appending(out), Trajectory(str(out), "a") as opened:
+            opened.write(atoms)
+    else:
+        with appending(out):
+            write(str(out), atoms, format="extxyz", append=True)
     add_row(out.with_suffix(".csv"), row, first)
-    return lost | dict.fromkeys(f"ASE: {shown(str(each.message), 200)}" for each in heard)
+    return lost
 
 
 def _summary(out: Path, found: dict[int, Relaxed]) -> int:
@@ -158,9 +160,7 @@ def _summary(out: Path, found: dict[int, Relaxed]) -> int:
         f"{out}: {len(found) - len(lost):,} of {len(found):,} relaxations converged, {steps:,} "
         f"steps in {seconds:.1f} s; table in {out.with_suffix('.csv')}"
     )
-    for place, part in lost[:_MOST_LISTED]:
+    for place, part in lost:
         name = f"sid {part.atoms.info['sid']}, {part.atoms.get_chemical_formula()}"
         warn(f"structure {place}, {name}: not converged: {part.why}")
-    if len(lost) > _MOST_LISTED:
-        warn(f"and {len(lost) - _MOST_LISTED} more")
     return 3 if lost else 0  # exit status: not all converged

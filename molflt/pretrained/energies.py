@@ -7,7 +7,7 @@ import json
 import platform
 import shutil
 import tempfile
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeGuard, cast, overload
@@ -169,24 +169,12 @@ class EnergyPredictor(Pretrained):
         use_mesh_(self.model, order)
 
     @overload
-    def predict(
-        self,
-        structures: str | Path | list[Any] | tuple[Any, ...] | Structures,
-        batch_size: int = ...,
-        embedding: Literal["atoms", "pooled"] | None = ...,
-        tags: Tags | None = ...,
-        force: bool = ...,
-    ) -> list[Prediction]: ...
+    def predict(self, structures: Atoms | Data, *args: Any, **options: Any) -> Prediction: ...
 
     @overload
     def predict(
-        self,
-        structures: Atoms | Data,
-        batch_size: int = ...,
-        embedding: Literal["atoms", "pooled"] | None = ...,
-        tags: Tags | None = ...,
-        force: bool = ...,
-    ) -> Prediction: ...
+        self, structures: Paths | Sequence[Any] | Structures, *args: Any, **options: Any
+    ) -> list[Prediction]: ...
 
     def predict(
         self,

@@ -87,12 +87,12 @@ def test_forces_and_stress_are_counted(tmp_path, capsys):
     found = inspected(capsys, tmp_path / "co.extxyz")
     assert found["with_forces"] == 2 and found["with_stress"] == 0
     told = printed(capsys, "data", "inspect", tmp_path / "co.extxyz").out
-    assert "forces      1.732 to 1.732 eV/Å, mean 1.732, median 1.732 (magnitudes)\n" in told
+    assert "forces_eV_per_A: {count: 4, min: 1.73205, mean: 1.73205, median: 1.73205" in told
     crystal = Atoms("Cu", cell=[2, 2, 2], pbc=True)
     crystal.calc = SinglePointCalculator(crystal, energy=-1.0, stress=[-0.125, 0, 0, 0, 0, 0.01])
     ase.io.write(tmp_path / "cu.extxyz", crystal)
     told = printed(capsys, "data", "inspect", tmp_path / "cu.extxyz").out
-    assert "stress      -0.12500 to 0.01000 eV/Å^3, mean -0.01167, median 0.00000 (comp" in told
+    assert "stress_eV_per_A3: {count: 9, min: -0.125, mean: -0.0116667, median: 0.0," in told
 
 
 def test_other_properties_are_not_judged_as_energies(tmp_path, capsys):
@@ -105,7 +105,7 @@ def test_other_properties_are_not_judged_as_energies(tmp_path, capsys):
     assert found["energies_look_like"] == "unknown" and found["energies_per_atom_eV"] is None
     assert not [text for text in found["warnings"] if "energies" in text or "forces" in text]
     told = printed(capsys, "data", "inspect", path, "--energy_key", "gap").out
-    assert "potential" not in told and "gap         0.500 to 25.000, mean 10.500" in told
+    assert "label: gap" in told and "min: 0.5, mean: 10.5, median: 8.25, max: 25.0" in told
     data = IS2REData(path, energy_key="gap", val_fraction=0.5)  # not limited to 20
     data.refuse_totals()
     assert sum(map(len, data.datasets.values())) == 4

@@ -224,7 +224,7 @@ def test_unit_and_sign_of_stress_are_seen_in_energies(tmp_path, capsys, frames, 
         data.setup()
     if unit == "sign" and frames is strained:
         told = printed(capsys, "data", "inspect", tmp_path / "train.traj").out
-        assert "warning: wrong units: stress" in told
+        assert "wrong units: stress" in told
         words = ["data", "convert", tmp_path / "train.traj", tmp_path / "a.safetensors"]
         assert "stress in the wrong unit" in printed(capsys, *words).err
 

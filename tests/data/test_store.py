@@ -111,7 +111,7 @@ def test_structures_of_other_writers_are_checked(store, changes, index, message)
 
 
 def test_a_changed_byte_is_found_by_whoever_reads(store, tmp_path, capsys):
-    assert "digest      correct" in printed(capsys, "data", "inspect", store).out
+    assert "verified: true" in printed(capsys, "data", "inspect", store).out
     content = bytearray(store.read_bytes())
     content[-3] ^= 1
     store.write_bytes(content)

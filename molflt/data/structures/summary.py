@@ -27,7 +27,7 @@ from molflt.data.structures.tags import one_tagged
 if TYPE_CHECKING:
     from torch_geometric.data import Data
 
-__all__ = ["Inspected", "Purpose", "Summary", "energies_in_words", "summarize"]
+__all__ = ["Inspected", "Purpose", "Summary", "summarize"]
 
 Purpose = Literal["potential", "is2re"]
 Statistics = dict[str, float] | None
@@ -237,17 +237,3 @@ def _of_all(summary: Summary, seen: _Seen) -> Iterator[str]:
         yield overlaps_of("coinciding atoms", seen.overlapping, systems)
     if summary["left_out"]:
         yield f"left out: {len(summary['left_out'])} structures are invalid"
-
-
-def energies_in_words(summary: Summary) -> str:
-    """Describes the kind of energies, judged by the energy per atom and the tags."""
-    kind = summary["energies_look_like"]
-    if summary["energies_per_atom_eV"] is None:
-        return ""
-    if kind == "total":
-        return "total energies"
-    if kind == "unknown":
-        return "neither adsorption nor total energies"
-    if summary["tags"]["adsorbate"]:
-        return "adsorption energies"
-    return "adsorption energies, formation energies or other differences"
