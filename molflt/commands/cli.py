@@ -7,7 +7,6 @@ fast.
 
 from __future__ import annotations
 
-import inspect
 import io
 import os
 import pkgutil
@@ -192,8 +191,14 @@ def parser_of(path: tuple[str, ...], words: Sequence[str] = ()) -> ArgumentParse
         parser.usage = parser.usage or " ".join(shown)  # instead of a full page
     recipe = next((each.default for each in parser._actions if each.dest == "recipe"), None)
     parser.prog = name if recipe in (None, DEFAULT) else f"{name} --recipe {recipe}"
-    parser.description = re.split(r"\n+(?:Args|Returns):\n", inspect.getdoc(function) or "")[0]
+    parser.description = _first_paragraphs(function)
     return parser
+
+
+def _first_paragraphs(function: Callable[..., object]) -> str:
+    text = (function.__doc__ or "").strip()
+    text = re.split(r"\n\s*(?:Args|Returns|Raises|Example|Examples|Note):\s*\n", text)[0]
+    return re.sub(r"[ \t]*\n[ \t]+", "\n", text).strip()
 
 
 def _report(error: Exception) -> int:
@@ -201,7 +206,11 @@ def _report(error: Exception) -> int:
     if isinstance(error, OSError) and error.strerror:
         names = [str(name) for name in (error.filename, error.filename2) if name is not None]
         text = ": ".join([*names, error.strerror])
-    elif isinstance(error, ModuleNotFoundError | ValueError | OSError):
+    elif isinstance(error, ModuleNotFoundError) and error.name is None:
+        text = str(error)  # raised by molflt
+    elif isinstance(error, ModuleNotFoundError) and not (error.name or "").startswith("molflt"):
+        text = f"the package {error.name!r} is not installed; pip install {error.name}"
+    elif isinstance(error, ValueError | OSError):
         text = str(error)
     elif is_out_of_memory(error):
         text = f"out of memory: {str(error) or type(error).__name__}; lower the batch size"
