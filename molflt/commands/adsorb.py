@@ -11,13 +11,15 @@ from ase import Atoms
 from molflt import plots
 from molflt.adsorption import comparable, cut, element, placements, ranked, varied
 from molflt.commands.options import expect_ending, refuse_idle
-from molflt.data.structures.base import ANY_TAGS
+from molflt.data.structures.base import ANY_TAGS, warn, with_bar
 from molflt.data.structures.in_memory import StructuresInMemory
 from molflt.data.structures.sources import exists, files_of
 from molflt.evaluation.predictions import open_structures
+from molflt.evaluation.relaxation import relax_atoms
 from molflt.evaluation.results import write_csv
 from molflt.files import atomically, expect_writable
 from molflt.pretrained import EnergyPredictor, load
+from molflt.pretrained.calculator import calculator_named
 
 __all__ = ["adsorb"]
 
@@ -34,12 +36,15 @@ def adsorb(
     facet: tuple[int, int, int] | None = None,
     layers: int | None = None,
     vacuum: float | None = None,
+    relax: str | None = None,
+    fmax: float | None = None,
+    steps: int | None = None,
     device: str = "auto",
-) -> None:
+) -> int:
     """Places a molecule on all distinct sites of slabs and ranks the placements by energy.
 
     Writes the best placements (which differ from each other in slab, site or orientation), a table
-    of all placements (.csv), and a figure of the first five (.png). `molflt relax` relaxes them.
+    of all placements (.csv), and a figure of the first five (.png).
 
     Args:
         slabs: files of slabs with vacuum along the third cell vector, folders of such files, or
@@ -55,10 +60,20 @@ def adsorb(
             cell.
         layers: number of layers in `ase.build.surface`, with --facet; 4 by default.
         vacuum: distance between the slab and its next image, in Å, with --facet; 15 by default.
+        relax: relax the best placements with a potential: a run, an exported potential, or
+            module:Class of an ASE calculator. The relaxed placements are ordered by slab and
+            relaxed energy.
+        fmax: largest force on a free atom at convergence, in eV/Å, with --relax; 0.05 by default.
+        steps: maximum number of relaxation steps, with --relax; 200 by default.
         device: auto, cpu, cuda or cuda:N.
+
+    Returns:
+        0, or 3 if a relaxation did not converge.
     """
     if facet is None:
         refuse_idle("molflt adsorb", "no --facet", {"layers": layers, "vacuum": vacuum})
+    if relax is None:
+        refuse_idle("molflt adsorb", "no --relax", {"fmax": fmax, "steps": steps})
     expect_ending(out, ".extxyz")
     for ending in (".extxyz", ".csv", ".png"):
         expect_writable(out.with_suffix(ending), *files_of([one for one in slabs if exists(one)]))
@@ -73,19 +88,31 @@ def adsorb(
     model = load(run, device)
     if not isinstance(model, EnergyPredictor):
         raise ValueError(f"{run}: expected an energy model; got recipe {model.trained.recipe}")
+    calculator = None if relax is None else calculator_named(relax, device)
     share = None if model.domain is None else model.domain.surface
     placed = ranked(model, placements(repeated, str(molecule), rotation=rotation, share=share))
-    rows, frames = [], []
+    rows, frames, failed = {}, [], []
     for ranks in comparable(model, placed):
         for place, (atoms, found) in enumerate(ranks, start=1):
             atoms.info["slab"] = list(given)[atoms.info["slab"]]
             energies = {"energy_eV": found.energy, "uncertainty_eV": found.uncertainty}
             outside = "; ".join(found.outside) or None
-            rows.append({"rank": place, **atoms.info, **energies, "outside": outside})
+            rows[id(atoms)] = {"rank": place, **atoms.info, **energies, "outside": outside}
             atoms.info |= {f"predicted_{k}": one for k, one in energies.items() if one is not None}
-        print(_summary(rows[-len(ranks) :]))
+        print(_summary([rows[id(atoms)] for atoms, _ in ranks]))
         frames += [atoms for atoms, _ in varied(ranks, best)]
-    _write(out, frames, rows)
+    if calculator is not None:
+        bar = with_bar(frames, "relaxing placements")
+        done = [relax_atoms(one, calculator, fmax=fmax or 0.05, steps=steps or 200) for one in bar]
+        for atoms, one in zip(frames, done, strict=True):
+            rows[id(atoms)] |= {"relaxed_energy_eV": one.after, "converged": one.converged}
+        failed = [one.why for one in done if not one.converged]
+        order = sorted(done, key=lambda one: (one.atoms.info["slab"], one.after))
+        frames = [one.atoms for one in order]
+    _write(out, frames, list(rows.values()))
+    if failed:
+        warn(f"{out}: {len(failed)} of {len(frames)} relaxations did not converge: {failed[0]}")
+    return 3 if failed else 0
 
 
 def _read(path: Path) -> dict[str, Atoms]:

@@ -1,4 +1,4 @@
-"""``molflt relax``: relaxes structures with a trained potential, or with any ASE calculator."""
+"""``molflt relax``: relaxes structures with a trained potential."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Literal
 
 from tqdm import tqdm
 
-from molflt.commands.options import expect_ending, refuse_idle
+from molflt.commands.options import expect_ending
 from molflt.data.structures import Structures
 from molflt.data.structures.ase_fields import drop_labels_, not_held
 from molflt.data.structures.sources import files_of
 from molflt.evaluation.relaxation import OptimizerName, Relaxed, readable_structures, relax_atoms
 from molflt.evaluation.results import warn
 from molflt.files import add_row, appending, atomically, expect_writable
-from molflt.pretrained.calculator import Calculator, calculator_named, is_class
+from molflt.pretrained.calculator import Calculator
 
 __all__ = ["relax"]
 
@@ -32,8 +32,8 @@ def relax(
     cell: bool = False,
     trajectories: Path | None = None,
     checkpoint: str | None = None,
-    device: str | None = None,
-    dtype: Literal["float32", "float64"] | None = None,
+    device: str = "auto",
+    dtype: Literal["float32", "float64"] = "float64",
     skip_bad: bool = False,
 ) -> int:
     """Relaxes the structures in a file with a potential, subject to their constraints.
@@ -45,8 +45,8 @@ def relax(
     Args:
         structures: files that ASE reads, compact stores, OC20 LMDBs, folders of these, or quoted
             patterns.
-        run: folder of a training run with --recipe potential, an exported potential, hf:OWNER/NAME,
-            or module:Class of an ASE calculator.
+        run: folder of a training run with --recipe potential, an exported potential, or
+            hf:OWNER/NAME.
         out: file to write, .extxyz or .traj.
         fmax: largest force on a free atom at convergence, in eV/Å; with --cell also the largest
             virial, in eV per atom.
@@ -55,8 +55,8 @@ def relax(
         cell: also relax the cells; requires structures that are periodic along all axes.
         trajectories: folder for the trajectory of each relaxation, NUMBER-SID.traj.
         checkpoint: best (the default), last, or a safetensors file; requires a training run.
-        device: auto (the default), cpu, cuda or cuda:N, for potentials trained with molflt.
-        dtype: precision of such potentials; float64 by default.
+        device: auto, cpu, cuda or cuda:N.
+        dtype: precision of the computation.
         skip_bad: skip and list invalid structures.
 
     Returns:
@@ -64,17 +64,10 @@ def relax(
     """
     out = Path(out)
     expect_ending(out, ".extxyz", ".traj")
-    if is_class(run):
-        options = {"checkpoint": checkpoint, "device": device, "dtype": dtype}
-        refuse_idle(run, "a class, which has its own options", options)
-        calculator = calculator_named(run)
-    else:
-        calculator = Calculator(run, checkpoint, device, dtype or "float64")
+    calculator = Calculator(run, checkpoint, device, dtype)
     for path in (out, out.with_suffix(".csv")):  # before anything is read
         expect_writable(path, *files_of(structures))
-    dataset, overlaps = readable_structures(structures, skip_bad, cell)
-    if isinstance(calculator, Calculator):
-        calculator.overlaps_told = overlaps
+    dataset, calculator.overlaps_told = readable_structures(structures, skip_bad, cell)
     if trajectories is not None:
         trajectories.mkdir(parents=True, exist_ok=True)
     bar = tqdm(total=len(dataset), unit=" structures", disable=None)
