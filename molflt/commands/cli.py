@@ -7,6 +7,7 @@ fast.
 
 from __future__ import annotations
 
+import inspect
 import io
 import os
 import pkgutil
@@ -191,14 +192,8 @@ def parser_of(path: tuple[str, ...], words: Sequence[str] = ()) -> ArgumentParse
         parser.usage = parser.usage or " ".join(shown)  # instead of a full page
     recipe = next((each.default for each in parser._actions if each.dest == "recipe"), None)
     parser.prog = name if recipe in (None, DEFAULT) else f"{name} --recipe {recipe}"
-    parser.description = _first_paragraphs(function)
+    parser.description = re.split(r"\n+(?:Args|Returns):\n", inspect.getdoc(function) or "")[0]
     return parser
-
-
-def _first_paragraphs(function: Callable[..., object]) -> str:
-    text = (function.__doc__ or "").strip()
-    text = re.split(r"\n\s*(?:Args|Returns|Raises|Example|Examples|Note):\s*\n", text)[0]
-    return re.sub(r"[ \t]*\n[ \t]+", "\n", text).strip()
 
 
 def _report(error: Exception) -> int:
