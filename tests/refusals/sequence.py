@@ -5,9 +5,11 @@ import torch
 
 from molflt.image import ImageClassifier
 from molflt.sequence import (
+    EncoderDecoder,
     LanguageModel,
     MaskedLanguageModel,
     PixelModel,
+    SequenceClassifier,
     TokenEncoder,
     sample,
 )
@@ -17,6 +19,7 @@ from refusals import refused
 SMALL: dict[str, Any] = {"dim": 16, "heads": 2, "layers": 2, "ffn_dim": 16}
 IDS = torch.zeros(2, 4, dtype=torch.long)
 IMAGES = torch.zeros(2, 1, 8, 8)
+LEFT = torch.arange(4) >= torch.tensor([[0], [2]])  # the second row is padded on the left
 LONG = torch.zeros(1, 13, dtype=torch.long)
 
 
@@ -65,6 +68,14 @@ ROWS = [
     refused(lambda: language()().log_likelihood(IDS, IDS + 10), "targets", "-1 to 9", "10"),
     refused(lambda: encoder(max_length=12)()(LONG), "max_length", "at most 12", "13"),
     refused(lambda: encoder()()(IDS, IDS + 2), "types", "0 to 1", "2"),
+    refused(
+        lambda: make(SequenceClassifier, classes=3)(IDS, key_mask=LEFT),
+        *("key_mask", "after the tokens", "row 1"),
+    ),
+    refused(
+        lambda: make(EncoderDecoder).encode(IDS, LEFT),
+        *("source_mask", "after the tokens", "row 1"),
+    ),
     refused(lambda: make(MaskedLanguageModel).follows(torch.ones(1, 2, 16)), "next_sentence=True"),
     # generation
     refused(lambda: sample(make(LanguageModel, max_length=12), IDS[:1], 99), "99 more", "12"),
