@@ -90,6 +90,9 @@ ROWS = [
         for x, *words in (
             (IMAGES.movedim(1, -1), "(batch, 1, 8, 8)", "(2, 8, 8, 1)"),
             (IMAGES.long() + 300, "0 to 255", "300"),
+            (IMAGES + 255.0, "[0, 1]", "255"),
+            (IMAGES - 1.0, "[0, 1]", "-1"),
+            (IMAGES + torch.nan, "[0, 1]", "nan"),
         )
     ),
 ]
