@@ -80,6 +80,8 @@ ROWS = [
     # generation
     refused(lambda: sample(make(LanguageModel, max_length=12), IDS[:1], 99), "99 more", "12"),
     refused(lambda: sample(make(LanguageModel).train(), IDS[:1], 1), "eval"),
+    refused(lambda: sample(make(LanguageModel), IDS[:1], 1, top_k=0), "top_k", "at least 1", "0"),
+    refused(lambda: sample(make(LanguageModel), IDS[:1], -5), "count", "at least 0", "-5"),
     # pixels
     refused(lambda: pixels().bytes_of(IMAGES), "images", "(batch, 1, 3, 3)", "(2, 1, 8, 8)"),
     # options of models of images
