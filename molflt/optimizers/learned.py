@@ -89,15 +89,20 @@ class LearnedOptimizer(Optimizer):
         """Updates all parameters that have a gradient and returns the result of the closure.
 
         The closure recomputes the loss and its gradients and returns the loss. Raises ValueError,
-        before any parameter changes, if a gradient is not finite.
+        before any parameter changes, if a gradient is sparse or not finite.
         """
         with torch.enable_grad():
             loss = None if closure is None else closure()
         for number, group in enumerate(self.param_groups):  # before any parameter changes
             for i, parameter in enumerate(group["params"]):
-                if parameter.grad is not None and not bool(parameter.grad.isfinite().all()):
-                    names = group.get("param_names")
-                    name = names[i] if names else f"parameter {i} of group {number}"
+                gradient, names = parameter.grad, group.get("param_names")
+                name = names[i] if names else f"parameter {i} of group {number}"
+                if gradient is not None and gradient.layout is not torch.strided:
+                    raise ValueError(
+                        f"the gradient of {name} is sparse; expected a dense gradient; use "
+                        "Embedding(sparse=False); no parameter was changed"
+                    )
+                if gradient is not None and not bool(gradient.isfinite().all()):
                     raise ValueError(
                         f"the gradient of {name}, shape {tuple(parameter.shape)}, contains NaN or "
                         "infinite values; expected finite numbers; check the batch, or clip "
