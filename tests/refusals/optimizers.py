@@ -29,6 +29,11 @@ def step(dtype: torch.dtype = torch.float32, **options: Any) -> None:
     LearnedOptimizer([nn.Parameter(torch.ones(3, dtype=dtype))], CoordinateOptimizer(), **options)
 
 
+def decayed() -> None:
+    group = {"params": [nn.Parameter(torch.ones(3))], "weight_decay": 0.01}
+    LearnedOptimizer([group], CoordinateOptimizer())
+
+
 def sparse() -> None:
     layer = nn.Embedding(4, 2, sparse=True)
     layer(torch.tensor([1])).sum().backward()
@@ -54,6 +59,7 @@ ROWS = [
     refused(lambda: step(lr=-1.0), "lr of group 0", "at least 0", "-1"),
     refused(lambda: step(chunk=0), "chunk", "at least 1", "0"),
     refused(lambda: step(torch.bfloat16), "bfloat16", "float32"),
+    refused(decayed, "weight_decay=0.01 of group 0", "no effect"),
     refused(sparse, "weight", "dense", "sparse"),
     refused(lambda: population().tell([1.0] * 6), "tell", "ask", "generation 0"),
     refused(lambda: population().best, "tell"),
