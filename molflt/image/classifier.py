@@ -7,10 +7,20 @@ import torch
 from torch import Tensor, nn
 
 from molflt.attention import Attention, Position, Stack
-from molflt.attention.checks import at_least_one, known_names, no_effect, one_of, tensors, whole
+from molflt.attention.checks import (
+    at_hand,
+    at_least_one,
+    known_names,
+    no_effect,
+    one_of,
+    tensors,
+    whole,
+)
 from molflt.attention.numerics import at_least_float32
 from molflt.attention.positions import PositionName, known_options
 from molflt.attention.positions.base import ABSOLUTE, sinusoids
+
+_MARGIN = 0.25  # interpolation and noise may leave [0, 1] by this much
 
 
 class ImageClassifier(nn.Module):
@@ -144,6 +154,13 @@ class ImageClassifier(nn.Module):
         if not images.is_floating_point():
             whole("images", images, 0, 255, "bytes, or real numbers in [0, 1]")
             images = images.to(self.image_mean.dtype) / 255
+        elif at_hand(images):
+            low, high = map(float, images.detach().aminmax())
+            if not (low >= -_MARGIN and high <= 1 + _MARGIN):
+                raise ValueError(
+                    f"images in floating point must be in [0, 1]; got {low:.4g} to {high:.4g}; "
+                    "divide bytes by 255, and leave the normalization to the model"
+                )
         mean, std = self.image_mean[:, None, None], self.image_std[:, None, None]
         patches = self.embed(((images - mean) / std).to(self.embed.weight.dtype))
         x: Tensor = patches.flatten(2).transpose(1, 2)

@@ -14,6 +14,8 @@ from torch.optim import Optimizer
 from molflt.attention.checks import at_least_one
 from molflt.optimizers.coordinate import CoordinateOptimizer, OptimizerState
 
+_OF_OTHERS = ("betas", "maximize", "momentum", "weight_decay")  # options of Adam and SGD
+
 
 class LearnedOptimizer(Optimizer):
     """Computes the update of each coordinate from its past gradients with a meta-trained model.
@@ -73,13 +75,16 @@ class LearnedOptimizer(Optimizer):
         return {**super().__getstate__(), "model": self.model, "chunk": self.chunk, "_models": {}}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a parameter group; raises ValueError if its lr or precision is invalid."""
+        """Adds a parameter group; raises ValueError if an option is invalid."""
         super().add_param_group(param_group)
         group, number, why = self.param_groups[-1], len(self.param_groups) - 1, ""
         if not 0 <= group["lr"] < float("inf"):
             why = f"lr of group {number} must be at least 0 and finite; got {group['lr']}"
         if wrong := {one.dtype for one in group["params"]} - {torch.float32, torch.float64}:
             why = f"group {number} has parameters in {wrong.pop()}; expected float32 or float64"
+        for name in _OF_OTHERS:
+            if group.get(name):
+                why = f"{name}={group[name]} of group {number} has no effect here; remove it"
         if why:
             self.param_groups.pop()
             raise ValueError(why)
@@ -89,15 +94,20 @@ class LearnedOptimizer(Optimizer):
         """Updates all parameters that have a gradient and returns the result of the closure.
 
         The closure recomputes the loss and its gradients and returns the loss. Raises ValueError,
-        before any parameter changes, if a gradient is not finite.
+        before any parameter changes, if a gradient is sparse or not finite.
         """
         with torch.enable_grad():
             loss = None if closure is None else closure()
         for number, group in enumerate(self.param_groups):  # before any parameter changes
             for i, parameter in enumerate(group["params"]):
-                if parameter.grad is not None and not bool(parameter.grad.isfinite().all()):
-                    names = group.get("param_names")
-                    name = names[i] if names else f"parameter {i} of group {number}"
+                gradient, names = parameter.grad, group.get("param_names")
+                name = names[i] if names else f"parameter {i} of group {number}"
+                if gradient is not None and gradient.layout is not torch.strided:
+                    raise ValueError(
+                        f"the gradient of {name} is sparse; expected a dense gradient; use "
+                        "Embedding(sparse=False); no parameter was changed"
+                    )
+                if gradient is not None and not bool(gradient.isfinite().all()):
                     raise ValueError(
                         f"the gradient of {name}, shape {tuple(parameter.shape)}, contains NaN or "
                         "infinite values; expected finite numbers; check the batch, or clip "

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from molflt.attention import TOKEN_MIXERS, Attention, Stack
 from molflt.attention.checks import at_least_one, known_names, tensors, whole
 from molflt.attention.stack import MixerName
-from molflt.sequence.places import TokenModel, embedding
+from molflt.sequence.places import TokenModel, embedding, expect_first
 
 _STD = 0.02  # standard deviation of embeddings, as in BERT
 
@@ -88,10 +88,12 @@ class TokenEncoder(TokenModel):
             tokens: ids (batch, length).
             types: types of tokens (batch, length); None if all types are 0.
             key_mask: mask (batch, length), True where a token exists; None means no padding.
-                Padding does not affect results.
+                Padding follows the tokens and does not affect results.
         """
         tensors(tokens=tokens, types=types, key_mask=key_mask)
         ids, index = self._ids("tokens", tokens)
+        if key_mask is not None:
+            expect_first("key_mask", key_mask, tokens)
         x = self.words(ids)
         if types is None:
             x = x + self.types.weight[0]

@@ -7,10 +7,9 @@ from torch import Tensor
 from molflt.attention import Decoder, Stack
 from molflt.attention.checks import no_effect
 from molflt.attention.decoder import DecoderState
-from molflt.attention.keys import check_mask
 from molflt.attention.stack import ATTENTION
 from molflt.sequence.heads import _PlainHead
-from molflt.sequence.places import TokenModel, expect_targets
+from molflt.sequence.places import TokenModel, expect_first, expect_targets
 
 
 class Translating(NamedTuple):
@@ -88,10 +87,10 @@ class EncoderDecoder(TokenModel):
         Args:
             source: ids (batch, n).
             source_mask: mask (batch, n), True where a token exists; None means no padding. Padding
-                does not affect results.
+                follows the tokens and does not affect results.
         """
         if source_mask is not None:
-            check_mask(source_mask, source.shape)
+            expect_first("source_mask", source_mask, source)
         x, positions = self._embed("source", source, 0)
         return self.encoder(x, positions, key_mask=source_mask)
 

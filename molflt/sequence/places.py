@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from molflt.attention import Attention, Decoder, Position, Stack
 from molflt.attention.checks import (
+    at_hand,
     at_least_one,
     known_names,
     no_effect,
@@ -16,6 +17,7 @@ from molflt.attention.checks import (
     tensors,
     whole,
 )
+from molflt.attention.keys import check_mask
 from molflt.attention.positions import PositionName, known_options
 from molflt.attention.positions.base import ABSOLUTE, sinusoids
 
@@ -160,6 +162,21 @@ class TokenModel(nn.Module):
 
     def _coordinates(self, index: Tensor) -> Tensor:
         return index[:, None]
+
+
+def expect_first(name: str, mask: Tensor, tokens: Tensor) -> None:
+    """Raises ValueError for a mask that is not (batch, length), or that pads on the left.
+
+    Padding before the first token would shift the positions of all tokens. It is detected only if
+    the values can be read on the CPU.
+    """
+    check_mask(mask, tokens.shape)
+    if at_hand(mask) and bool((left := ~mask[:, :1] & mask).any()):
+        row = int(left.any(dim=1).nonzero()[0])
+        raise ValueError(
+            f"{name} is False for the first token of row {row}, but positions count from this "
+            "token; expected padding after the tokens; got padding before them; pad on the right"
+        )
 
 
 def embedding(count: int, dim: int, std: float) -> nn.Embedding:

@@ -17,11 +17,11 @@ _RANGES = {
         data.max_atoms data.max_tokens data.min_count evaluations task.redraw_every
         trainer.checkpoint_every trainer.log_every trainer.max_epochs trainer.max_steps
         trainer.patience trainer.val_every""",
-    "[0, 2e9]": "relax_steps task.warmup_steps",
+    "[0, 2e9]": "relax_steps task.warmup_steps tokens",
     "[1, 1e9]": """
         batch_size best data.batch_size data.bucket data.length data.problems data.val_problems
         images layers model.adaptive_cutoffs model.classes model.max_length model.vocabulary
-        model.window repeats runs steps task.unroll trainer.accumulate""",
+        model.window repeats runs steps task.unroll top_k trainer.accumulate""",
     "[0, 1e9]": """
         model.floor task.burn_in task.energy_weight task.force_weight task.position_weight
         task.position_weight_final task.stress_weight task.weight_decay trainer.num_sanity""",

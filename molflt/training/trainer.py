@@ -40,8 +40,9 @@ class TrainerOptions:
             average, the initial weights have the coefficient decay^max_steps.
         log_every: number of steps between rows of metrics.csv.
         num_sanity: number of validation batches to run before training, as a check.
-        accumulate: number of batches whose gradients are averaged for one step. A step is then
-            equivalent to a step with a larger batch but needs only the memory of one small batch.
+        accumulate: number of batches whose gradients are averaged for one step. All batches have
+            the same weight; a step is equivalent to a step with a larger batch if their losses are
+            averages over equally many labels. It needs only the memory of one small batch.
         patience: number of validations without improvement after which training stops; null
             disables early stopping.
         logger: csv writes only metrics.csv; tensorboard also writes TensorBoard files to the run

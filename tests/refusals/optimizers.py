@@ -29,6 +29,17 @@ def step(dtype: torch.dtype = torch.float32, **options: Any) -> None:
     LearnedOptimizer([nn.Parameter(torch.ones(3, dtype=dtype))], CoordinateOptimizer(), **options)
 
 
+def decayed() -> None:
+    group = {"params": [nn.Parameter(torch.ones(3))], "weight_decay": 0.01}
+    LearnedOptimizer([group], CoordinateOptimizer())
+
+
+def sparse() -> None:
+    layer = nn.Embedding(4, 2, sparse=True)
+    layer(torch.tensor([1])).sum().backward()
+    LearnedOptimizer(layer.named_parameters(), CoordinateOptimizer()).step()
+
+
 def population(**options: Any) -> PopulationOptimizer:
     return PopulationOptimizer(PopulationModel(3, dim=8, heads=2, ffn_dim=8), 6, **options)
 
@@ -48,6 +59,8 @@ ROWS = [
     refused(lambda: step(lr=-1.0), "lr of group 0", "at least 0", "-1"),
     refused(lambda: step(chunk=0), "chunk", "at least 1", "0"),
     refused(lambda: step(torch.bfloat16), "bfloat16", "float32"),
+    refused(decayed, "weight_decay=0.01 of group 0", "no effect"),
+    refused(sparse, "weight", "dense", "sparse"),
     refused(lambda: population().tell([1.0] * 6), "tell", "ask", "generation 0"),
     refused(lambda: population().best, "tell"),
     refused(lambda: told([1.0] * 5), "member", "(6,)", "(5,)"),

@@ -5,9 +5,11 @@ import torch
 
 from molflt.image import ImageClassifier
 from molflt.sequence import (
+    EncoderDecoder,
     LanguageModel,
     MaskedLanguageModel,
     PixelModel,
+    SequenceClassifier,
     TokenEncoder,
     sample,
 )
@@ -18,6 +20,7 @@ from refusals import refused
 SMALL: dict[str, Any] = {"dim": 16, "heads": 2, "layers": 2, "ffn_dim": 16}
 IDS = torch.zeros(2, 4, dtype=torch.long)
 IMAGES = torch.zeros(2, 1, 8, 8)
+LEFT = torch.arange(4) >= torch.tensor([[0], [2]])  # the second row is padded on the left
 LONG = torch.zeros(1, 13, dtype=torch.long)
 
 
@@ -66,6 +69,14 @@ ROWS = [
     refused(lambda: language()().log_likelihood(IDS, IDS + 10), "targets", "-1 to 9", "10"),
     refused(lambda: encoder(max_length=12)()(LONG), "max_length", "at most 12", "13"),
     refused(lambda: encoder()()(IDS, IDS + 2), "types", "0 to 1", "2"),
+    refused(
+        lambda: make(SequenceClassifier, classes=3)(IDS, key_mask=LEFT),
+        *("key_mask", "after the tokens", "row 1"),
+    ),
+    refused(
+        lambda: make(EncoderDecoder).encode(IDS, LEFT),
+        *("source_mask", "after the tokens", "row 1"),
+    ),
     refused(lambda: make(MaskedLanguageModel).follows(torch.ones(1, 2, 16)), "next_sentence=True"),
     # generation
     refused(lambda: sample(make(LanguageModel, max_length=12), IDS[:1], 99), "99 more", "12"),
@@ -75,6 +86,8 @@ ROWS = [
         for o in ({}, {"temperature": 0}, {"top_k": 1})
         for x in (float("nan"), float("inf"))
     ),
+    refused(lambda: sample(make(LanguageModel), IDS[:1], 1, top_k=0), "top_k", "at least 1", "0"),
+    refused(lambda: sample(make(LanguageModel), IDS[:1], -5), "count", "at least 0", "-5"),
     # pixels
     refused(lambda: pixels().bytes_of(IMAGES), "images", "(batch, 1, 3, 3)", "(2, 1, 8, 8)"),
     # options of models of images
@@ -85,6 +98,9 @@ ROWS = [
         for x, *words in (
             (IMAGES.movedim(1, -1), "(batch, 1, 8, 8)", "(2, 8, 8, 1)"),
             (IMAGES.long() + 300, "0 to 255", "300"),
+            (IMAGES + 255.0, "[0, 1]", "255"),
+            (IMAGES - 1.0, "[0, 1]", "-1"),
+            (IMAGES + torch.nan, "[0, 1]", "nan"),
         )
     ),
 ]

@@ -52,7 +52,7 @@ def toeplitz(
     queries, keys = query.tokens, value.shape[-2]
     one_of("method", method, METHODS)
     layout = _Layout.of(log_kernel, queries, keys)
-    if queries == 0 or keys == 0:
+    if 0 in (queries, keys, len(value)):
         nothing = value.new_zeros(*value.shape[:2], queries, value.shape[-1] + 1)
         return Sums(nothing[..., :-1], nothing[..., -1:], nothing.new_zeros(()))
     if method == "auto":
