@@ -38,7 +38,7 @@ _DEPTH = 4.0  # sharpness times cutoff; near terms fall below 1e-6 / r at the cu
 _ONSET = 0.9  # fraction of the cutoff at which near pairs start to fade
 _HIGHEST = 1.55  # largest frequency over sharpness; 1.44 leaves 3e-6 meV between distant slabs
 _APART = 5.0  # gap between images of a slab, in units of 1 / sharpness; their interaction is 1e-12
-_LARGEST = 800.0  # ratio volume / cutoff^3 above which the cutoff grows with the cell
+_LARGEST = 550.0  # ratio volume / cutoff^3 above which the cutoff grows with the cell
 _TRANSIENT = 2**21  # largest number of waves in one chunk of nodes
 _START = 0.02  # factor of the initial charges; energies are then a few meV per atom
 _REACH = 5.0  # Å, largest distance between atoms that exchange charge
@@ -241,8 +241,12 @@ def _scales(geometry: Geometry, cutoff: float) -> Tensor:
     """Returns units of length, in Å, that bound the number of nodes: (graphs,), usually 1."""
     cell, pbc = geometry.cell.detach().double(), geometry.pbc
     extent = free_extent(geometry.pos.detach().double(), geometry.batch, cell, pbc)
-    volume = Lattice.of(cell, pbc, 2 * extent, 2 * _APART * cutoff / _DEPTH).volume
-    scale = (volume / (_LARGEST * cutoff**3)).clamp(min=1.0) ** (1 / 3)
+    reach = 2 * _APART * cutoff / _DEPTH
+    volume = Lattice.of(cell, pbc, 2 * extent, reach).volume / (_LARGEST * cutoff**3)
+    share = torch.where(pbc.all(dim=1), 0.0, reach / (2 * extent[:, -1] + reach))
+    scale = torch.ones_like(volume)
+    for _ in range(9):  # the margin of a slab grows with the scale
+        scale = (volume * (1 + share * (scale - 1))).clamp(min=1.0) ** (1 / 3)
     return torch.where(pbc.any(dim=1), scale, 1.0)
 
 

@@ -63,11 +63,13 @@ class OfStructures:
         return fit
 
     def check_data(self, data: "IS2REData | PotentialData") -> None:
-        """Raises ValueError if data sets share structures or have elements without descriptors."""
+        """Raises ValueError for shared structures, and for charges and elements not supported."""
         from molflt.data.structures.parts import element_faults
         from molflt.graph.heads import undescribed
 
         data.refuse_copies()
+        if getattr(self.model, "charge_share", None) is None:
+            data.refuse_charges()
         beyond = undescribed(self.model)
         for dataset in data.datasets.values():
             if faults := element_faults(dataset, beyond):

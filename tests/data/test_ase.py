@@ -435,6 +435,9 @@ def test_pyg_data_of_others() -> None:
     assert own.pos.dtype == torch.float32 and torch.isnan(own.y_relaxed).all()
     data.y_relaxed = torch.tensor([float("nan")])  # NaN counts as a missing label
     assert len(StructuresInMemory([data])) == 1
+    data.multiplicity = torch.tensor([3])
+    with pytest.raises(ValueError, match=r"multiplicity.* 1.*3"):
+        StructuresInMemory(data)
 
 
 def test_total_charge_is_read_and_spin_named_once(capsys) -> None:

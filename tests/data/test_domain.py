@@ -68,6 +68,9 @@ def test_domains_without_tags_take_structures_without_tags() -> None:
     mixed = domain(record("KKKK", tags=False), record("KKKK", "HO"))
     for own in (mixed, TRAINED.without_tags()):
         assert own.refusal(record("KKKK", "HO", tags=False)) == ""
+    assert TRAINED.kind == "adsorption" and TRAINED.beyond_labels(99.0)
+    potential = TRAINED.without_tags()  # its energies grow with the size of the structure
+    assert potential.kind == "unknown" and potential.beyond_labels(99.0) == ""
 
 
 def test_training_structures_are_inside_the_domain() -> None:

@@ -228,3 +228,7 @@ def test_slabs_are_repeated_without_their_adsorbate():
     assert seen == {(1, 2), (2, 1), (2, 2)} and large.num_nodes == int(large.ptr[-1])
     batch.pos[2, 1], batch.tags[1] = 8.5, 2  # an adsorbate across the boundary
     assert torch.equal(repeat(batch, share=1.0).cell[0], batch.cell[0])
+    cell = np.array([[5.1, 0, 0], [2.55, 4.417, 0], [0, 0, 20]])  # a bond of 1.82 Å across it
+    own = {"pos": [[0, 0.1, 8], [3.524, 1.01, 8], [1, 1, 6]], "cell": cell, "tags": [2, 2, 1]}
+    bonded = Batch.from_data_list([make_record(atomic_numbers=[6, 16, 29], **own)])
+    assert repeat(bonded, share=1.0) is bonded

@@ -22,6 +22,8 @@ from molflt.data.structures.force_units import (
 )
 from molflt.data.structures.potential_data import PotentialData, SinglePoints
 from molflt.data.structures.records import make_record
+from molflt.graph import Potential
+from molflt.tasks.potential import PotentialTask
 
 
 def copper(count=12, seed=0):
@@ -128,6 +130,17 @@ def test_missing_labels_are_counted_and_left_out(tmp_path):
     known = np.concatenate([frames[i].get_forces() for i in (0, 2, 3, 5)])
     assert data.force_scale() == pytest.approx(np.sqrt((known**2).mean()), rel=1e-6)
     assert [int(points[i].sid) for i in range(5)] == [0, 1, 2, 3, 5]
+
+
+def test_charges_are_refused_before_training(tmp_path):
+    frames = copper(6)
+    frames[4].info["charge"] = 1
+    ase.io.write(tmp_path / "train.extxyz", frames[:3])
+    ase.io.write(tmp_path / "val_id.extxyz", frames[3:])
+    charged = Potential(16, 2, layers=1, long_range=[1], total_charge=True, far_field=False)
+    PotentialTask(charged).prepare(PotentialData(tmp_path))
+    with pytest.raises(ValueError, match=r"val_id.*1 of 3 .* charge.*sid 1; .*total_charge"):
+        PotentialTask(Potential(16, 2, layers=1)).prepare(PotentialData(tmp_path))
 
 
 @pytest.mark.parametrize(

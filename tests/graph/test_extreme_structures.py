@@ -136,7 +136,7 @@ def test_cells_of_any_size_hold_an_atom_and_a_molecule(options):
 def test_the_split_of_large_cells_changes_nothing(monkeypatch, pbc, powers, smearing):
     pos, charges = 12 * torch.rand(9, 3).double(), torch.randn(9, len(powers), 1).double()
     found = []
-    for largest in (800.0, 20.0, 2.0):
+    for largest in (550.0, 20.0, 2.0):
         monkeypatch.setattr(long_range_module, "_LARGEST", largest)
         place, cell = pos.clone().requires_grad_(), (40 * torch.eye(3).double()).requires_grad_()
         geometry = Geometry.of(place, cell=cell, pbc=torch.tensor(pbc))
@@ -144,6 +144,22 @@ def test_the_split_of_large_cells_changes_nothing(monkeypatch, pbc, powers, smea
         found.append((sums, *torch.autograd.grad(sums.sum(), (place, cell))))
     for other in found[1:]:
         torch.testing.assert_close(other, found[0], rtol=1e-7, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("cell", "pbc"),
+    [
+        (400.0 * torch.eye(3), [True, True, False]),
+        (100.0 * (1 - torch.eye(3)), [True, True, True]),  # of a face-centered lattice
+    ],
+)
+def test_large_slabs_and_skewed_cells_have_few_nodes(cell, pbc):
+    pos, charges = 3 * torch.rand(4, 3).double(), torch.tensor([1.0, -1, 1, -1]).double()
+    found = [
+        sum(inverse_power_sums(charges[:, None, None], Geometry.of(pos, None, *box), (1,)))
+        for box in ((), (cell.double(), torch.tensor(pbc)))
+    ]
+    assert abs(float(found[1] - found[0])) < 1e-5 + 1e-3 * float((charges @ pos).norm()) ** 2
 
 
 @pytest.fixture(scope="module")

@@ -120,12 +120,12 @@ def repeat(batch: Batch, share: float) -> Batch:
 def _across(batch: Batch) -> Tensor:
     """Selects structures with adsorbate atoms near opposite ends of a cell: mask (structures,)."""
     kept = batch.tags == Tag.ADSORBATE.value
-    graph, cell = batch.batch[kept], batch.cell[:, :2]
+    graph = batch.batch[kept]
     inverse = torch.linalg.pinv(batch.cell)[:, :, :2]
     places = torch.einsum("ni,nij->nj", batch.pos[kept], inverse[graph])
-    index, none = graph[:, None].expand(-1, 2), places.new_zeros(len(cell), 2)
+    index, none = graph[:, None].expand(-1, 2), places.new_zeros(len(inverse), 2)
     ends = [
         none.scatter_reduce(0, index, places, how, include_self=False) for how in ("amin", "amax")
     ]
-    left = (1 - (ends[1] - ends[0])) * cell.norm(dim=2)
+    left = (1 - (ends[1] - ends[0])) / inverse.norm(dim=1)  # between planes
     return (left < _BOND).any(dim=1)

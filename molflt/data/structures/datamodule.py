@@ -189,7 +189,7 @@ class IS2REData(BatchedData[Structures]):
 
     def refuse_copies(self) -> None:
         """Rejects validation structures that also occur in the training set, unless allowed."""
-        (_, copies), val = self._surveyed, self.datasets["val"]
+        (_, copies, _), val = self._surveyed, self.datasets["val"]
         if not copies:
             return
         said = (
@@ -202,6 +202,16 @@ class IS2REData(BatchedData[Structures]):
                 "--data.allow_duplicates true"
             )
         warnings.warn(said, stacklevel=3)
+
+    def refuse_charges(self) -> None:
+        """Rejects structures with a total charge."""
+        for use, sids in self._surveyed[2].items():
+            if sids:
+                raise ValueError(
+                    f"{self.datasets[use].path}: {len(sids)} of {len(self.datasets[use])} "
+                    f"structures have a total charge, for instance sid {sids[0]}; expected 0, "
+                    "because only potentials with --model.total_charge true read it; remove them"
+                )
 
     def _unused(self, dataset: Structures) -> list[str]:
         found = [name for name, field in dataset.labels.items() if field != "y_relaxed"]
@@ -229,8 +239,8 @@ class IS2REData(BatchedData[Structures]):
         return sorted(self._surveyed[0].elements.all)
 
     @cached_property
-    def _surveyed(self) -> tuple[Domain, list[int]]:
-        """Domain of the training split, and sids of validation structures that also occur in it."""
+    def _surveyed(self) -> tuple[Domain, list[int], dict[str, list[int]]]:
+        """Domain of the training split, sids of its copies, and sids of charged structures."""
         self.setup()
         train, val = self.datasets["train"], self.datasets["val"]
         learned, judged = Survey(), Survey()
@@ -250,7 +260,7 @@ class IS2REData(BatchedData[Structures]):
         if self.initial is not None:
             name, content = self.initial
             own = own.after(Domain.from_json(content, name))
-        return own, copies
+        return own, copies, {"train": learned.charged, "val": judged.charged}
 
     def fingerprints(self) -> dict[str, Fingerprint]:
         return {

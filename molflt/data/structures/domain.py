@@ -131,7 +131,7 @@ class Domain:
         )
 
     def without_tags(self) -> Domain:
-        """Returns the domain for a model that does not read tags."""
+        """Returns the domain for a potential, whose tags and ranges of energies do not matter."""
         untagged = Elements(frozenset(), frozenset(), self.elements.all)
         return replace(
             self,
@@ -140,6 +140,8 @@ class Domain:
             slab_atoms=None,
             surface=None,
             untagged=self.systems,
+            kind="unknown",
+            energy=None,
             initial=tuple(one.without_tags() for one in self.initial),
         )
 

@@ -91,6 +91,11 @@ def _record(data: Data, number: int) -> Data:
     if data.get("pos") is None or numbers is None:
         there = ", ".join(sorted(map(str, data.keys()))) or "nothing"
         raise ValueError(f"expected pos, (atoms, 3) Å, and atomic_numbers, (atoms,); got {there}")
+    if (multiplicity := _known(data.get("multiplicity"))) not in (None, 1):
+        raise ValueError(
+            f"multiplicity must be 1, because models do not use it; got {float(multiplicity):g}; "
+            "remove the structure or the entry"
+        )
     return make_record(
         pos=data.pos,
         atomic_numbers=numbers,

@@ -40,11 +40,12 @@ class Survey:
         features: `fingerprint` of each structure.
         overlapping: sids of structures with coinciding atoms.
         one_tag: sids of structures in which all slab atoms have the same tag.
+        charged: sids of structures with a total charge other than 0.
     """
 
     def __init__(self) -> None:
         self.sids, self.features = list[int](), list[NDArray[np.float64]]()
-        self.overlapping, self.one_tag = list[int](), list[int]()
+        self.overlapping, self.one_tag, self.charged = list[int](), list[int](), list[int]()
 
     def __call__(self, record: Data) -> None:
         sid = int(record.sid)
@@ -52,6 +53,7 @@ class Survey:
         self.features.append(fingerprint(record))
         self.overlapping += [sid] * atoms_coincide(record)
         self.one_tag += [sid] * slab_has_one_tag(record)
+        self.charged += [sid] * bool(record.charge.nan_to_num().any())
 
 
 def atoms_coincide(record: Data) -> bool:
