@@ -17,10 +17,8 @@ from molflt.commands.predict import predict
 from molflt.data.structures.in_memory import StructuresInMemory
 from molflt.data.structures.splits import TEST_SPLITS, VAL_SPLITS
 from molflt.data.structures.store import StructureStore, write_store
-from molflt.data.structures.systems import System, write_systems
 from molflt.evaluation.energies import _metrics, _results_table
 from molflt.evaluation.groups import errors_by_group
-from molflt.evaluation.other_models import compare, read_published
 from molflt.evaluation.predictions import Predictions, infer
 from molflt.graph import EnergyRegressor
 from molflt.training.checkpoint import load_run
@@ -94,12 +92,13 @@ def test_splits_without_labels_are_only_predicted(run, tmp_path, capsys) -> None
     assert {(row["target_eV"], row["error_eV"]) for row in rows} == {("", "")}
 
 
-def predictions(natoms, energy, target, adsorbate, sids=None) -> Predictions:
+def predictions(natoms, energy, target, adsorbate) -> Predictions:
     count = len(natoms)
     unknown, words, new = np.full(count, np.nan), ["X"] * count, np.full(count, "")
     arrays = (np.array(natoms), np.array(energy)[:, None], np.array(target), unknown, new)
-    sid = np.arange(count) if sids is None else np.array(sids)
-    return Predictions(sid, *arrays, words, adsorbate, words, [()] * count, {}, [None] * count)
+    return Predictions(
+        np.arange(count), *arrays, words, adsorbate, words, [()] * count, {}, [None] * count
+    )
 
 
 def test_missing_labels_do_not_count_as_zero() -> None:
@@ -260,101 +259,6 @@ def test_structures_without_tags_are_refused_unless_forced(run, tmp_path, capsys
     assert [row["index"] for row in table(out)] == ["2"]
     told = printed(capsys, *words, "--tags", "guess").err
     assert "1 adsorbate O, 4 surface, 4 subsurface atoms" in told
-
-
-@pytest.mark.usefixtures("undrawn")
-def test_comparison_with_published_predictions(run, energy_data, tmp_path, capsys) -> None:
-    store = StructureStore(energy_data / "val_id.safetensors")
-    systems = [System(r.sid, f"cu-{r.sid}", "m", "amides", "Cu") for r in store]
-    root = shutil.copytree(energy_data, tmp_path / "data")
-    write_systems(root, [("val_id", systems)])
-    others = tmp_path / "others.npz"
-    target = StructureStore(energy_data / "val_id.safetensors").y_relaxed
-    np.savez(others, name=[s.name for s in systems], rival=target + 0.25)
-    words = ["evaluate", str(run), "--splits", "val_id", "--data", str(root), "--device", "cpu"]
-    out = printed(capsys, *words, "--out", tmp_path, "--published", others).out
-    assert f"{len(store)} of {len(store)} systems" in out
-    assert "published MAE" not in out
-    ours = json.loads((tmp_path / "results.json").read_text())["val_id"]["mae_eV"]
-    row = next(line for line in reversed(out.splitlines()) if line.startswith("val_id")).split()
-    assert row == ["val_id", str(len(store)), f"{ours:.4f}", "0.2500"]
-
-
-# --- published predictions ------------------------------------------------------------------------
-
-
-NAMES = [f"cu-{i}" for i in range(8)]
-
-
-@pytest.fixture
-def root(tmp_path: Path) -> Path:
-    """Writes a data set of 8 systems, sids 100 to 107, in two families on two metals."""
-    systems = [
-        System(100 + i, name, f"m{i}", "amides" if i < 5 else "oximes", ("Cu", "Ag")[i % 2])
-        for i, name in enumerate(NAMES)
-    ]
-    write_systems(tmp_path, [("val_id", systems[:5]), ("val_ood_cat", systems[5:])])
-    return tmp_path
-
-
-def predicted(*sids: int) -> Predictions:
-    """Returns energies 0.1 eV above the labels; sid 101 has no label, and sid 999 no name."""
-    target = np.array([np.nan if sid == 101 else -0.01 * sid for sid in sids])
-    energy = np.nan_to_num(target) + 0.1
-    return predictions([1] * len(sids), energy, target, ["X"] * len(sids), sids)
-
-
-FOUND = {"val_id": predicted(100, 101, 102, 103), "val_ood_cat": predicted(107, 105, 999)}
-
-
-def published(path: Path, names: list[str] = NAMES, **others: np.ndarray) -> Path:
-    """Writes two runs of model a, with errors of +0.3 and -0.1 eV, and one of b, with 0.2 eV."""
-    target = np.array([-0.01 * (100 + int(name[-1])) for name in names])
-    models = {"a": np.stack([target + 0.3, target - 0.1], axis=1), "b": target + 0.2}
-    np.savez(path, **{"name": np.array(names), "fold": np.arange(len(names)), **models, **others})
-    return path
-
-
-def test_systems_are_matched_by_name_in_any_order(root: Path) -> None:
-    names = [name for name in reversed(NAMES) if name != "cu-3"]  # 103 is only in the run
-    others = read_published(published(root / "p.npz", names), root)
-    text = compare(others, FOUND, root)
-    assert "p.npz" in text and "4 of 7 systems" in text
-    assert (root / "published.png").read_bytes()[:4] == b"\x89PNG"
-    rows = table(root / "published.csv")
-    assert [row["name"] for row in rows] == ["cu-0", "cu-2", "cu-7", "cu-5"]
-    for row in rows:
-        target = -0.01 * int(row["sid"])
-        columns = {"target_eV": 0.0, "energy_eV": 0.1, "a_eV": 0.1, "b_eV": 0.2}
-        for column, error in columns.items():
-            assert float(row[column]) == pytest.approx(target + error)
-    errors = {
-        (row["kind"], row["group"], row["model"]): row
-        for row in table(root / "published_errors.csv")
-    }
-    counts = {key[:2]: int(row["n"]) for key, row in errors.items()}
-    assert counts == {
-        ("split", "val_id"): 2, ("split", "val_ood_cat"): 2, ("split", "all"): 4,
-        ("family", "amides"): 2, ("family", "oximes"): 2, ("metal", "Ag"): 2, ("metal", "Cu"): 2,
-    }  # fmt: skip
-    for (_, _, model), row in errors.items():
-        single, mean = {"this run": (0.1, 0.1), "a": (0.2, 0.1), "b": (0.2, 0.2)}[model]
-        assert float(row["mae_eV"]) == pytest.approx(single)
-        assert float(row["mae_of_mean_eV"]) == pytest.approx(mean)
-    head = next(line for line in text.splitlines() if line.startswith("split"))
-    words = [word.strip() for word in head.split("  ") if word.strip()]
-    assert words == ["split", "systems", "this run", "a", "a, mean of 2", "b"]
-
-
-def test_missing_predictions_are_ignored(root: Path) -> None:
-    gaps = np.full((8, 2), -1.0)
-    gaps[2, 1] = np.nan
-    others = read_published(published(root / "p.npz", a=gaps), root)
-    text = compare(others, FOUND, root)
-    assert "4 of 7 systems" in text  # 100, 103, 105, 107
-    others = read_published(published(root / "p.npz", a=gaps * np.nan), root)
-    with pytest.raises(ValueError, match="among these 7;"):
-        compare(others, FOUND, root)
 
 
 def test_use_of_a_mesh_is_said(monkeypatch, capsys) -> None:

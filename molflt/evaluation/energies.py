@@ -21,7 +21,6 @@ from molflt.data.structures.splits import OC20_FILES, PUBLISHED, TEST_SPLITS, VA
 from molflt.evaluation.calibration import assess, check_calibration_split
 from molflt.evaluation.evaluated import EvaluationData, warn_of_labels
 from molflt.evaluation.groups import errors_by_group, group_tables, write_groups
-from molflt.evaluation.other_models import compare, read_published
 from molflt.evaluation.predictions import Predictions, infer
 from molflt.evaluation.relaxation import write_relaxed
 from molflt.evaluation.results import (
@@ -55,7 +54,6 @@ def evaluate(
     out: Path,
     batch_size: int = 64,
     submission: Path | None = None,
-    published: Path | None = None,
     calibration_split: str | None = None,
     tags: Tags | None = None,
     relaxed: Path | None = None,
@@ -72,10 +70,6 @@ def evaluate(
         batch_size: number of structures per batch.
         submission: also write the predictions of the four test splits to this .npz file for the
             OC20 leaderboard.
-        published: npz file with predictions of other models: the names of the systems (`name`) and,
-            for each model, an array of energies with one column per training run. The comparison is
-            written to published.csv, published_errors.csv (by split, family and metal) and
-            published.png.
         calibration_split: for ensembles, the split used to calibrate the uncertainty; by default
             the first split with labels, except the training split, whose errors are too small. Half
             of its systems, selected by a hash of the sid, are used for calibration and excluded
@@ -102,14 +96,13 @@ def evaluate(
     splits = source.splits
     check_calibration_split(model, calibration_split, splits)
     names = {} if submission is None else submission_splits(submission, splits)
-    others = None if published is None else read_published(published, source.data.folder)
     domain = source.domain(model)
     datasets = source.open(model, None if force else domain)
     if relaxed is not None:
         for split, dataset in datasets.items():
             expect_writable(relaxed / f"{split}.extxyz", dataset.path)
     if submission is not None:
-        expect_writable(submission, *filter(None, [published]))
+        expect_writable(submission)
         _expect_counts({split: len(datasets[split]) for split in names.values()})
     median, baseline = source.training_median()
     by_atom = [] if relaxed is None else ["displacement"]
@@ -130,9 +123,7 @@ def evaluate(
     tables = [f" on {source}", f"{_results_table(results)}\n{baseline}"]
     tables += [source.absent, uncertainty, moved]
     tables += [group_tables(groups["all"])] if groups else []
-    if others is not None:
-        tables.append(compare(others, found, out))
-    elif _is_oc20(datasets):
+    if _is_oc20(datasets):
         tables.append(_published_table(results))
     if submission is not None:
         _write_arrays(submission, {name: found[split] for name, split in names.items()})

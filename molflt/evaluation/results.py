@@ -31,7 +31,7 @@ _NOTE = "results_of.json"
 _SPLITS = ("train", "val", "test")  # usual prefixes of split names
 _READING = ("energy_key", "tags", "forces_key", "stress_key")  # options for reading the data
 _TABLES = ["predictions.npz", "predictions.csv", "errors_by_group.csv", "translations-*.txt"]
-_TABLES += ["published.csv", "published_errors.csv", "curves.csv", "best_values.csv"]
+_TABLES += ["curves.csv", "best_values.csv"]
 
 FIGURES = {
     "parity": "Predicted against labeled energies, with one panel per split. The largest "
@@ -53,7 +53,6 @@ FIGURES = {
     "best_values": "Best value so far against the number of evaluations of unseen functions: "
     "mean and standard deviation over runs.",
     "optimizations": "Loss against the step on unseen tasks: mean and range over repeats.",
-    "published": "Predicted against labeled energies of published models and of this run.",
 }
 """Captions of the figures of evaluations, by name."""
 
