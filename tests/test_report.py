@@ -100,7 +100,7 @@ def test_complete_run(runs, whole) -> None:
 def test_the_page_is_self_contained(whole) -> None:
     page = Page(whole)
     images = page.all("img")
-    assert len(images) == 1 + 1 + 1 + 1  # curve, parity, groups, encoding
+    assert len(images) == 3  # curve, parity, encoding
     assert all(own["alt"] and len(own["alt"]) > 30 for own in images)
     assert all((own["src"] or "").startswith("data:image/png;base64,") for own in images)
     named = {name for _, own in page.elements for name in own}

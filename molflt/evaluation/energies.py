@@ -20,7 +20,13 @@ from molflt.data.structures.labels import label_faults, limit_in
 from molflt.data.structures.splits import OC20_FILES, PUBLISHED, TEST_SPLITS, VAL_SPLITS
 from molflt.evaluation.calibration import assess, check_calibration_split
 from molflt.evaluation.evaluated import EvaluationData, warn_of_labels
-from molflt.evaluation.groups import errors_by_group, group_tables, write_groups
+from molflt.evaluation.groups import (
+    GroupError,
+    errors_by_group,
+    group_tables,
+    size_ranges,
+    write_groups,
+)
 from molflt.evaluation.predictions import Predictions, infer
 from molflt.evaluation.relaxation import write_relaxed
 from molflt.evaluation.results import (
@@ -32,7 +38,6 @@ from molflt.evaluation.results import (
     write_csv,
 )
 from molflt.files import expect_writable, write_atomically
-from molflt.plots import GroupError
 from molflt.tasks.is2re import IS2RETask
 from molflt.training.config import Config
 
@@ -62,8 +67,8 @@ def evaluate(
 ) -> Evaluation:
     """Evaluates an energy regressor. Splits without labels are predicted but not scored.
 
-    Writes predictions.npz, predictions.csv, errors_by_group.csv, parity.png, errors.png and, with a
-    relative encoding, encoding.png. For ensembles, also writes uncertainty.json and
+    Writes predictions.npz, predictions.csv, errors_by_group.csv, parity.png and, with a relative
+    encoding, encoding.png. For ensembles, also writes uncertainty.json and
     uncertainty.png, and adds spread_eV and uncertainty_eV to predictions.csv.
 
     Args:
@@ -117,12 +122,14 @@ def evaluate(
     for split, row in results.items():
         _warn_of_labels(split, found[split], datasets[split])
         row |= {**assessed.get(split, {}), **structures.get(split, {})}
-    groups = errors_by_group(found)
+    groups = _errors_by_group(found)
     _write(out, datasets, found, columns)
-    _draw(out, found, groups, model)
+    if groups:
+        write_groups(out, groups, "mae_eV")
+    _draw(out, found, model)
     tables = [f" on {source}", f"{_results_table(results)}\n{baseline}"]
     tables += [source.absent, uncertainty, moved]
-    tables += [group_tables(groups["all"])] if groups else []
+    tables += [group_tables(groups)] if groups else []
     if _is_oc20(datasets):
         tables.append(_published_table(results))
     if submission is not None:
@@ -225,25 +232,29 @@ def _write(
     write_csv(out / "predictions.csv", rows)
 
 
-def _draw(
-    out: Path,
-    found: Mapping[str, Predictions],
-    groups: Mapping[str, Mapping[str, Sequence[GroupError]]],
-    model: nn.Module,
-) -> None:
-    if groups:
-        write_groups(out, groups, "mae_eV")
-        panels, names, errors = {}, {}, {}
-        for split, part in found.items():
-            if part.labeled.any():
-                energy, target = part.only_labeled()
-                panels[split], errors[split] = (target, energy), np.abs(energy - target)
-                named = zip(part.sid, part.adsorbate, part.slab, part.labeled, strict=True)
-                names[split] = [
-                    f"sid {sid} {a} on {slab}" for sid, a, slab, known in named if known
-                ]
+def _errors_by_group(found: Mapping[str, Predictions]) -> list[GroupError]:
+    """Groups the errors of labeled systems by adsorbate, metal (elements of the slab) and size."""
+    parts = []
+    for split, part in found.items():
+        columns = (np.full(len(part.sid), split), np.abs(part.energy - part.target))
+        columns += (np.array(part.adsorbate), np.array(part.slab), part.natoms)
+        parts.append([column[part.labeled] for column in columns])
+    splits, error, adsorbate, slab, natoms = map(np.concatenate, zip(*parts, strict=True))
+    if not len(error):
+        return []
+    kinds = {"adsorbate": adsorbate, "slab": slab, "natoms": size_ranges(natoms)}
+    return errors_by_group(error, kinds, splits)
+
+
+def _draw(out: Path, found: Mapping[str, Predictions], model: nn.Module) -> None:
+    panels, names = {}, {}
+    for split, part in found.items():
+        if part.labeled.any():
+            panels[split] = part.only_labeled()[::-1]
+            named = zip(part.sid, part.adsorbate, part.slab, part.labeled, strict=True)
+            names[split] = [f"sid {sid} {a} on {slab}" for sid, a, slab, known in named if known]
+    if panels:
         plots.parity(panels, out / "parity.png", names)
-        plots.errors(groups["all"], errors, out / "errors.png")
     if plots.has_bias(getattr(getattr(model, "encoding", None), "position", None)):
         plots.rpe_profiles(model, out / "encoding.png")
 

@@ -36,8 +36,6 @@ _TABLES += ["curves.csv", "best_values.csv"]
 FIGURES = {
     "parity": "Predicted against labeled energies, with one panel per split. The largest "
     "errors are labeled.",
-    "errors": "Mean absolute error by adsorbate, metal (elements of the slab), element or "
-    "number of atoms, over all splits, and the cumulative distribution of the errors.",
     "forces": "Predicted against labeled force components, with one panel per split.",
     "encoding": "Learned relative positional encoding of each head against the offset between "
     "two tokens. It is added to the logit or multiplies the weight, as stated in the axis label.",

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -85,40 +84,6 @@ def plain(text: str) -> str:
     shown = "".join(one if one.isprintable() else "?" for one in text)
     shown = shown if len(shown) <= _LONGEST else f"{shown[: _LONGEST - 1]}…"
     return shown.replace("$", r"\$")
-
-
-def label_ends(axes: Axes, height: float) -> None:
-    """Labels lines at their ends, on the right of a panel; the labels do not overlap.
-
-    Call it after everything else has been drawn. `height` is the height of the panel in inches.
-    """
-    axes.set(xlim=axes.get_xlim(), ylim=axes.get_ylim())
-    at = axes.transData + axes.transAxes.inverted()
-    lines: Any = [line for line in axes.lines if not str(line.get_label()).startswith("_")]
-    ends = [(line, line.get_xydata()[-1]) for line in lines if len(line.get_xydata())]
-    places = [float(at.transform(end)[1]) for _, end in ends]
-    order = sorted(range(len(ends)), key=places.__getitem__)
-    step = min(0.125 / height, 1 / max(1, len(ends) - 1))  # a line of text of 7 points
-    for before, after in pairwise(order):
-        places[after] = max(places[after], places[before] + step)
-    highest = 1.0
-    for one in reversed(order):
-        places[one] = min(places[one], highest)
-        highest = places[one] - step
-    for (line, end), place in zip(ends, places, strict=True):
-        color = line.get_color()
-        arrow = {"arrowstyle": "-", "color": color, "linewidth": 0.5, "relpos": (0, 0.5)}
-        axes.annotate(
-            plain(line.get_label()),
-            end,
-            xytext=(1.03, place),
-            textcoords="axes fraction",
-            va="center",
-            fontsize=7,
-            color=color,
-            arrowprops=arrow,
-            annotation_clip=False,
-        )
 
 
 def plain_numbers(axis: Axis, wide: bool) -> None:
