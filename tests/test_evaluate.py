@@ -128,15 +128,12 @@ def test_size_groups_contain_the_sizes_of_their_range(sizes) -> None:
 
 
 @pytest.mark.usefixtures("undrawn")
-def test_trial_submission_of_validation_splits(run, tmp_path, capsys) -> None:
-    path = tmp_path / "submission.npz"
-    evaluate(run, out=tmp_path, submission=path, device="cpu")
-    with np.load(path) as written, np.load(tmp_path / "predictions.npz") as file:
-        assert {f"val_{name}" for name in written.files} == set(file.files)
-        for name in written.files:
-            np.testing.assert_array_equal(written[name], file[f"val_{name}"])
+def test_predictions_of_the_test_splits_are_a_submission(run, tmp_path) -> None:
+    evaluate(run, splits=TEST_SPLITS, out=tmp_path, device="cpu")
+    names = ("id", "ood_ads", "ood_cat", "ood_both")
+    with np.load(tmp_path / "predictions.npz") as written:
+        assert set(written.files) == {f"{n}_{p}" for n in names for p in ("ids", "energy")}
         assert written["id_ids"].dtype.kind == "U" and written["id_energy"].dtype == np.float64
-    assert "test splits" in capsys.readouterr().err
 
 
 def test_an_evaluation_removes_files_of_an_earlier_one(run, tmp_path, monkeypatch) -> None:

@@ -72,7 +72,7 @@ def evaluate(
             draw_curve(run, made / "curve.png", task.metrics)
         files = write_results(out, made, report.results, provenance, config, options)
     print(f"{' + '.join(map(str, members))}, checkpoint {checkpoint}{report.text}")
-    print("written: " + ", ".join(map(str, [*files, *report.files])))
+    print("written: " + ", ".join(map(str, files)))
     return report.results
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -41,7 +41,7 @@ from molflt.files import expect_writable, write_atomically
 from molflt.tasks.is2re import IS2RETask
 from molflt.training.config import Config
 
-__all__ = ["evaluate", "submission_splits"]
+__all__ = ["evaluate"]
 
 _COLUMNS = {
     "n": ("systems", 0),
@@ -49,7 +49,6 @@ _COLUMNS = {
     "ewt_percent": ("EwT / %", 2),
     "baseline_mae_eV": ("baseline MAE / eV", 4),
 }
-_LEADERBOARD = ("id", "ood_ads", "ood_cat", "ood_both")  # splits of a submission
 
 
 def evaluate(
@@ -58,7 +57,6 @@ def evaluate(
     config: Config,
     out: Path,
     batch_size: int = 64,
-    submission: Path | None = None,
     calibration_split: str | None = None,
     tags: Tags | None = None,
     relaxed: Path | None = None,
@@ -67,14 +65,13 @@ def evaluate(
 ) -> Evaluation:
     """Evaluates an energy regressor. Splits without labels are predicted but not scored.
 
-    Writes predictions.npz, predictions.csv, errors_by_group.csv, parity.png and, with a relative
-    encoding, encoding.png. For ensembles, also writes uncertainty.json and
-    uncertainty.png, and adds spread_eV and uncertainty_eV to predictions.csv.
+    Writes predictions.npz (for the four test splits of OC20, a submission to its leaderboard),
+    predictions.csv, errors_by_group.csv, parity.png and, with a relative encoding, encoding.png.
+    For ensembles, also writes uncertainty.json and uncertainty.png, and adds spread_eV and
+    uncertainty_eV to predictions.csv.
 
     Args:
         batch_size: number of structures per batch.
-        submission: also write the predictions of the four test splits to this .npz file for the
-            OC20 leaderboard.
         calibration_split: for ensembles, the split used to calibrate the uncertainty; by default
             the first split with labels, except the training split, whose errors are too small. Half
             of its systems, selected by a hash of the sid, are used for calibration and excluded
@@ -100,15 +97,11 @@ def evaluate(
     source = EvaluationData(run, config, tags=tags or AS_TRAINED, **which)
     splits = source.splits
     check_calibration_split(model, calibration_split, splits)
-    names = {} if submission is None else submission_splits(submission, splits)
     domain = source.domain(model)
     datasets = source.open(model, None if force else domain)
     if relaxed is not None:
         for split, dataset in datasets.items():
             expect_writable(relaxed / f"{split}.extxyz", dataset.path)
-    if submission is not None:
-        expect_writable(submission)
-        _expect_counts({split: len(datasets[split]) for split in names.values()})
     median, baseline = source.training_median()
     by_atom = [] if relaxed is None else ["displacement"]
     found = {
@@ -132,20 +125,7 @@ def evaluate(
     tables += [group_tables(groups)] if groups else []
     if _is_oc20(datasets):
         tables.append(_published_table(results))
-    if submission is not None:
-        _write_arrays(submission, {name: found[split] for name, split in names.items()})
-    text = "\n\n".join(filter(None, tables)) + "\n"
-    return Evaluation(results, text, [] if submission is None else [submission])
-
-
-def _expect_counts(counts: Mapping[str, int]) -> None:
-    for split, count in counts.items():
-        expected = OC20_FILES[f"all/{split}"].records
-        if split in TEST_SPLITS and count != expected:
-            raise ValueError(
-                f"submission: split {split}: expected the {expected} systems of OC20; got {count}; "
-                "predict the whole split"
-            )
+    return Evaluation(results, "\n\n".join(filter(None, tables)) + "\n")
 
 
 def _warn_of_labels(split: str, part: Predictions, dataset: Structures) -> None:
@@ -260,25 +240,16 @@ def _draw(out: Path, found: Mapping[str, Predictions], model: nn.Module) -> None
 
 
 def _write_arrays(path: Path, found: Mapping[str, Predictions]) -> None:
-    """Writes a leaderboard submission: an npz file with SPLIT_ids and SPLIT_energy (in eV)."""
+    """Writes an npz file with SPLIT_ids and SPLIT_energy (in eV).
+
+    If the splits are the four test splits of OC20, their names are those of the leaderboard: id,
+    ood_ads, ood_cat and ood_both.
+    """
     arrays: dict[str, NDArray[np.generic]] = {}
+    submission = set(found) == set(TEST_SPLITS)
     for split, part in found.items():
-        arrays |= {f"{split}_ids": part.sid.astype(np.str_), f"{split}_energy": part.energy}
+        name = split.removeprefix("test_") if submission else split
+        arrays |= {f"{name}_ids": part.sid.astype(np.str_), f"{name}_energy": part.energy}
     buffer = io.BytesIO()
     np.savez_compressed(buffer, **arrays)  # type: ignore[arg-type]
     write_atomically(path, buffer.getvalue())
-
-
-def submission_splits(path: Path, splits: Sequence[str]) -> dict[str, str]:
-    """Maps each leaderboard split to the split of the data set that is submitted for it."""
-    if path.suffix != ".npz":
-        raise ValueError(f"{path}: expected a submission that ends in .npz; got {path.suffix!r}")
-    for group in (TEST_SPLITS, VAL_SPLITS):
-        if set(splits) == set(group):
-            if group == VAL_SPLITS:
-                warn(f"{path}: contains validation splits; the leaderboard expects test splits")
-            return dict(zip(_LEADERBOARD, group, strict=True))
-    raise ValueError(
-        f"{path}: a submission needs --splits {' '.join(TEST_SPLITS)}, or the four val_ splits for "
-        f"a trial; got {' '.join(splits) or 'none'}"
-    )

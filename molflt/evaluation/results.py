@@ -68,7 +68,6 @@ class Evaluation(NamedTuple):
 
     results: Results
     text: str  # tables to print after the name of the run
-    files: Sequence[Path] = ()  # files written outside the folder of the evaluation
 
 
 def results_table(
