@@ -17,7 +17,7 @@ from molflt import plots
 from molflt.data.structures import Structures
 from molflt.data.structures.base import AS_TRAINED, Tags
 from molflt.data.structures.labels import label_faults, limit_in
-from molflt.data.structures.splits import OC20_FILES, PUBLISHED, TEST_SPLITS, VAL_SPLITS
+from molflt.data.structures.splits import TEST_SPLITS
 from molflt.evaluation.calibration import assess, check_calibration_split
 from molflt.evaluation.evaluated import EvaluationData, warn_of_labels
 from molflt.evaluation.groups import (
@@ -123,8 +123,6 @@ def evaluate(
     tables = [f" on {source}", f"{_results_table(results)}\n{baseline}"]
     tables += [source.absent, uncertainty, moved]
     tables += [group_tables(groups)] if groups else []
-    if _is_oc20(datasets):
-        tables.append(_published_table(results))
     return Evaluation(results, "\n\n".join(filter(None, tables)) + "\n")
 
 
@@ -151,13 +149,6 @@ def _metrics(found: Predictions, median: float | None, added: bool) -> dict[str,
     return metrics | {"baseline_mae_eV": baseline, "n": len(target if known else found.energy)}
 
 
-def _is_oc20(datasets: Mapping[str, Structures]) -> bool:
-    """Returns True if every split has the size of the OC20 split with the same name."""
-    counts = {name.removeprefix("all/"): file.records for name, file in OC20_FILES.items()}
-    sizes = {split: len(dataset) + len(dataset.bad) for split, dataset in datasets.items()}
-    return sizes.items() <= counts.items()
-
-
 def _results_table(results: Results) -> str:
     rows = dict(results)
     known = [row for row in results.values() if row["mae_eV"] is not None]
@@ -168,21 +159,6 @@ def _results_table(results: Results) -> str:
             average[key] = None if None in values else float(np.mean(values))  # type: ignore[arg-type]
         rows["average"] = average
     return results_table("split", _COLUMNS, rows)
-
-
-def _published_table(results: Results) -> str:
-    columns = {split: (split, 4) for split in VAL_SPLITS} | {"ewt": ("EwT val_id / %", 2)}
-    rows: dict[str, dict[str, float | None]] = {
-        f"{entry.model}, {entry.setting}": {
-            "ewt": entry.ewt_id,
-            **{split: getattr(entry, split) for split in VAL_SPLITS},
-        }
-        for entry in PUBLISHED
-    }
-    rows["this run"] = {split: results.get(split, {}).get("mae_eV") for split in VAL_SPLITS}
-    rows["this run"]["ewt"] = results.get("val_id", {}).get("ewt_percent")
-    table = results_table("model, training", columns, rows)
-    return f"published MAE / eV on the validation splits of OC20\n{table}"
 
 
 def _write(
