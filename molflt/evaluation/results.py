@@ -45,9 +45,6 @@ FIGURES = {
     "losses": "Mean loss per token, in nats, against the number of preceding tokens.",
     "substitutions": "Learned similarity of pairs of amino acids, and BLOSUM62 if Biopython is "
     "installed.",
-    "confusion": "Share of the images of each class (row) that were assigned to each class "
-    "(column).",
-    "wrong": "Misclassified images with the highest predicted probabilities.",
     "best_values": "Best value so far against the number of evaluations of unseen functions: "
     "mean and standard deviation over runs.",
     "optimizations": "Loss against the step on unseen tasks: mean and range over repeats.",

@@ -10,7 +10,7 @@ from molflt.plots.encodings import has_bias, rpe_curves, rpe_profiles, rpe_surfa
 from molflt.plots.figure import further_formats
 from molflt.plots.parity import calibration, parity
 from molflt.plots.structures import structure_overview, structure_views
-from molflt.plots.tokens import confusion, image_sheet, losses_by_place, substitutions
+from molflt.plots.tokens import losses_by_place, substitutions
 from molflt.plots.training import (
     best_values,
     intervals,
@@ -20,7 +20,7 @@ from molflt.plots.training import (
 )
 
 __all__ = ["attention_matrices", "best_values", "calibration"]
-__all__ += ["confusion", "further_formats", "has_bias", "image_sheet", "intervals"]
+__all__ += ["further_formats", "has_bias", "intervals"]
 __all__ += ["loss_curves", "losses_by_place", "overlaid_curves", "parity", "rpe_curves"]
 __all__ += ["rpe_profiles", "rpe_surfaces", "structure_overview", "structure_views"]
 __all__ += ["substitutions", "training_curve"]
