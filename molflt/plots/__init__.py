@@ -13,14 +13,16 @@ from molflt.plots.structures import structure_overview, structure_views
 from molflt.plots.tokens import losses_by_place, substitutions
 from molflt.plots.training import (
     best_values,
-    intervals,
     loss_curves,
     overlaid_curves,
     training_curve,
 )
 
 __all__ = ["attention_matrices", "best_values", "calibration"]
-__all__ += ["further_formats", "has_bias", "intervals"]
+__all__ += [
+    "further_formats",
+    "has_bias",
+]
 __all__ += ["loss_curves", "losses_by_place", "overlaid_curves", "parity", "rpe_curves"]
 __all__ += ["rpe_profiles", "rpe_surfaces", "structure_overview", "structure_views"]
 __all__ += ["substitutions", "training_curve"]

@@ -126,10 +126,6 @@ def _log_if_wide(axes: Axes) -> None:
         plain_numbers(axes.yaxis, wide=bool(high / low >= 60))
 
 
-def _better(largest_is_best: bool) -> str:
-    return f"{'higher' if largest_is_best else 'lower'} is better"
-
-
 def overlaid_curves(
     runs: Mapping[str, Mapping[str, _Array]], metrics: Mapping[str, Metric], file: Path
 ) -> None:
@@ -154,38 +150,13 @@ def overlaid_curves(
             if metrics[name].scale == "log":
                 _log_if_wide(axes)
             axes.set_xlim(0, 1.02 * last)
-            axes.set_ylabel(f"{metrics[name].axis}\n({_better(metrics[name].largest_is_best)})")
+            best = "higher" if metrics[name].largest_is_best else "lower"
+            axes.set_ylabel(f"{metrics[name].axis}\n({best} is better)")
             axes.grid()
         rows[-1].set_xlabel("step")
         rows[0].set_title(f"n = {len(runs)} runs")
         figure.align_ylabels()
         legend_outside(figure, rows[0], "lower", min(len(runs), 3))
-
-
-def intervals(
-    panels: Mapping[str, Mapping[str, tuple[float, float]]], file: Path, largest_is_best: bool
-) -> None:
-    """Draws values with error bars in rows, sorted by the first panel, with the best row on top.
-
-    `panels` maps the label of each panel to its rows, and the name of each row to its value and
-    half the length of its error bar. Rows may be missing in some panels.
-    """
-    first = next(iter(panels.values()))
-    order = sorted(first, key=lambda name: first[name][0], reverse=not largest_is_best)
-    others = [name for found in panels.values() for name in found if name not in first]
-    order = [*dict.fromkeys(others), *order]
-    sizes = (3.2, 0.3 * len(order)), (3.2, 1.3)
-    with panels_of(file, len(panels), len(panels), *sizes, sharey=True) as (_, row):
-        for axes, (label, found) in zip(row, panels.items(), strict=True):
-            for place, name in enumerate(order):
-                if name in found:
-                    value, width = found[name]
-                    axes.errorbar(value, place, xerr=width, fmt="o", capsize=3, color=SERIES[0])
-            axes.set_yticks(range(len(order)), [plain(name) for name in order])
-            axes.set_ylim(-0.6, len(order) - 0.4)
-            axes.locator_params(axis="x", nbins=5)
-            axes.set_xlabel(f"{label}\n({_better(largest_is_best)})")
-            axes.grid()
 
 
 def loss_curves(tasks: Mapping[str, Mapping[str, _Array]], file: Path, steps: int) -> None:
