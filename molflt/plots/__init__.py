@@ -9,7 +9,7 @@ from molflt.plots.attention import attention_matrices
 from molflt.plots.encodings import has_bias, rpe_curves, rpe_profiles, rpe_surfaces
 from molflt.plots.figure import further_formats
 from molflt.plots.parity import parity
-from molflt.plots.structures import structure_overview, structure_views
+from molflt.plots.structures import structure_views
 from molflt.plots.tokens import losses_by_place, substitutions
 from molflt.plots.training import (
     best_values,
@@ -24,5 +24,5 @@ __all__ += [
     "has_bias",
 ]
 __all__ += ["loss_curves", "losses_by_place", "overlaid_curves", "parity", "rpe_curves"]
-__all__ += ["rpe_profiles", "rpe_surfaces", "structure_overview", "structure_views"]
+__all__ += ["rpe_profiles", "rpe_surfaces", "structure_views"]
 __all__ += ["substitutions", "training_curve"]

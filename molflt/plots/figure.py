@@ -47,12 +47,6 @@ def further_formats(names: Collection[str]) -> Iterator[list[Path]]:
         _further.reset(token)
 
 
-def expect_picture(file: Path) -> None:
-    """Raises ValueError unless the name of a file ends in one of `FORMATS`."""
-    if file.suffix.removeprefix(".") not in FORMATS:
-        raise ValueError(f"{file}: expected a name that ends in .png, .svg or .pdf")
-
-
 @contextmanager
 def picture(file: Path, **options: object) -> Iterator[Figure]:
     """Yields a figure and writes it on exit, also in the formats of `further_formats`.
@@ -67,7 +61,8 @@ def picture(file: Path, **options: object) -> Iterator[Figure]:
     names, written = _further.get()
     more = [path for name in names if (path := file.with_suffix(f".{name}")) != file]
     for path in (file, *more):
-        expect_picture(path)
+        if path.suffix.removeprefix(".") not in FORMATS:
+            raise ValueError(f"{path}: expected a name that ends in .png, .svg or .pdf")
     with rc_context(_STYLE):
         figure = Figure(**{"layout": "constrained", **options})  # type: ignore[arg-type]
         FigureCanvasAgg(figure)
