@@ -14,7 +14,6 @@ from tiny_run import error_of, last_state, page_of, printed, start, structures, 
 import molflt
 from molflt.commands.cli import main
 from molflt.data.structures.store import write_store
-from molflt.evaluation.page import _repeat
 from molflt.evaluation.runs import standard_error
 from molflt.tasks.is2re import IS2RETask
 from molflt.training.checkpoint import load_run
@@ -85,7 +84,7 @@ def test_complete_run(runs, whole) -> None:
     assert page.words["h1"] == ["Run narrow"]
     names = ["Overview", "Results", "Training", "Figures of the evaluation"]
     more = ["The worst predictions", "Settings", "Versions"]
-    assert page.words["h2"] == [*names, *more, "How to reproduce it"]
+    assert page.words["h2"] == [*names, *more]
     links = [own["href"] for own in page.all("a")]
     assert links == [f"#{own['id']}" for own in page.all("h2")]
     for split, row in json.loads((runs / "narrow/results.json").read_text()).items():
@@ -120,25 +119,6 @@ def test_worst_predictions_have_the_largest_errors(runs, whole) -> None:
     assert page.words["th"][place : place + 15] == names
     for row in rows[:15]:
         assert f"{float(row['error_eV']):+.3f}" in page.words["td"]
-
-
-@pytest.mark.parametrize(
-    ("recipe", "given", "words"),
-    [
-        ("is2re", "/x y", "--splits a 'b c' --data '/x y'"),
-        ("language", "/x", "--data /x"),
-        ("population_optimizer", None, "--functions a 'b c'"),
-    ],
-)
-def test_commands_have_the_options_of_their_recipe_and_one_line_each(recipe, given, words) -> None:
-    versions = {"molflt": "1\n2", "git_commit": "abc\ncurl x | sh\u2028y\rz"}
-    run = SimpleNamespace(results={"a": {}, "b c": {}})
-    page = SimpleNamespace(run=run, path=Path("r"), recipe=recipe, given=given, versions=versions)
-    lines = _repeat(page)[-1]["lines"]
-    _, first, train, evaluate, report = "\n".join(lines).splitlines()
-    assert first == "# molflt 1 2, commit abc curl x | sh y z"
-    assert evaluate == f"molflt evaluate AGAIN {words}"
-    assert train.startswith("molflt train ") and report == "molflt report AGAIN"
 
 
 def changed(name: str, old: str, new: str) -> Callable[[Path], None]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import csv
 import math
-import shlex
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from importlib.resources import files
@@ -14,7 +13,7 @@ from typing import Any
 
 from jinja2 import Environment
 
-from molflt.evaluation.results import FIGURES, RESULTS, given_data
+from molflt.evaluation.results import FIGURES, RESULTS
 from molflt.evaluation.runs import Run, flat_options, standard_error
 from molflt.files import shown
 from molflt.metrics import Metric
@@ -33,7 +32,6 @@ _NAMES = {
     "nearest": "attention to the nearest 10 % of the tokens",
     "farthest": "attention to the farthest 10 % of the tokens",
 }
-_NAMED_BY = {"learned_optimizer": "--tasks", "population_optimizer": "--functions"}
 _EXPECTED = {  # files of a finished run, and the consequences if they are missing
     "checkpoints/last.ckpt": "time and data of the training are unknown",
     "checkpoints/best.safetensors": "the best weights are lost, or the run was never validated",
@@ -41,7 +39,7 @@ _EXPECTED = {  # files of a finished run, and the consequences if they are missi
     "versions.json": "versions are unknown",
 }
 
-_Part = Mapping[str, Any]  # a table, a figure or lines of a command
+_Part = Mapping[str, Any]  # a table or a figure
 
 
 class Page:
@@ -57,7 +55,6 @@ class Page:
         self.run = run = Run(path, path.resolve().name, self.attempt)
         self.recipe = str(run.config["recipe"])
         self.versions: Mapping[str, object] = self.attempt(lambda: read_versions(path), {})
-        self.given = self.attempt(lambda: given_data(path), None)
         self.missing += [
             f"{path / name}: missing; {lost}"
             for name, lost in _EXPECTED.items()
@@ -220,24 +217,6 @@ def _versions(page: Page) -> list[_Part]:
     return _table(("package", "version"), rows, caption, 2) if rows else []
 
 
-def _repeat(page: Page) -> list[_Part]:
-    lines = ["# AGAIN is the name of a new folder."]
-    if version := page.versions.get("molflt"):
-        commit = page.versions.get("git_commit")
-        made = f"molflt {version}" + (f", commit {commit}" if commit else "")
-        lines.append(f"# {' '.join(made.split())}")  # on one line, as a comment
-    lines.append(f"molflt train --config {shlex.quote(str(page.path / 'config.yaml'))} --run AGAIN")
-    options: list[str] = []
-    if page.run.results:
-        options = [] if page.given is None else ["--data", page.given]
-        if not options or page.recipe in (*_OF_STRUCTURES, *_NAMED_BY):
-            named = _NAMED_BY.get(page.recipe, "--splits")
-            options = [named, *page.run.results, *options]
-    lines.append(shlex.join(["molflt", "evaluate", "AGAIN", *options]))
-    lines.append("molflt report AGAIN")
-    return [{"lines": lines}]
-
-
 _SECTIONS: Mapping[str, Callable[[Page], list[_Part]]] = {
     "Overview": _overview,
     "Results": _results,
@@ -246,5 +225,4 @@ _SECTIONS: Mapping[str, Callable[[Page], list[_Part]]] = {
     "The worst predictions": _worst,
     "Settings": _settings,
     "Versions": _versions,
-    "How to reproduce it": _repeat,
 }
