@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import csv
 import math
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from importlib.resources import files
@@ -19,7 +20,7 @@ from molflt.files import shown
 from molflt.metrics import Metric
 from molflt.plots.figure import DPI
 from molflt.training.config import defaults, plain
-from molflt.training.run_folder import read_versions
+from molflt.training.run_folder import draw_curve, read_versions
 from molflt.version import __version__
 
 __all__ = ["Page", "page_of"]
@@ -35,7 +36,7 @@ _NAMES = {
 _EXPECTED = {  # files of a finished run, and the consequences if they are missing
     "checkpoints/last.ckpt": "time and data of the training are unknown",
     "checkpoints/best.safetensors": "the best weights are lost, or the run was never validated",
-    "curve.png": "curves are not shown",
+    "metrics.csv": "curves are not shown",
     "versions.json": "versions are unknown",
 }
 
@@ -80,9 +81,8 @@ class Page:
         self.missing += [line] * (line not in self.missing)
         return otherwise
 
-    def figure(self, name: str, text: str) -> list[_Part]:
-        """Returns a list with a PNG file of the run, or an empty list if it is missing."""
-        file = self.path / f"{name}.png"
+    def figure(self, file: Path, text: str) -> list[_Part]:
+        """Returns a list with a PNG file, or an empty list if it is missing."""
         content = file.read_bytes() if file.is_file() else b""
         if content and not content.startswith(b"\x89PNG\r\n"):
             self.missing.append(f"{file}: expected a PNG file; evaluate the run again")
@@ -170,13 +170,18 @@ def _results(page: Page) -> list[_Part]:
 
 
 def _training(page: Page) -> list[_Part]:
+    if not page.run.columns:
+        return []
     text = "Loss, metrics and learning rate against the step. The star marks the best weights."
-    return page.figure("curve", text)
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "curve.png"
+        draw_curve(page.path, file, page.run.metrics)
+        return page.figure(file, text)
 
 
 def _pictures(page: Page) -> list[_Part]:
     figures = FIGURES.items() if page.run.results else ()
-    return [part for name, text in figures for part in page.figure(name, text)]
+    return [part for name, text in figures for part in page.figure(page.path / f"{name}.png", text)]
 
 
 def _worst(page: Page) -> list[_Part]:
