@@ -268,17 +268,14 @@ def _calibrating(found: Mapping[str, Predictions], learned: str) -> str | None:
     }
     if chosen := next((name for name, count in counts.items() if count >= _LEAST), None):
         return chosen
-    if counts:
-        name, count = next(iter(counts.items()))
-        warn(
-            f"{name}: the half that would calibrate the uncertainty contains only {count} systems "
-            "with labels and without elements that are missing from the training data; "
-            f"expected at least {_LEAST}; only the spread, spread_eV, is reported; "
-            "hold out more systems, or select a larger split with --calibration_split"
-        )
-    else:
-        why = f" except those of {learned}, the training split" if learned in found else ""
-        warn(f"no labels to calibrate the uncertainty with{why}; only the spread is reported")
+    least = f"at least {_LEAST} systems with labels and without new elements"
+    known = ", ".join(f"{name} has {count}" for name, count in counts.items()) or "no labels"
+    known += f"; {learned}, the training split, is excluded" if learned in found else ""
+    warn(
+        f"the uncertainty is not calibrated, and only the spread, spread_eV, is reported: expected "
+        f"{least} in the half of a split that calibrates it; got {known}; hold out more systems, "
+        "or select a larger split with --calibration_split"
+    )
     return None
 
 

@@ -14,11 +14,9 @@ from molflt.plots.figure import panels as panels_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.collections import PolyCollection
 
 __all__ = ["parity"]
 
-_MAX_POINTS = 2000  # more points are drawn as a density
 _SHIFTS = [(9.0, 0.0), (-9.0, 0.0), (0.0, 9.0)]  # offsets of labels from their points
 
 _Array = NDArray[np.float64]
@@ -46,21 +44,14 @@ def parity(
     high = float(max(targets.max(), np.quantile(energies, 0.995)))
     pad = 0.04 * (high - low) or 0.5
     low, high = low - pad, high + pad
-    dense = any(len(target) > _MAX_POINTS for target, _ in panels.values())
-    sizes = (3.7, 4.0 if names is None else 4.6), (0.6 + 0.8 * dense, 0.4)
+    sizes = (3.7, 4.0 if names is None else 4.6), (0.6, 0.4)
     with panels_of(file, len(panels), 2, *sizes, layout="compressed") as (figure, shown):
-        densities = []
         for axes, (split, (target, energy)) in zip(shown, panels.items(), strict=True):
-            densities += _parity_panel(axes, target, energy, low, high)
+            _parity_panel(axes, target, energy, low, high)
             mae, digits = np.abs(energy - target).mean(), 1 if unit.startswith("m") else 3
             axes.set_title(f"{plain(split)}: MAE {mae:.{digits}f} {unit} (n = {len(target):,})")
             worst = [] if names is None else _name_worst(axes, target, energy, names[split], unit)
             axes.set_xlabel("\n".join([f"labeled {quantity} / {unit}", *worst]), fontsize="small")
-        if densities:
-            most = max(float(np.max(np.asarray(density.get_array()))) for density in densities)
-            for density in densities:
-                density.set_clim(1, max(most, 2))
-            figure.colorbar(densities[0], ax=shown, label="points per cell", shrink=0.5, aspect=30)
         figure.supylabel(f"predicted {quantity} / {unit}")
 
 
@@ -83,21 +74,14 @@ def _name_worst(
     return lines
 
 
-def _parity_panel(
-    axes: Axes, target: _Array, energy: _Array, low: float, high: float
-) -> list[PolyCollection]:
-    """Plots points, or their density if there are many systems; returns the drawn densities."""
-    densities: list[PolyCollection] = []
+def _parity_panel(axes: Axes, target: _Array, energy: _Array, low: float, high: float) -> None:
     axes.plot([low, high], [low, high], color=GREY, linewidth=1, zorder=1)
-    if len(target) <= _MAX_POINTS:
-        axes.scatter(target, energy, s=9, alpha=0.5, color=BLUE, linewidths=0, zorder=2)
-    else:
-        options: dict[str, Any] = {"bins": "log", "mincnt": 1, "cmap": "cividis"}
-        options["extent"] = (low, high, low, high)
-        densities.append(axes.hexbin(target, energy, gridsize=60, **options))
+    alpha = min(0.5, max(0.02, 500 / len(target)))
+    # Points are rasterized because vector files of many points are large.
+    options: dict[str, Any] = {"color": BLUE, "linewidths": 0, "zorder": 2, "rasterized": True}
+    axes.scatter(target, energy, s=9, alpha=alpha, **options)
     axes.set(xlim=(low, high), ylim=(low, high), aspect="equal")
     axes.grid()
     if outside := int(((energy < low) | (energy > high)).sum()):
         at = axes.transAxes
         axes.text(0.03, 0.97, f"{outside} outside", transform=at, va="top", fontsize="small")
-    return densities
