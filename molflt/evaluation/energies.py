@@ -32,7 +32,6 @@ from molflt.evaluation.relaxation import write_relaxed
 from molflt.evaluation.results import (
     Evaluation,
     Results,
-    finite_row,
     results_table,
     warn,
     write_csv,
@@ -116,7 +115,12 @@ def evaluate(
         _warn_of_labels(split, found[split], datasets[split])
         row |= {**assessed.get(split, {}), **structures.get(split, {})}
     groups = _errors_by_group(found)
-    _write(out, datasets, found, columns)
+    rows: list[dict[str, object]] = []
+    for split, part in found.items():
+        numbers = {"error_eV": part.energy - part.target, **columns.get(split, {})}
+        rows += part.rows(split, datasets[split], ("adsorbate", "slab"), numbers)
+    write_csv(out / "predictions.csv", rows)
+    _write_arrays(out / "predictions.npz", found)
     if groups:
         write_groups(out, groups, "mae_eV")
     _draw(out, found, model)
@@ -159,33 +163,6 @@ def _results_table(results: Results) -> str:
             average[key] = None if None in values else float(np.mean(values))  # type: ignore[arg-type]
         rows["average"] = average
     return results_table("split", _COLUMNS, rows)
-
-
-def _write(
-    out: Path,
-    datasets: Mapping[str, Structures],
-    found: Mapping[str, Predictions],
-    more: Mapping[str, Mapping[str, NDArray[np.float64]]],
-) -> None:
-    rows: list[dict[str, object]] = []
-    for split, part in found.items():
-        energies = {"energy_eV": part.energy, "target_eV": part.target}
-        energies["error_eV"] = part.energy - part.target
-        columns = {**energies, **more.get(split, {})}
-        rows += [
-            {
-                "split": split,
-                "sid": part.sid[i],
-                **datasets[split].origin(i),
-                "adsorbate": part.adsorbate[i],
-                "slab": part.slab[i],
-                "natoms": part.natoms[i],
-                **finite_row(columns, i),
-            }
-            for i in range(len(part.sid))
-        ]
-    _write_arrays(out / "predictions.npz", found)
-    write_csv(out / "predictions.csv", rows)
 
 
 def _errors_by_group(found: Mapping[str, Predictions]) -> list[GroupError]:

@@ -88,7 +88,11 @@ def evaluate(
         found[split] = infer_points(model, points, batch_size, split)
         row = {name: found[split].metrics.get(name) for name in _COLUMNS if name != "n"}
         results[split] = {**row, **_baseline(model, points), "n": len(points)}
-    write_csv(out / "predictions.csv", _rows(datasets, found))
+    rows: list[dict[str, object]] = []
+    for split, part in found.items():
+        numbers = {"force_mae_eV_per_A": part.force_mae}
+        rows += part.energies.rows(split, datasets[split], ("formula",), numbers)
+    write_csv(out / "predictions.csv", rows)
     _draw(out, found)
     table = results_table("split", _COLUMNS, results)
     text = "\n\n".join(filter(None, (f" on {source}", source.absent, table)))
@@ -140,25 +144,6 @@ def _force_errors(found: Mapping[str, Points]) -> list[GroupError]:
         sizes = {"natoms": size_ranges(natoms[known])}
         groups += errors_by_group(of_structure[known], sizes)
     return groups
-
-
-def _rows(
-    datasets: Mapping[str, SinglePoints], found: Mapping[str, Points]
-) -> list[dict[str, object]]:
-    return [
-        {
-            "split": split,
-            "sid": int(part.energies.sid[i]),
-            **datasets[split].origin(i),
-            "formula": part.energies.formula[i],
-            "natoms": int(part.energies.natoms[i]),
-            "energy_eV": float(part.energies.energy[i]),
-            "target_eV": float(part.energies.target[i]),
-            "force_mae_eV_per_A": float(error) if np.isfinite(error) else None,
-        }
-        for split, part in found.items()
-        for i, error in enumerate(part.force_mae)
-    ]
 
 
 class Points(NamedTuple):
