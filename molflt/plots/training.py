@@ -156,7 +156,9 @@ def overlaid_curves(
         rows[-1].set_xlabel("step")
         rows[0].set_title(f"n = {len(runs)} runs")
         figure.align_ylabels()
-        legend_outside(figure, rows[0], "lower", min(len(runs), 3))
+        lines = {str(line.get_label()): line for axes in rows for line in axes.lines}
+        options: dict[str, Any] = {"loc": "outside lower center", "ncols": min(len(runs), 3)}
+        figure.legend([*lines.values()], [*lines], **options)
 
 
 def loss_curves(tasks: Mapping[str, Mapping[str, _Array]], file: Path, steps: int) -> None:
