@@ -169,10 +169,10 @@ def _errors_by_group(found: Mapping[str, Predictions]) -> list[GroupError]:
     """Groups the errors of labeled systems by adsorbate, metal (elements of the slab) and size."""
     parts = []
     for split, part in found.items():
-        columns = (np.full(len(part.sid), split), np.abs(part.energy - part.target))
-        columns += (np.array(part.adsorbate), np.array(part.slab), part.natoms)
-        parts.append([column[part.labeled] for column in columns])
-    splits, error, adsorbate, slab, natoms = map(np.concatenate, zip(*parts, strict=True))
+        names = np.full(len(part.sid), split), np.array(part.adsorbate), np.array(part.slab)
+        columns = (*names, np.abs(part.energy - part.target), part.natoms)
+        parts.append([np.asarray(column)[part.labeled] for column in columns])
+    splits, adsorbate, slab, error, natoms = map(np.concatenate, zip(*parts, strict=True))
     if not len(error):
         return []
     kinds = {"adsorbate": adsorbate, "slab": slab, "natoms": size_ranges(natoms)}
