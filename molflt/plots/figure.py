@@ -97,19 +97,22 @@ def panels(
     columns: int,
     size: tuple[float, float],
     margin: tuple[float, float] = (0.0, 0.0),
+    least: tuple[float, float] = (0.0, 0.0),
     *,
     layout: str = "constrained",
     **options: Any,
 ) -> Iterator[tuple[Figure, list[Axes]]]:
     """Yields a figure with `count` panels in up to `columns` columns, row by row.
 
-    `size` is the size of a panel and `margin` the total size of the margins, each as (width,
-    height) in inches. `options` are passed to `matplotlib.figure.Figure.subplots`.
+    `size` is the size of a panel, `margin` the total size of the margins, and `least` the smallest
+    size of the figure, each as (width, height) in inches. `options` are passed to
+    `matplotlib.figure.Figure.subplots`.
     """
     columns = min(columns, count)
     rows = -(-count // columns)
-    figsize = (margin[0] + size[0] * columns, margin[1] + size[1] * rows)
-    with picture(file, figsize=figsize, layout=layout) as figure:
+    width = max(margin[0] + size[0] * columns, least[0])
+    height = max(margin[1] + size[1] * rows, least[1])
+    with picture(file, figsize=(width, height), layout=layout) as figure:
         grid = figure.subplots(rows, columns, squeeze=False, **options)
         for axes in grid.flat[count:]:
             axes.set_visible(False)
