@@ -20,7 +20,7 @@ from kit.rows import Rows, markdown, mean_sd, names, pick, write_csv
 from kit.runs import collect, errors_of_mean, job_of, name_of, publish, work_all
 from kit.words import guarded, parsed, trainings
 
-from molflt.plots import intervals
+from molflt.plots.figure import SERIES, panels, plain
 from molflt.training.checkpoint import count_parameters
 from molflt.training.config import read_config
 from molflt.training.run_folder import read_provenance
@@ -112,7 +112,17 @@ def draw(rows: Rows, measure: str, png: Path) -> None:
     counts = sorted({len(found[name]) for name in panel})
     seeds = "-".join(dict.fromkeys((str(counts[0]), str(counts[-1]))))
     label = f"{split} {MEASURES[measure][0]}\nmean ± standard deviation, n = {seeds} seeds"
-    intervals({label: panel}, png, largest_is_best=measure in LARGE_IS_GOOD)
+    large_is_good = measure in LARGE_IS_GOOD
+    order = sorted(panel, key=lambda name: panel[name][0], reverse=not large_is_good)
+    with panels(png, 1, 1, (3.2, 0.3 * len(order)), (3.2, 1.3)) as (_, (axes,)):
+        for place, name in enumerate(order):
+            mean, spread = panel[name]
+            axes.errorbar(mean, place, xerr=spread, fmt="o", capsize=3, color=SERIES[0])
+        axes.set_yticks(range(len(order)), map(plain, order))
+        axes.set_ylim(-0.6, len(order) - 0.4)
+        axes.locator_params(axis="x", nbins=5)
+        axes.set_xlabel(f"{label}\n({'higher' if large_is_good else 'lower'} is better)")
+        axes.grid()
 
 
 def write(out: Path, variants: list[str], seeds: list[int]) -> None:

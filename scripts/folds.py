@@ -21,10 +21,33 @@ from kit.runs import job_of, on_data, publish, read_energies, system_rows, work_
 from kit.words import guarded, parsed, trainings
 
 from molflt import plots
-from molflt.evaluation.other_models import Published, read_published
+from molflt.data.structures.systems import read_systems
+from molflt.files import read_arrays
 from molflt.metrics import EWT_THRESHOLD
 
 TEST, VALIDATION = "test_id", "val_id"
+
+Published = dict[str, dict[str, np.ndarray]]  # energies (training runs,) in eV by model and system
+
+
+def read_published(path: Path) -> Published:
+    """Reads published energies from an npz file.
+
+    The file contains the array ``name`` (n,), with the names of n systems, and an array for each
+    model, with predicted energies in eV: (n,), or (n, k) for k training runs. Arrays that are not
+    floating point are ignored.
+    """
+    arrays = read_arrays(path, ("name",))
+    names = arrays["name"].tolist()
+    if len(set(names)) != len(names):
+        raise ValueError(f"{path}: expected unique names of systems; got duplicates")
+    models = {key: array for key, array in arrays.items() if array.dtype.kind == "f"}
+    if not models:
+        raise ValueError(f"{path}: expected energies of at least one model; got {sorted(arrays)}")
+    return {
+        model: dict(zip(names, array.reshape(len(names), -1), strict=True))
+        for model, array in models.items()
+    }
 
 
 def collect(out: Path, folders: list[Path]) -> Rows:
@@ -47,8 +70,7 @@ def errors_of(rows: Rows, published: Published | None) -> Rows:
     for name, own in members.items():
         row, models = own[0], {"molflt": np.array([one["energy_eV"] for one in own])}
         if published is not None:
-            row_of = published.rows[name]
-            models |= {model: array[row_of] for model, array in published.models.items()}
+            models |= {model: energies[name] for model, energies in published.items()}
         found += [
             {
                 **{key: row[key] for key in ("name", "fold", "family", "metal", "target_eV")},
@@ -104,10 +126,10 @@ def main(words: list[str] | None = None) -> int:
     folders = sorted(path.parent for path in options.data.glob("*/train.safetensors"))
     if not folders:
         raise ValueError(f"{options.data}: expected folders testI-valJ with train.safetensors")
-    published = read_published(options.published, folders[0]) if options.published else None
+    published = read_published(options.published) if options.published else None
     if published:
-        known = {system.name for system in published.systems.values()}
-        if missing := sorted(known - published.rows.keys()):
+        known = {system.name for system in read_systems(folders[0]).values()}
+        if missing := sorted(known - next(iter(published.values())).keys()):
             raise ValueError(f"{options.published}: expected energies of {missing[0]}; got none")
     job = job_of(options, str(options.config), options.seed)
     jobs = {options.out / folder.name: on_data(job, folder) for folder in folders}

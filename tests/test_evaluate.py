@@ -17,10 +17,7 @@ from molflt.commands.predict import predict
 from molflt.data.structures.in_memory import StructuresInMemory
 from molflt.data.structures.splits import TEST_SPLITS, VAL_SPLITS
 from molflt.data.structures.store import StructureStore, write_store
-from molflt.data.structures.systems import System, write_systems
-from molflt.evaluation.energies import _metrics, _results_table
-from molflt.evaluation.groups import errors_by_group
-from molflt.evaluation.other_models import compare, read_published
+from molflt.evaluation.energies import _errors_by_group, _metrics, _results_table
 from molflt.evaluation.predictions import Predictions, infer
 from molflt.graph import EnergyRegressor
 from molflt.training.checkpoint import load_run
@@ -40,7 +37,7 @@ def evaluated(tmp_path_factory, run: Path) -> tuple[Path, dict]:
 def test_results_and_files_match_an_independent_computation(evaluated, run, energy_data) -> None:
     out, results = evaluated
     names = "results.json results_of.json predictions.npz predictions.csv errors_by_group.csv"
-    pictures = "parity.png errors.png encoding.png"
+    pictures = "parity.png encoding.png"
     assert {path.name for path in out.iterdir()} == {*names.split(), *pictures.split()}
     assert json.loads((out / "results.json").read_text()) == results
     assert list(results) == list(VAL_SPLITS)
@@ -94,20 +91,22 @@ def test_splits_without_labels_are_only_predicted(run, tmp_path, capsys) -> None
     assert {(row["target_eV"], row["error_eV"]) for row in rows} == {("", "")}
 
 
-def predictions(natoms, energy, target, adsorbate, sids=None) -> Predictions:
+def predictions(natoms, energy, target, adsorbate) -> Predictions:
     count = len(natoms)
     unknown, words, new = np.full(count, np.nan), ["X"] * count, np.full(count, "")
     arrays = (np.array(natoms), np.array(energy)[:, None], np.array(target), unknown, new)
-    sid = np.arange(count) if sids is None else np.array(sids)
-    return Predictions(sid, *arrays, words, adsorbate, words, [()] * count, {}, [None] * count)
+    return Predictions(
+        np.arange(count), *arrays, words, adsorbate, words, [()] * count, {}, [None] * count
+    )
 
 
 def test_missing_labels_do_not_count_as_zero() -> None:
     part = predictions([5, 6, 7], [-1.0, -2.0, -3.0], [-1.5, np.nan, -3.01], ["O", "O", "H"])
     errors = {"mae_eV": 0.255, "ewt_percent": 50.0, "baseline_mae_eV": (0.5 + 1.01) / 2}
     assert _metrics(part, median=-2.0, added=False) == pytest.approx(errors | {"n": 2})
-    groups = errors_by_group({"val_id": part})["all"]["adsorbate"]
-    assert [(group.group, group.n) for group in groups] == [("H", 1), ("O", 1)]
+    groups = [one for one in _errors_by_group({"val_id": part}) if one.split == "all"]
+    names = [(one.group, one.n) for one in groups if one.kind == "adsorbate"]
+    assert names == [("H", 1), ("O", 1)]
     rows = {split: {**errors, "n": 2} for split in "ab"}
     rows["b"]["mae_eV"] = 0.355
     assert _results_table(rows).splitlines()[-1].split()[:3] == ["average", "4", "0.3050"]
@@ -118,7 +117,9 @@ def test_size_groups_contain_the_sizes_of_their_range(sizes) -> None:
     natoms, count = np.array(sizes), len(sizes)
     # the MAE of a group is its mean size
     part = predictions(sizes, np.zeros(count), natoms.astype(float), ["unknown"] * count)
-    groups = errors_by_group({"s": part})["s"]["natoms"]
+    groups = [
+        one for one in _errors_by_group({"s": part}) if (one.split, one.kind) == ("s", "natoms")
+    ]
     ends = [[int(end) for end in group.group.split("-")] for group in groups]
     for group, end in zip(groups, ends, strict=True):
         inside = natoms[(natoms >= end[0]) & (natoms <= end[-1])]
@@ -127,22 +128,19 @@ def test_size_groups_contain_the_sizes_of_their_range(sizes) -> None:
 
 
 @pytest.mark.usefixtures("undrawn")
-def test_trial_submission_of_validation_splits(run, tmp_path, capsys) -> None:
-    path = tmp_path / "submission.npz"
-    evaluate(run, out=tmp_path, submission=path, device="cpu")
-    with np.load(path) as written, np.load(tmp_path / "predictions.npz") as file:
-        assert {f"val_{name}" for name in written.files} == set(file.files)
-        for name in written.files:
-            np.testing.assert_array_equal(written[name], file[f"val_{name}"])
+def test_predictions_of_the_test_splits_are_a_submission(run, tmp_path) -> None:
+    evaluate(run, splits=TEST_SPLITS, out=tmp_path, device="cpu")
+    names = ("id", "ood_ads", "ood_cat", "ood_both")
+    with np.load(tmp_path / "predictions.npz") as written:
+        assert set(written.files) == {f"{n}_{p}" for n in names for p in ("ids", "energy")}
         assert written["id_ids"].dtype.kind == "U" and written["id_energy"].dtype == np.float64
-    assert "test splits" in capsys.readouterr().err
 
 
 def test_an_evaluation_removes_files_of_an_earlier_one(run, tmp_path, monkeypatch) -> None:
     """A failed evaluation keeps them."""
     done = Path(shutil.copytree(run, tmp_path / "run"))
     evaluate(done, splits=["val_id"], device="cpu", pictures=["svg"])
-    stale = {"errors_by_group.csv", "parity.png", "parity.svg", "errors.png", "errors.svg"}
+    stale = {"errors_by_group.csv", "parity.png", "parity.svg"}
     assert {*stale, "results_of.json"} <= {path.name for path in done.iterdir()}
     kept = {path: path.read_bytes() for path in done.iterdir() if path.is_file()}
     with monkeypatch.context() as patched:
@@ -260,101 +258,6 @@ def test_structures_without_tags_are_refused_unless_forced(run, tmp_path, capsys
     assert [row["index"] for row in table(out)] == ["2"]
     told = printed(capsys, *words, "--tags", "guess").err
     assert "1 adsorbate O, 4 surface, 4 subsurface atoms" in told
-
-
-@pytest.mark.usefixtures("undrawn")
-def test_comparison_with_published_predictions(run, energy_data, tmp_path, capsys) -> None:
-    store = StructureStore(energy_data / "val_id.safetensors")
-    systems = [System(r.sid, f"cu-{r.sid}", "m", "amides", "Cu") for r in store]
-    root = shutil.copytree(energy_data, tmp_path / "data")
-    write_systems(root, [("val_id", systems)])
-    others = tmp_path / "others.npz"
-    target = StructureStore(energy_data / "val_id.safetensors").y_relaxed
-    np.savez(others, name=[s.name for s in systems], rival=target + 0.25)
-    words = ["evaluate", str(run), "--splits", "val_id", "--data", str(root), "--device", "cpu"]
-    out = printed(capsys, *words, "--out", tmp_path, "--published", others).out
-    assert f"{len(store)} of {len(store)} systems" in out
-    assert "published MAE" not in out
-    ours = json.loads((tmp_path / "results.json").read_text())["val_id"]["mae_eV"]
-    row = next(line for line in reversed(out.splitlines()) if line.startswith("val_id")).split()
-    assert row == ["val_id", str(len(store)), f"{ours:.4f}", "0.2500"]
-
-
-# --- published predictions ------------------------------------------------------------------------
-
-
-NAMES = [f"cu-{i}" for i in range(8)]
-
-
-@pytest.fixture
-def root(tmp_path: Path) -> Path:
-    """Writes a data set of 8 systems, sids 100 to 107, in two families on two metals."""
-    systems = [
-        System(100 + i, name, f"m{i}", "amides" if i < 5 else "oximes", ("Cu", "Ag")[i % 2])
-        for i, name in enumerate(NAMES)
-    ]
-    write_systems(tmp_path, [("val_id", systems[:5]), ("val_ood_cat", systems[5:])])
-    return tmp_path
-
-
-def predicted(*sids: int) -> Predictions:
-    """Returns energies 0.1 eV above the labels; sid 101 has no label, and sid 999 no name."""
-    target = np.array([np.nan if sid == 101 else -0.01 * sid for sid in sids])
-    energy = np.nan_to_num(target) + 0.1
-    return predictions([1] * len(sids), energy, target, ["X"] * len(sids), sids)
-
-
-FOUND = {"val_id": predicted(100, 101, 102, 103), "val_ood_cat": predicted(107, 105, 999)}
-
-
-def published(path: Path, names: list[str] = NAMES, **others: np.ndarray) -> Path:
-    """Writes two runs of model a, with errors of +0.3 and -0.1 eV, and one of b, with 0.2 eV."""
-    target = np.array([-0.01 * (100 + int(name[-1])) for name in names])
-    models = {"a": np.stack([target + 0.3, target - 0.1], axis=1), "b": target + 0.2}
-    np.savez(path, **{"name": np.array(names), "fold": np.arange(len(names)), **models, **others})
-    return path
-
-
-def test_systems_are_matched_by_name_in_any_order(root: Path) -> None:
-    names = [name for name in reversed(NAMES) if name != "cu-3"]  # 103 is only in the run
-    others = read_published(published(root / "p.npz", names), root)
-    text = compare(others, FOUND, root)
-    assert "p.npz" in text and "4 of 7 systems" in text
-    assert (root / "published.png").read_bytes()[:4] == b"\x89PNG"
-    rows = table(root / "published.csv")
-    assert [row["name"] for row in rows] == ["cu-0", "cu-2", "cu-7", "cu-5"]
-    for row in rows:
-        target = -0.01 * int(row["sid"])
-        columns = {"target_eV": 0.0, "energy_eV": 0.1, "a_eV": 0.1, "b_eV": 0.2}
-        for column, error in columns.items():
-            assert float(row[column]) == pytest.approx(target + error)
-    errors = {
-        (row["kind"], row["group"], row["model"]): row
-        for row in table(root / "published_errors.csv")
-    }
-    counts = {key[:2]: int(row["n"]) for key, row in errors.items()}
-    assert counts == {
-        ("split", "val_id"): 2, ("split", "val_ood_cat"): 2, ("split", "all"): 4,
-        ("family", "amides"): 2, ("family", "oximes"): 2, ("metal", "Ag"): 2, ("metal", "Cu"): 2,
-    }  # fmt: skip
-    for (_, _, model), row in errors.items():
-        single, mean = {"this run": (0.1, 0.1), "a": (0.2, 0.1), "b": (0.2, 0.2)}[model]
-        assert float(row["mae_eV"]) == pytest.approx(single)
-        assert float(row["mae_of_mean_eV"]) == pytest.approx(mean)
-    head = next(line for line in text.splitlines() if line.startswith("split"))
-    words = [word.strip() for word in head.split("  ") if word.strip()]
-    assert words == ["split", "systems", "this run", "a", "a, mean of 2", "b"]
-
-
-def test_missing_predictions_are_ignored(root: Path) -> None:
-    gaps = np.full((8, 2), -1.0)
-    gaps[2, 1] = np.nan
-    others = read_published(published(root / "p.npz", a=gaps), root)
-    text = compare(others, FOUND, root)
-    assert "4 of 7 systems" in text  # 100, 103, 105, 107
-    others = read_published(published(root / "p.npz", a=gaps * np.nan), root)
-    with pytest.raises(ValueError, match="among these 7;"):
-        compare(others, FOUND, root)
 
 
 def test_use_of_a_mesh_is_said(monkeypatch, capsys) -> None:

@@ -16,7 +16,7 @@ from molflt.attention.positions.grid import ToeplitzPosition
 from molflt.attention.positions.spectral import SpectralPosition
 from molflt.attention.spectra.gaussian import GaussianBasis, GaussianMixture
 from molflt.attention.spectra.local import Local
-from molflt.plots import GroupError, figure
+from molflt.plots import figure
 from molflt.tasks.is2re import IS2RETask
 
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -113,22 +113,6 @@ def test_pictures_in_further_formats(tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == 5
     same = [(tmp_path / name).read_bytes() for name in ("again.svg", "ahead.svg")]
     assert same[0] == same[1]  # no date, no random names
-
-
-def test_errors(tmp_path: Path, figures) -> None:
-    groups = [GroupError(f"C{i}H", i, 0.1 * i) for i in range(1, 31)] + [GroupError("N2", 5, 9.0)]
-    sizes = [GroupError("7-20", 40, 0.3), GroupError("21-50", 60, 0.2)]
-    absolute = {"val_id": np.array([0.01, 0.5, 0.03, 0.001])}
-    plots.errors({"adsorbate": groups, "natoms": sizes}, absolute, tmp_path / "e.png")
-    left, middle, right = figures[0].axes
-    names = [label.get_text() for label in left.get_yticklabels()]
-    assert len(names) == 20 and names[-1] == "N$_{2}$" and names[-2] == "C$_{30}$H"
-    assert [label.get_text() for label in middle.get_yticklabels()] == ["21-50", "7-20"]
-    steps = right.lines[0]
-    share = steps.get_ydata()[np.searchsorted(steps.get_xdata(), 0.02) - 1]
-    assert share == 0.5  # two of four errors are below 0.02 eV
-    plots.errors({"slab": [GroupError("O", 1, 0.0)]}, {"a": np.zeros(1)}, tmp_path / "zero.png")
-    assert is_picture(tmp_path / "zero.png")
 
 
 def test_attention_matrices_show_the_weights(tmp_path: Path, figures) -> None:

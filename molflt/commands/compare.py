@@ -11,7 +11,7 @@ from molflt.evaluation.results import align
 from molflt.evaluation.runs import Run, differences, measures_of, notes, read_runs, standard_error
 from molflt.files import shown, write_atomically
 from molflt.metrics import Metric
-from molflt.plots import further_formats, intervals, overlaid_curves
+from molflt.plots import further_formats, overlaid_curves
 
 __all__ = ["compare"]
 
@@ -31,8 +31,8 @@ def compare(
 
     Args:
         runs: folders of two or more training runs.
-        out: folder for comparison.json, curves.png (training curves) and metrics.png (the metric
-            that selects the best weights, by split); by default nothing is written.
+        out: folder for comparison.json and curves.png (training curves); by default nothing is
+            written.
         json: print JSON instead of a table.
         pictures: additional formats for the figures.
     """
@@ -132,20 +132,8 @@ def _draw(runs: Sequence[Run], out: Path) -> list[Path]:
     measure, metrics = runs[0].measure, runs[0].metrics
     validated = metrics[measure]._replace(label=f"validation {metrics[measure].label}")
     panels = {"train_loss": Metric("training loss", scale="log"), f"val_{measure}": validated}
-    written = []
     curves = {run.name: run.columns for run in runs if "step" in run.columns}
-    if any(column in columns for columns in curves.values() for column in panels):
-        overlaid_curves(curves, panels, out / "curves.png")
-        written.append(out / "curves.png")
-    found: dict[str, dict[str, tuple[float, float]]] = {}
-    for run in runs:
-        for split, row in run.results.items():
-            if (value := row.get(measure)) is not None:
-                error = standard_error(run, split, measure) or 0.0
-                count = f", n = {row['n']:,}" if row.get("n") else ""
-                label = f"{split}{count}\n{metrics[measure].axis} ± standard error, where known"
-                found.setdefault(label, {})[run.name] = (value, error)
-    if found:
-        intervals(found, out / "metrics.png", metrics[measure].largest_is_best)
-        written.append(out / "metrics.png")
-    return written
+    if not any(column in columns for columns in curves.values() for column in panels):
+        return []
+    overlaid_curves(curves, panels, out / "curves.png")
+    return [out / "curves.png"]

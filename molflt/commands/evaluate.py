@@ -34,8 +34,8 @@ def evaluate(
 
     Energies: MAE, EwT, errors by adsorbate and size, parity plots. Language: perplexity per token.
     Masked language: perplexity and accuracy of masked tokens. Sentences: the metrics of GLUE.
-    Translation: BLEU. Images: top-1 and top-5 accuracy, misclassified images. All recipes: the
-    learned relative encoding.
+    Translation: BLEU. Images: top-1 and top-5 accuracy. All recipes: the learned relative
+    encoding.
 
     Args:
         run: folder of a training run; its recipe determines the other options.
@@ -72,7 +72,7 @@ def evaluate(
             draw_curve(run, made / "curve.png", task.metrics)
         files = write_results(out, made, report.results, provenance, config, options)
     print(f"{' + '.join(map(str, members))}, checkpoint {checkpoint}{report.text}")
-    print("written: " + ", ".join(map(str, [*files, *report.files])))
+    print("written: " + ", ".join(map(str, files)))
     return report.results
 
 

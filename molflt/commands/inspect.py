@@ -14,10 +14,8 @@ from molflt.commands.options import yaml_of
 from molflt.data.structures import Reading
 from molflt.data.structures.base import Tags, grouped
 from molflt.data.structures.overlaps import equal_structures
-from molflt.data.structures.sources import is_one_source, named, sources_in
+from molflt.data.structures.sources import is_one_source, sources_in
 from molflt.data.structures.summary import Inspected, Purpose, Summary, summarize
-from molflt.plots import structure_overview
-from molflt.plots.figure import expect_picture
 
 __all__ = ["inspect"]
 
@@ -25,7 +23,6 @@ __all__ = ["inspect"]
 def inspect(
     path: Path | Sequence[Path],
     json: bool = False,
-    plot: Path | None = None,
     limit: int | None = None,
     energy_key: str | None = None,
     tags: Tags = "oc20",
@@ -45,8 +42,6 @@ def inspect(
             with_labels, elements, energies_look_like and warnings; for a folder, with the keys
             path, splits (one object for each split) and others (names of other files). The YAML
             omits unknown values, rounds numbers, and groups invalid structures by reason.
-        plot: figure to write (.png, .svg or .pdf), with a histogram of the energies and a structure
-            seen from the top and from the side.
         limit: number of structures to read, starting with the first.
         energy_key: name of the energy (in eV) in a file that ASE reads; by default y_relaxed or, if
             it is missing, energy.
@@ -59,24 +54,13 @@ def inspect(
         recipe: labels to report: potential (energies, forces and stress at the positions) or is2re
             (relaxed energies); by default inferred from the labels.
     """
-    if plot is not None:
-        expect_picture(plot)
     reading = Reading(energy_key, "any" if recipe == "potential" else tags, forces_key, stress_key)
     if not isinstance(path, Path) and len(path) == 1:
         path = path[0]
     if isinstance(path, Path) and path.is_dir() and not is_one_source(path):
-        if plot is not None:
-            raise ValueError(
-                f"--plot requires a single file; got the folder {path}; pass a file in it"
-            )
         _inspect_folder(path, json, lambda each: summarize(each, limit, reading, recipe))
         return
-    summary, energies, shown, *_ = summarize(path, limit, reading, recipe)
-    if plot is not None:
-        names = ["energy"] if summary["recipe"] == "potential" else ["y_init", "y_relaxed"]
-        found = {name: energies[name] for name in names}
-        structure_overview(found, shown, named(path).name, plot)
-        summary["plot"] = str(plot)
+    summary = summarize(path, limit, reading, recipe).summary
     print(dumps(summary) if json else yaml_of(_readable(summary)))
 
 

@@ -13,7 +13,7 @@ __all__ = ["report"]
 
 
 def report(run: Path, out: Path | None = None) -> None:
-    """Writes an HTML page about a run: curves, metrics, errors, figures, settings, command.
+    """Writes an HTML page about a run: curves, metrics, errors, figures, settings.
 
     The page does not load other files. For a run that is unfinished, not evaluated or damaged, the
     page lists the missing parts and shows the other parts.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,27 +17,30 @@ from molflt import plots
 from molflt.data.structures import Structures
 from molflt.data.structures.base import AS_TRAINED, Tags
 from molflt.data.structures.labels import label_faults, limit_in
-from molflt.data.structures.splits import OC20_FILES, PUBLISHED, TEST_SPLITS, VAL_SPLITS
+from molflt.data.structures.splits import TEST_SPLITS
 from molflt.evaluation.calibration import assess, check_calibration_split
 from molflt.evaluation.evaluated import EvaluationData, warn_of_labels
-from molflt.evaluation.groups import errors_by_group, group_tables, write_groups
-from molflt.evaluation.other_models import compare, read_published
+from molflt.evaluation.groups import (
+    GroupError,
+    errors_by_group,
+    group_tables,
+    size_ranges,
+    write_groups,
+)
 from molflt.evaluation.predictions import Predictions, infer
 from molflt.evaluation.relaxation import write_relaxed
 from molflt.evaluation.results import (
     Evaluation,
     Results,
-    finite_row,
     results_table,
     warn,
     write_csv,
 )
 from molflt.files import expect_writable, write_atomically
-from molflt.plots import GroupError
 from molflt.tasks.is2re import IS2RETask
 from molflt.training.config import Config
 
-__all__ = ["evaluate", "submission_splits"]
+__all__ = ["evaluate"]
 
 _COLUMNS = {
     "n": ("systems", 0),
@@ -45,7 +48,6 @@ _COLUMNS = {
     "ewt_percent": ("EwT / %", 2),
     "baseline_mae_eV": ("baseline MAE / eV", 4),
 }
-_LEADERBOARD = ("id", "ood_ads", "ood_cat", "ood_both")  # splits of a submission
 
 
 def evaluate(
@@ -54,8 +56,6 @@ def evaluate(
     config: Config,
     out: Path,
     batch_size: int = 64,
-    submission: Path | None = None,
-    published: Path | None = None,
     calibration_split: str | None = None,
     tags: Tags | None = None,
     relaxed: Path | None = None,
@@ -64,18 +64,13 @@ def evaluate(
 ) -> Evaluation:
     """Evaluates an energy regressor. Splits without labels are predicted but not scored.
 
-    Writes predictions.npz, predictions.csv, errors_by_group.csv, parity.png, errors.png and, with a
-    relative encoding, encoding.png. For ensembles, also writes uncertainty.json and
-    uncertainty.png, and adds spread_eV and uncertainty_eV to predictions.csv.
+    Writes predictions.npz (for the four test splits of OC20, a submission to its leaderboard),
+    predictions.csv, errors_by_group.csv, parity.png and, with a relative encoding, encoding.png.
+    For ensembles, also writes uncertainty.json and adds spread_eV and uncertainty_eV to
+    predictions.csv.
 
     Args:
         batch_size: number of structures per batch.
-        submission: also write the predictions of the four test splits to this .npz file for the
-            OC20 leaderboard.
-        published: npz file with predictions of other models: the names of the systems (`name`) and,
-            for each model, an array of energies with one column per training run. The comparison is
-            written to published.csv, published_errors.csv (by split, family and metal) and
-            published.png.
         calibration_split: for ensembles, the split used to calibrate the uncertainty; by default
             the first split with labels, except the training split, whose errors are too small. Half
             of its systems, selected by a hash of the sid, are used for calibration and excluded
@@ -101,16 +96,11 @@ def evaluate(
     source = EvaluationData(run, config, tags=tags or AS_TRAINED, **which)
     splits = source.splits
     check_calibration_split(model, calibration_split, splits)
-    names = {} if submission is None else submission_splits(submission, splits)
-    others = None if published is None else read_published(published, source.data.folder)
     domain = source.domain(model)
     datasets = source.open(model, None if force else domain)
     if relaxed is not None:
         for split, dataset in datasets.items():
             expect_writable(relaxed / f"{split}.extxyz", dataset.path)
-    if submission is not None:
-        expect_writable(submission, *filter(None, [published]))
-        _expect_counts({split: len(datasets[split]) for split in names.values()})
     median, baseline = source.training_median()
     by_atom = [] if relaxed is None else ["displacement"]
     found = {
@@ -124,30 +114,20 @@ def evaluate(
     for split, row in results.items():
         _warn_of_labels(split, found[split], datasets[split])
         row |= {**assessed.get(split, {}), **structures.get(split, {})}
-    groups = errors_by_group(found)
-    _write(out, datasets, found, columns)
-    _draw(out, found, groups, model)
+    groups = _errors_by_group(found)
+    rows: list[dict[str, object]] = []
+    for split, part in found.items():
+        numbers = {"error_eV": part.energy - part.target, **columns.get(split, {})}
+        rows += part.rows(split, datasets[split], ("adsorbate", "slab"), numbers)
+    write_csv(out / "predictions.csv", rows)
+    _write_arrays(out / "predictions.npz", found)
+    if groups:
+        write_groups(out, groups, "mae_eV")
+    _draw(out, found, model)
     tables = [f" on {source}", f"{_results_table(results)}\n{baseline}"]
     tables += [source.absent, uncertainty, moved]
-    tables += [group_tables(groups["all"])] if groups else []
-    if others is not None:
-        tables.append(compare(others, found, out))
-    elif _is_oc20(datasets):
-        tables.append(_published_table(results))
-    if submission is not None:
-        _write_arrays(submission, {name: found[split] for name, split in names.items()})
-    text = "\n\n".join(filter(None, tables)) + "\n"
-    return Evaluation(results, text, [] if submission is None else [submission])
-
-
-def _expect_counts(counts: Mapping[str, int]) -> None:
-    for split, count in counts.items():
-        expected = OC20_FILES[f"all/{split}"].records
-        if split in TEST_SPLITS and count != expected:
-            raise ValueError(
-                f"submission: split {split}: expected the {expected} systems of OC20; got {count}; "
-                "predict the whole split"
-            )
+    tables += [group_tables(groups)] if groups else []
+    return Evaluation(results, "\n\n".join(filter(None, tables)) + "\n")
 
 
 def _warn_of_labels(split: str, part: Predictions, dataset: Structures) -> None:
@@ -173,13 +153,6 @@ def _metrics(found: Predictions, median: float | None, added: bool) -> dict[str,
     return metrics | {"baseline_mae_eV": baseline, "n": len(target if known else found.energy)}
 
 
-def _is_oc20(datasets: Mapping[str, Structures]) -> bool:
-    """Returns True if every split has the size of the OC20 split with the same name."""
-    counts = {name.removeprefix("all/"): file.records for name, file in OC20_FILES.items()}
-    sizes = {split: len(dataset) + len(dataset.bad) for split, dataset in datasets.items()}
-    return sizes.items() <= counts.items()
-
-
 def _results_table(results: Results) -> str:
     rows = dict(results)
     known = [row for row in results.values() if row["mae_eV"] is not None]
@@ -192,91 +165,44 @@ def _results_table(results: Results) -> str:
     return results_table("split", _COLUMNS, rows)
 
 
-def _published_table(results: Results) -> str:
-    columns = {split: (split, 4) for split in VAL_SPLITS} | {"ewt": ("EwT val_id / %", 2)}
-    rows: dict[str, dict[str, float | None]] = {
-        f"{entry.model}, {entry.setting}": {
-            "ewt": entry.ewt_id,
-            **{split: getattr(entry, split) for split in VAL_SPLITS},
-        }
-        for entry in PUBLISHED
-    }
-    rows["this run"] = {split: results.get(split, {}).get("mae_eV") for split in VAL_SPLITS}
-    rows["this run"]["ewt"] = results.get("val_id", {}).get("ewt_percent")
-    table = results_table("model, training", columns, rows)
-    return f"published MAE / eV on the validation splits of OC20\n{table}"
-
-
-def _write(
-    out: Path,
-    datasets: Mapping[str, Structures],
-    found: Mapping[str, Predictions],
-    more: Mapping[str, Mapping[str, NDArray[np.float64]]],
-) -> None:
-    rows: list[dict[str, object]] = []
+def _errors_by_group(found: Mapping[str, Predictions]) -> list[GroupError]:
+    """Groups the errors of labeled systems by adsorbate, metal (elements of the slab) and size."""
+    parts = []
     for split, part in found.items():
-        energies = {"energy_eV": part.energy, "target_eV": part.target}
-        energies["error_eV"] = part.energy - part.target
-        columns = {**energies, **more.get(split, {})}
-        rows += [
-            {
-                "split": split,
-                "sid": part.sid[i],
-                **datasets[split].origin(i),
-                "adsorbate": part.adsorbate[i],
-                "slab": part.slab[i],
-                "natoms": part.natoms[i],
-                **finite_row(columns, i),
-            }
-            for i in range(len(part.sid))
-        ]
-    _write_arrays(out / "predictions.npz", found)
-    write_csv(out / "predictions.csv", rows)
+        names = np.full(len(part.sid), split), np.array(part.adsorbate), np.array(part.slab)
+        columns = (*names, np.abs(part.energy - part.target), part.natoms)
+        parts.append([np.asarray(column)[part.labeled] for column in columns])
+    splits, adsorbate, slab, error, natoms = map(np.concatenate, zip(*parts, strict=True))
+    if not len(error):
+        return []
+    kinds = {"adsorbate": adsorbate, "slab": slab, "natoms": size_ranges(natoms)}
+    return errors_by_group(error, kinds, splits)
 
 
-def _draw(
-    out: Path,
-    found: Mapping[str, Predictions],
-    groups: Mapping[str, Mapping[str, Sequence[GroupError]]],
-    model: nn.Module,
-) -> None:
-    if groups:
-        write_groups(out, groups, "mae_eV")
-        panels, names, errors = {}, {}, {}
-        for split, part in found.items():
-            if part.labeled.any():
-                energy, target = part.only_labeled()
-                panels[split], errors[split] = (target, energy), np.abs(energy - target)
-                named = zip(part.sid, part.adsorbate, part.slab, part.labeled, strict=True)
-                names[split] = [
-                    f"sid {sid} {a} on {slab}" for sid, a, slab, known in named if known
-                ]
+def _draw(out: Path, found: Mapping[str, Predictions], model: nn.Module) -> None:
+    panels, names = {}, {}
+    for split, part in found.items():
+        if part.labeled.any():
+            panels[split] = part.only_labeled()[::-1]
+            named = zip(part.sid, part.adsorbate, part.slab, part.labeled, strict=True)
+            names[split] = [f"sid {sid} {a} on {slab}" for sid, a, slab, known in named if known]
+    if panels:
         plots.parity(panels, out / "parity.png", names)
-        plots.errors(groups["all"], errors, out / "errors.png")
     if plots.has_bias(getattr(getattr(model, "encoding", None), "position", None)):
         plots.rpe_profiles(model, out / "encoding.png")
 
 
 def _write_arrays(path: Path, found: Mapping[str, Predictions]) -> None:
-    """Writes a leaderboard submission: an npz file with SPLIT_ids and SPLIT_energy (in eV)."""
+    """Writes an npz file with SPLIT_ids and SPLIT_energy (in eV).
+
+    If the splits are the four test splits of OC20, their names are those of the leaderboard: id,
+    ood_ads, ood_cat and ood_both.
+    """
     arrays: dict[str, NDArray[np.generic]] = {}
+    submission = set(found) == set(TEST_SPLITS)
     for split, part in found.items():
-        arrays |= {f"{split}_ids": part.sid.astype(np.str_), f"{split}_energy": part.energy}
+        name = split.removeprefix("test_") if submission else split
+        arrays |= {f"{name}_ids": part.sid.astype(np.str_), f"{name}_energy": part.energy}
     buffer = io.BytesIO()
     np.savez_compressed(buffer, **arrays)  # type: ignore[arg-type]
     write_atomically(path, buffer.getvalue())
-
-
-def submission_splits(path: Path, splits: Sequence[str]) -> dict[str, str]:
-    """Maps each leaderboard split to the split of the data set that is submitted for it."""
-    if path.suffix != ".npz":
-        raise ValueError(f"{path}: expected a submission that ends in .npz; got {path.suffix!r}")
-    for group in (TEST_SPLITS, VAL_SPLITS):
-        if set(splits) == set(group):
-            if group == VAL_SPLITS:
-                warn(f"{path}: contains validation splits; the leaderboard expects test splits")
-            return dict(zip(_LEADERBOARD, group, strict=True))
-    raise ValueError(
-        f"{path}: a submission needs --splits {' '.join(TEST_SPLITS)}, or the four val_ splits for "
-        f"a trial; got {' '.join(splits) or 'none'}"
-    )

@@ -96,32 +96,27 @@ def load_ensemble(
         run: DataSet.of_run(config["data"], config["seed"])
         for run, config in zip(runs, configs, strict=True)
     }
-    reading = data[first].reading
     keys = [one.reading.baseline_key for one in data.values()]
     baseline = next(filter(None, keys), None)
     configs[0]["data"]["baseline_key"] = baseline
     ensemble = EnsembleRegressor(models, data)
     own = ensemble.weights
-    for i, run in enumerate(runs):
-        if (key := data[run].reading.baseline_key) and key != baseline:
-            raise ValueError(
-                f"{run}: trained with data.baseline_key {key}; expected {baseline}, as in another "
-                "run of the ensemble, because all runs that add a baseline must add the same"
-            )
-        if (tags := data[run].reading.tags) != reading.tags:
-            raise ValueError(
-                f"{run}: trained with data.tags {tags}; expected {reading.tags}, as in {first}, "
-                "because the members of an ensemble read the same structures"
-            )
+    for i, (run, model) in enumerate(zip(runs, models, strict=True)):
+        reading = data[run].reading
+        for option, value, expected in (
+            ("data.baseline_key", reading.baseline_key or baseline, baseline),
+            ("data.tags", reading.tags, data[first].reading.tags),
+            ("model.readout, by contact:", by_contact(model), by_contact(models[0])),
+        ):
+            if value != expected:
+                raise ValueError(
+                    f"{run}: trained with {option} {value}; expected {expected}, as in another run "
+                    "of the ensemble; train all members in the same way"
+                )
         if own[i] in own[:i]:
             raise ValueError(
                 f"{run}: has the same weights as {runs[own.index(own[i])]}; expected different "
                 "training runs in an ensemble"
-            )
-        if by_contact(models[i]) != by_contact(models[0]):
-            raise ValueError(
-                f"{run}: model.readout: different from {first}; expected the same for all members "
-                "of an ensemble; train all members in the same way"
             )
     return ensemble.eval(), configs[0]
 

@@ -4,101 +4,89 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from molflt.evaluation.predictions import Predictions
 from molflt.evaluation.results import results_table, write_csv
-from molflt.plots import GroupError
 
-__all__ = ["errors_by_group", "group_tables", "groups_by_name", "groups_by_size", "size_edges"]
-__all__ += ["write_groups"]
+__all__ = ["GroupError", "errors_by_group", "group_tables", "size_ranges", "write_groups"]
 
-_SIZE_BINS = 6
+_SIZE_RANGES = 6
 _PRINTED = 12
 _COLUMNS = {"n": ("systems", 0), "mae": ("MAE / eV", 4)}
 
 
-def errors_by_group(found: Mapping[str, Predictions]) -> dict[str, dict[str, list[GroupError]]]:
-    """Computes errors grouped by adsorbate, by metal and by size of the structures.
+class GroupError(NamedTuple):
+    """Error of a group of systems, such as all systems with the same adsorbate."""
 
-    Groups of adsorbates and metals are sorted by number of systems, largest first; size ranges are
-    sorted by size and contain similar numbers of systems. Systems without a label are ignored.
+    split: str
+    kind: str
+    group: str
+    n: int
+    mae: float
+    """in the unit of the prediction"""
+
+
+def errors_by_group(
+    error: NDArray[np.float64],
+    kinds: Mapping[str, NDArray[np.str_]],
+    split: NDArray[np.str_] | None = None,
+) -> list[GroupError]:
+    """Computes errors by group.
+
+    Args:
+        error: (systems,), absolute errors.
+        kinds: names of the group of each system, of shape (systems,), by kind. Groups of the kind
+            "natoms" are sorted by size, other groups by number of systems, largest first.
+        split: (systems,), names of splits; by default all systems form one split.
 
     Returns:
-        Groups by split ("all" for all splits together) and by kind: "adsorbate", "slab" (the
-        elements of the slab) or "natoms".
+        The groups of each split and, under the name "all", of all systems.
     """
-    parts = {}
-    for split, part in found.items():
-        if (known := part.labeled).any():
-            error = np.abs(part.energy - part.target)
-            columns = (error, part.adsorbate, part.slab, part.natoms)
-            parts[split] = [np.array(one)[known] for one in columns]
-    if not parts:
-        return {}
-    parts["all"] = [*map(np.concatenate, zip(*parts.values(), strict=True))]
-    edges = size_edges(parts["all"][-1])
-    return {
-        split: {
-            "adsorbate": groups_by_name(adsorbate, error),
-            "slab": groups_by_name(slab, error),
-            "natoms": groups_by_size(natoms, error, edges),
-        }
-        for split, (error, adsorbate, slab, natoms) in parts.items()
-    }
-
-
-def size_edges(natoms: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Divides sizes at quantiles; returns the start of each range and the end of the last range."""
-    return np.unique(np.quantile(natoms, np.linspace(0, 1, _SIZE_BINS + 1)).astype(int))
-
-
-def groups_by_size(
-    natoms: NDArray[np.int64], error: NDArray[np.float64], edges: NDArray[np.int64]
-) -> list[GroupError]:
-    """Returns the error of each nonempty size range; see `size_edges` for `edges`."""
-    # Each range includes its start; the last range also includes its end.
-    bins = np.searchsorted(edges[1:-1], natoms, side="right")
+    chosen = {} if split is None else {str(one): split == one for one in dict.fromkeys(split)}
     groups = []
-    for i in np.unique(bins):
-        low, high = int(edges[i]), int(edges[-1] if i + 2 >= len(edges) else edges[i + 1] - 1)
-        label = f"{low}-{high}" if high > low else f"{low}"
-        groups.append(_group(label, error[bins == i]))
+    for part, own in (chosen | {"all": np.full(len(error), True)}).items():
+        for kind, names in kinds.items():
+            found = [
+                GroupError(part, kind, str(name), int(within.sum()), float(error[within].mean()))
+                for name in np.unique(names[own])
+                if (within := own & (names == name)).any()
+            ]
+            if kind == "natoms":
+                groups += sorted(found, key=lambda one: int(one.group.partition("-")[0]))
+            else:
+                groups += sorted(found, key=lambda one: (-one.n, one.group))
     return groups
 
 
-def groups_by_name(names: NDArray[np.str_], error: NDArray[np.float64]) -> list[GroupError]:
-    """Groups errors by name; returns the groups, largest first."""
-    found = [_group(str(name), error[names == name]) for name in np.unique(names)]
-    return sorted(found, key=lambda group: (-group.n, group.group))
+def size_ranges(natoms: NDArray[np.int64]) -> NDArray[np.str_]:
+    """Returns the range of sizes of each system, such as "20-34".
+
+    The ranges contain similar numbers of systems.
+    """
+    edges = np.unique(np.quantile(natoms, np.linspace(0, 1, _SIZE_RANGES + 1)).astype(int))
+    # Each range includes its start; the last range also includes its end.
+    last = [*(edges[1:-1] - 1), edges[-1]]
+    pairs = zip(edges.tolist(), last, strict=False)
+    names = [f"{low}-{high}" if high > low else f"{low}" for low, high in pairs]
+    return np.array(names)[np.searchsorted(edges[1:-1], natoms, side="right")]
 
 
-def _group(name: str, error: NDArray[np.float64]) -> GroupError:
-    return GroupError(name, len(error), float(error.mean()))
-
-
-def write_groups(
-    out: Path, groups: Mapping[str, Mapping[str, Sequence[GroupError]]], metric: str
-) -> None:
+def write_groups(out: Path, groups: Sequence[GroupError], metric: str) -> None:
     """Writes errors_by_group.csv; `metric` is the name of the MAE column."""
-    rows = [
-        {"split": split, "kind": kind, "group": one.group, "n": one.n, metric: one.mae}
-        for split, kinds in groups.items()
-        for kind, own in kinds.items()
-        for one in own
-    ]
-    write_csv(out / "errors_by_group.csv", rows)
+    rows = [{**one._asdict(), metric: one.mae} for one in groups]
+    write_csv(out / "errors_by_group.csv", [{k: row[k] for k in row if k != "mae"} for row in rows])
 
 
-def group_tables(groups: Mapping[str, Sequence[GroupError]]) -> str:
-    """Formats a table of errors for each kind of group; long tables are truncated."""
+def group_tables(groups: Sequence[GroupError]) -> str:
+    """Formats a table of errors over all splits for each kind of group, with up to 12 groups."""
     tables = []
     for kind, title in {"adsorbate": "adsorbate", "slab": "slab", "natoms": "atoms"}.items():
-        shown = groups[kind][:_PRINTED]
-        rows = {group.group: {"n": group.n, "mae": group.mae} for group in shown}
+        own = [one for one in groups if (one.split, one.kind) == ("all", kind)]
+        rows = {one.group: {"n": one.n, "mae": one.mae} for one in own[:_PRINTED]}
         tables.append(results_table(title, _COLUMNS, rows))
-        if more := len(groups[kind]) - len(shown):
+        if more := len(own) - len(rows):
             tables[-1] += f"\n({more} more in errors_by_group.csv)"
     return "\n\n".join(tables)

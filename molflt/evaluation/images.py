@@ -55,9 +55,8 @@ def evaluate(
 ) -> Evaluation:
     """Evaluates an image classifier: top-1 and top-5 accuracy.
 
-    Writes predictions.csv and, for the last split, wrong.png (the most confident mistakes),
-    confusion.png, attention.png (each head of the last layer, for the first image) and, with a
-    relative encoding, encoding.png.
+    Writes predictions.csv and, for the last split, attention.png (each head of the last layer, for
+    the first image) and, with a relative encoding, encoding.png.
 
     Args:
         batch_size: number of images per batch.
@@ -81,7 +80,6 @@ def evaluate(
             names = {"class": classes[label], "predicted": classes[best]}
             rows.append({"split": split, "index": i, **names, "probability": probability})
     write_csv(out / "predictions.csv", rows)
-    _draw_classes(out, images, logits, labels, classes)
     first = images[0][0][None].to(common.device_of(model))
     title = "last layer, first image; patches row by row"
     position, scale, side = model.stack.position, model.position_scale, model.side
@@ -110,24 +108,6 @@ def _locality(model: ImageClassifier, images: LabeledImages) -> dict[str, float 
     # Matrix products are avoided because their rounding errors would make equal distances differ.
     distances = torch.cdist(places, places, compute_mode="donot_use_mm_for_euclid_dist")
     return common.locality_of(model.stack, lambda: model(batch), distances)
-
-
-def _draw_classes(
-    out: Path, images: LabeledImages, logits: Tensor, labels: Tensor, classes: list[str]
-) -> None:
-    confidence, predicted = logits.softmax(dim=1).max(dim=1)
-    counts = torch.bincount(labels * len(classes) + predicted, minlength=len(classes) ** 2)
-    plots.confusion(counts.view(-1, len(classes)), classes, out / "confusion.png")
-    mistakes = (predicted != labels).nonzero()[:, 0]
-    mistakes = mistakes[confidence[mistakes].argsort(descending=True, stable=True)][:32]
-    if len(mistakes):
-        captions = [
-            f"{classes[labels[i]]}\n→ {classes[predicted[i]]}, {100 * confidence[i]:.0f} %"
-            for i in mistakes
-        ]
-        wrong = [images[int(i)][0].numpy() for i in mistakes]
-        title = "misclassified images, the most confident predictions first"
-        plots.image_sheet(wrong, captions, out / "wrong.png", title)
 
 
 def evaluate_pixels(

@@ -4,27 +4,19 @@ from __future__ import annotations
 
 import base64
 import csv
-import io
 import math
-import shlex
 import tempfile
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from functools import partial
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
 from jinja2 import Environment
 
-from molflt import plots
-from molflt.data.structures.data_set import DataSet
-from molflt.data.structures.potential_data import SinglePoints
-from molflt.evaluation.results import FIGURES, RESULTS, given_data
+from molflt.evaluation.results import FIGURES, RESULTS
 from molflt.evaluation.runs import Run, flat_options, standard_error
-from molflt.files import readable_size, shown, verify_tensors
+from molflt.files import shown
 from molflt.metrics import Metric
 from molflt.plots.figure import DPI
 from molflt.training.config import defaults, plain
@@ -34,18 +26,13 @@ from molflt.version import __version__
 __all__ = ["Page", "page_of"]
 
 _OF_STRUCTURES = ("is2re", "potential")  # recipes whose predictions.csv has a row per structure
-_LONGEST = 400  # maximum number of characters in a text
-_VALIDATIONS = 20  # rows in the table of validations
-_DRAWN, _LISTED = 6, 15  # worst predictions in figures and in the table
+_WORST = 15  # rows in the table of the worst predictions
 _NAMES = {
     "bleu": "BLEU ↑",
     "chrf": "chrF ↑",
     "nearest": "attention to the nearest 10 % of the tokens",
     "farthest": "attention to the farthest 10 % of the tokens",
 }
-_NAMED_BY = {"learned_optimizer": "--tasks", "population_optimizer": "--functions"}
-_LARGEST_PNG = 500_000  # bytes; larger figures are reduced to a palette
-_BUDGET = 2_500_000  # total bytes of all figures, for a page of up to 3 MB
 _EXPECTED = {  # files of a finished run, and the consequences if they are missing
     "checkpoints/last.ckpt": "time and data of the training are unknown",
     "checkpoints/best.safetensors": "the best weights are lost, or the run was never validated",
@@ -53,7 +40,7 @@ _EXPECTED = {  # files of a finished run, and the consequences if they are missi
     "versions.json": "versions are unknown",
 }
 
-_Part = Mapping[str, Any] | str  # a table, a figure or a row of figures; a string is a paragraph
+_Part = Mapping[str, Any]  # a table or a figure
 
 
 class Page:
@@ -66,18 +53,14 @@ class Page:
     def __init__(self, path: Path) -> None:
         self.path = path = Path(path)
         self.missing: list[str] = []
-        self._left = _BUDGET
         self.run = run = Run(path, path.resolve().name, self.attempt)
         self.recipe = str(run.config["recipe"])
         self.versions: Mapping[str, object] = self.attempt(lambda: read_versions(path), {})
-        self.given = self.attempt(lambda: given_data(path), None)
         self.missing += [
             f"{path / name}: missing; {lost}"
             for name, lost in _EXPECTED.items()
             if not (path / name).is_file()
         ]
-        if (best := path / "checkpoints" / "best.safetensors").is_file():
-            self.attempt(lambda: verify_tensors(best), False)
         most = int(str(run.config["trainer"]["max_steps"]))
         if run.step is not None and run.step < most and "stopped" not in run.own:
             done = f"{run.step:,} of {most:,} steps are done"
@@ -98,84 +81,38 @@ class Page:
         self.missing += [line] * (line not in self.missing)
         return otherwise
 
-    def drawn(self, text: str, draw: Callable[[Path], object]) -> list[_Part]:
-        """Returns a list with one figure, captioned `text`; the list is empty if `draw` fails."""
-
-        def make() -> list[_Part]:
-            with tempfile.TemporaryDirectory() as folder:
-                file = Path(folder) / "picture.png"
-                draw(file)
-                return self._embedded(file, text, text)
-
-        return list(self.attempt(make, []))
-
-    def pictures(self) -> list[_Part]:
-        """Returns the existing figures of the evaluation."""
-        parts: list[_Part] = []
-        for name, text in FIGURES.items() if self.run.results else ():
-            if (file := self.path / f"{name}.png").is_file():
-                parts += self.attempt(partial(self._embedded, file, str(file), text), [])
-        return parts
-
-    def _embedded(self, file: Path, name: str, text: str) -> list[_Part]:
-        content, width = _png(file.read_bytes(), name)
-        data = base64.b64encode(content).decode()
-        if len(data) > self._left:
-            raise ValueError(f"{name}: not shown, because the page would be larger than 3 MB")
-        self._left -= len(data)
-        return [{"src": f"data:image/png;base64,{data}", "width": width, "text": text}]
-
-
-def _png(content: bytes, name: str) -> tuple[bytes, int]:
-    """Returns a PNG file (with a palette if it is large) and its width on the page."""
-    from PIL import Image
-
-    try:
-        with Image.open(io.BytesIO(content), formats=["PNG"]) as image:
-            width = round(image.width * 96 / DPI)
-            image.load()
-            if len(content) <= _LARGEST_PNG:
-                return content, width
-            buffer = io.BytesIO()
-            image.convert("RGB").quantize(256).save(buffer, "PNG", optimize=True)
-            return buffer.getvalue(), width
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-        raise ValueError(
-            f"{name}: expected a PNG file; {shown(str(error), 100)}; evaluate the run again"
-        ) from None
-
-
-def _table(
-    head: Sequence[str],
-    rows: Sequence[Sequence[object]],
-    caption: str,
-    text_columns: int = 1,
-    most: int = 30,
-) -> _Part:
-    """Returns a table of up to `most` rows; the first `text_columns` columns contain text."""
-    parts = {"head": head, "rows": rows, "caption": caption}
-    return {**parts, "text_columns": text_columns, "most": most}
+    def figure(self, file: Path, text: str) -> list[_Part]:
+        """Returns a list with a PNG file, or an empty list if it is missing."""
+        content = file.read_bytes() if file.is_file() else b""
+        if content and not content.startswith(b"\x89PNG\r\n"):
+            self.missing.append(f"{file}: expected a PNG file; evaluate the run again")
+            content = b""
+        # The header of a PNG file contains its width in pixels.
+        width = int.from_bytes(content[16:20], "big") * 96 // DPI
+        src = f"data:image/png;base64,{base64.b64encode(content).decode()}"
+        return [{"src": src, "width": width, "text": text}] if content else []
 
 
 def page_of(path: Path) -> tuple[str, list[str]]:
     """Renders a run as one HTML page; returns the page and a line for each missing part."""
     page = Page(path)
-    sections = []
-    for name, (title, make) in _SECTIONS.items():
-        if parts := page.attempt(partial(make, page), []):
-            sections.append({"name": name, "title": title, "parts": parts})
+    sections = {title: page.attempt(partial(make, page), []) for title, make in _SECTIONS.items()}
     environment = Environment(autoescape=True)
-    environment.filters["cut"] = _cut
     source = files("molflt.evaluation").joinpath("page.html").read_text("utf-8")
     made = environment.from_string(source).render(
-        title=f"Run {page.run.name}", missing=page.missing, sections=sections, version=__version__
+        title=f"Run {page.run.name}",
+        missing=page.missing,
+        sections={title: parts for title, parts in sections.items() if parts},
+        version=__version__,
     )
     return made, page.missing
 
 
-def _cut(value: object, longest: int = _LONGEST) -> str:
-    whole = "–" if value is None else str(value)
-    return whole if len(whole) <= longest else f"{whole[:longest]}… ({len(whole):,} characters)"
+def _table(
+    head: Sequence[str], rows: Sequence[Sequence[object]], caption: str, text_columns: int = 1
+) -> list[_Part]:
+    """Returns a list with a table, whose first `text_columns` columns contain text."""
+    return [{"head": head, "rows": rows, "caption": caption, "text_columns": text_columns}]
 
 
 def _overview(page: Page) -> list[_Part]:
@@ -195,7 +132,7 @@ def _overview(page: Page) -> list[_Part]:
         ("time of training", run.time if run.seconds is not None else "unknown"),
         ("best validation", f"{measure.shown(best[0])} at step {best[1]:,}" if best else "none"),
     ]
-    return [_table(("property", "value"), rows, "Summary of the run.", 2)]
+    return _table(("property", "value"), rows, "Summary of the run.", 2)
 
 
 def _heading(name: str, metrics: Mapping[str, Metric]) -> str:
@@ -207,7 +144,7 @@ def _heading(name: str, metrics: Mapping[str, Metric]) -> str:
     return _NAMES.get(name, name.replace("_", " "))
 
 
-def _number(value: float | None, error: float | None = None, metric: Metric | None = None) -> str:
+def _number(value: float | None, error: float | None, metric: Metric | None) -> str:
     if value is None or not math.isfinite(value):
         return "–"
     if isinstance(value, int):
@@ -227,167 +164,70 @@ def _results(page: Page) -> list[_Part]:
             for split, row in run.results.items()
         ]
         rows.append([_heading(name, metrics), *cells])
-    text = "Metrics by split (results.json); ↓ lower is better, ↑ higher is better"
-    if any(" ± " in cell for row in rows for cell in row):
-        text += "; ± is the standard error over the systems"
-    return [_table(["metric", *run.results], rows, f"{text}.")] if rows else []
+    text = "Metrics by split (results.json); ↓ lower is better, ↑ higher is better; "
+    text += "± is the standard error over the systems."
+    return _table(["metric", *run.results], rows, text) if rows else []
 
 
 def _training(page: Page) -> list[_Part]:
-    run, columns, metrics = page.run, page.run.columns, page.run.metrics
-    if not columns:
+    if not page.run.columns:
         return []
-    text = "Loss, metrics and learning rate against the step, up to step "
-    text += f"{int(columns['step'].max(initial=0)):,}."
-    if run.best is not None:
-        text += f" Best validation: {metrics[run.measure].shown(run.best[0])} at step "
-        text += f"{run.best[1]:,}."
-    draw = partial(draw_curve, page.path, metrics=metrics)
-    names = {name.removeprefix("val_"): name for name in columns if name.startswith("val_")}
-    known = np.flatnonzero(np.isfinite([columns[name] for name in names.values()]).any(axis=0))
-    rows = [
-        [
-            f"{columns['step'][i]:.0f}",
-            *(_number(columns[n][i], None, metrics.get(key)) for key, n in names.items()),
-        ]
-        for i in known[-_VALIDATIONS:]
-    ]
-    head = ["step", *(_heading(name, metrics) for name in names)]
-    caption = f"The last {len(rows)} of {len(known)} validations (metrics.csv)."
-    details = {"summary": "Validations", "inside": [_table(head, rows, caption)]}
-    return page.drawn(text, draw) + ([details] if rows else [])
+    text = "Loss, metrics and learning rate against the step. The star marks the best weights."
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "curve.png"
+        draw_curve(page.path, file, page.run.metrics)
+        return page.figure(file, text)
 
 
-def _settings(page: Page) -> list[_Part]:
-    own = dict(flat_options(page.run.config))
-    usual = dict(flat_options(plain(defaults(page.recipe))))
-    chosen = [(key, value) for key, value in own.items() if usual.get(key) != value]
-    head = ("option", "value")
-    changed = _table(head, chosen, "Options that differ from their defaults.", 2, 500)
-    everything = _table(head, list(own.items()), "All options (config.yaml).", 2, 500)
-    return [changed, {"summary": "All options", "inside": [everything]}]
-
-
-def _files(page: Page) -> list[_Part]:
-    parts: list[_Part] = []
-    if rows := [(name, value) for name, value in page.versions.items() if value is not None]:
-        caption = "Versions at the start of the run (versions.json)."
-        parts.append(_table(("package", "version"), rows, caption, 2, 100))
-    sizes = [
-        (path.relative_to(page.path).as_posix(), readable_size(path.stat().st_size))
-        for path in sorted(page.path.rglob("*"))
-        if path.is_file() and path.name != "report.html"
-    ]
-    listing = _table(("file", "size"), sizes, "Files in the run folder.", most=200)
-    return [*parts, {"summary": "Files", "inside": [listing]}]
-
-
-def _repeat(page: Page) -> list[_Part]:
-    lines = []
-    if version := page.versions.get("molflt"):
-        commit = page.versions.get("git_commit")
-        made = f"molflt {version}" + (f", commit {commit}" if commit else "")
-        lines.append(f"# {' '.join(made.split())}")  # on one line, as a comment
-    lines.append(f"molflt train --config {shlex.quote(str(page.path / 'config.yaml'))} --run AGAIN")
-    options: list[str] = []
-    if page.run.results:
-        options = [] if page.given is None else ["--data", page.given]
-        if not options or page.recipe in (*_OF_STRUCTURES, *_NAMED_BY):
-            named = _NAMED_BY.get(page.recipe, "--splits")
-            options = [named, *page.run.results, *options]
-    lines.append(shlex.join(["molflt", "evaluate", "AGAIN", *options]))
-    lines.append("molflt report AGAIN")
-    return ["AGAIN is the name of a new folder.", {"lines": lines}]
-
-
-class _System(NamedTuple):
-    """A row of predictions.csv."""
-
-    split: str
-    place: int  # index in the split
-    sid: int
-    name: str  # adsorbate and slab, or formula
-    natoms: int
-    energy: float
-    target: float
-    error: float  # error of the energy in eV, or MAE of the forces in meV/Å
-
-
-def _systems(page: Page) -> list[_System]:
-    """Returns the systems with a known error, largest errors first."""
-    counts: Counter[str] = Counter()
-    systems = []
-    of_forces = any(row.get("force_mae_eV_per_A") for row in page.run.predictions)
-    for row in page.run.predictions:
-        split, force = row["split"], float(row.get("force_mae_eV_per_A") or "nan")
-        slab = f" on {row['slab']}" if row.get("slab") else ""
-        name = row["formula"] if "formula" in row else row["adsorbate"] + slab
-        energy, target = float(row["energy_eV"]), float(row["target_eV"] or "nan")
-        error = 1e3 * force if of_forces else energy - target
-        own = (split, counts[split], int(row["sid"]), name, int(row["natoms"]), energy, target)
-        systems += [_System(*own, error)] if math.isfinite(error) else []
-        counts[split] += 1
-    return sorted(systems, key=lambda one: -abs(one.error))
+def _pictures(page: Page) -> list[_Part]:
+    figures = FIGURES.items() if page.run.results else ()
+    return [part for name, text in figures for part in page.figure(page.path / f"{name}.png", text)]
 
 
 def _worst(page: Page) -> list[_Part]:
+    """Returns a table of the structures with the largest errors of the forces or energies."""
+    rows = page.run.predictions
     if page.recipe not in _OF_STRUCTURES or not page.run.results:
         return []
-    if not page.run.predictions:
+    if not rows:
         raise ValueError(f"{page.path / 'predictions.csv'}: missing or empty; evaluate again")
-    if not (systems := _systems(page)):
-        return []
-    unit, form, what, named = "eV", "+.3f", "error", "adsorbate and slab"
-    if page.recipe == "potential":
-        named = "formula"
-        if page.path.joinpath("forces.png").is_file():
-            unit, form, what = "meV/Å", ".1f", "mean error of the forces"
-    rows = []
-    for one in systems[:_LISTED]:
-        numbers = (f"{one.error:{form}}", f"{one.target:.3f}", f"{one.energy:.3f}")
-        rows.append([one.name, *numbers, one.natoms, one.sid, one.split])
-    caption = f"The {len(rows)} systems with the largest {what}, of {len(systems):,}."
-    head = (named, f"{what} / {unit}", "label / eV", "prediction / eV", "atoms", "sid", "split")
-    worst, structures = systems[:_DRAWN], dict[_System, Any]()
-    for split in dict.fromkeys(one.split for one in worst):
-        own = [one for one in worst if one.split == split]
-        structures |= page.attempt(partial(_structures, page.run, split, own), {})
-    figures: list[_Part] = []
-    for one in filter(structures.__contains__, worst):
-        text = f"sid {one.sid} ({one.split}): {one.name}, {one.natoms} atoms, viewed from the top "
-        text += f"and from the side; {what} {one.error:{form}} {unit}"
-        figures += page.drawn(text, partial(plots.structure_views, {"": structures[one]}))
-    legend = (
-        "Atoms of the adsorbate (tag 2) have thick edges, fixed atoms are hatched, and dashed "
-        "lines show the cell. The structures are the inputs of the model."
-    )
-    parts = [_table(head, rows, caption)]
-    return parts + ([legend, {"parts": figures}] if figures else [])
+    what, unit, form = "error", "eV", "+.3f"
+    if of_forces := any(row.get("force_mae_eV_per_A") for row in rows):
+        what, unit, form = "mean error of the forces", "meV/Å", ".1f"
+    found = []
+    for row in rows:
+        label, energy = float(row["target_eV"] or "nan"), float(row["energy_eV"])
+        force = 1e3 * float(row.get("force_mae_eV_per_A") or "nan")
+        error = force if of_forces else energy - label
+        name = row["formula"] if "formula" in row else f"{row['adsorbate']} on {row['slab']}"
+        cells = (f"{error:{form}}", f"{label:.3f}", f"{energy:.3f}")
+        if math.isfinite(error):
+            found.append((abs(error), [name, *cells, row["natoms"], row["sid"], row["split"]]))
+    worst = [cells for _, cells in sorted(found, key=lambda one: -one[0])[:_WORST]]
+    head = ("structure", f"{what} / {unit}", "label / eV", "prediction / eV")
+    caption = f"The {len(worst)} systems with the largest {what}, of {len(found):,}."
+    return _table((*head, "atoms", "sid", "split"), worst, caption) if worst else []
 
 
-def _structures(run: Run, split: str, wanted: Sequence[_System]) -> dict[_System, Any]:
-    data = DataSet.of_run(run.config["data"], run.config["seed"])
-    for skip_bad in (False, True):  # finding the bad structures that are omitted reads all data
-        with suppress(ValueError):
-            opened: Any = data.open([split], skip_bad)[split]
-            opened = SinglePoints(opened) if run.config["recipe"] == "potential" else opened
-            found = {one: opened[one.place] for one in wanted if one.place < len(opened)}
-            there = {(int(record.sid), record.num_nodes) for record in found.values()}
-            if there == {(one.sid, one.natoms) for one in wanted}:
-                return found
-    raise ValueError(
-        f"{data.root}: split {split} does not contain the structures of predictions.csv; the worst "
-        "structures are not drawn"
-    )
+def _settings(page: Page) -> list[_Part]:
+    usual = dict(flat_options(plain(defaults(page.recipe))))
+    chosen = [item for item in flat_options(page.run.config) if usual.get(item[0]) != item[1]]
+    caption = "Options that differ from their defaults; config.yaml contains all options."
+    return _table(("option", "value"), chosen, caption, 2)
 
 
-_SECTIONS: Mapping[str, tuple[str, Callable[[Page], list[_Part]]]] = {
-    "overview": ("Overview", _overview),
-    "results": ("Results", _results),
-    "training": ("Training", _training),
-    "pictures": ("Figures of the evaluation", Page.pictures),
-    "worst": ("The worst predictions", _worst),
-    "settings": ("Settings", _settings),
-    "versions": ("Versions and files", _files),
-    "repeat": ("How to reproduce it", _repeat),
+def _versions(page: Page) -> list[_Part]:
+    rows = [(name, value) for name, value in page.versions.items() if value is not None]
+    caption = "Versions at the start of the run (versions.json)."
+    return _table(("package", "version"), rows, caption, 2) if rows else []
+
+
+_SECTIONS: Mapping[str, Callable[[Page], list[_Part]]] = {
+    "Overview": _overview,
+    "Results": _results,
+    "Training": _training,
+    "Figures of the evaluation": _pictures,
+    "The worst predictions": _worst,
+    "Settings": _settings,
+    "Versions": _versions,
 }

@@ -16,10 +16,9 @@ from molflt.data.structures.base import AS_TRAINED
 from molflt.data.structures.force_units import unit_fault
 from molflt.data.structures.potential_data import SinglePoints
 from molflt.evaluation.evaluated import EvaluationData, warn_of_labels
-from molflt.evaluation.groups import groups_by_name, groups_by_size, size_edges, write_groups
+from molflt.evaluation.groups import GroupError, errors_by_group, size_ranges, write_groups
 from molflt.evaluation.predictions import Predictions, infer
 from molflt.evaluation.results import Evaluation, Results, results_table, warn, write_csv
-from molflt.plots import GroupError
 from molflt.tasks.potential import PotentialTask, point_errors
 from molflt.training.config import Config
 
@@ -55,8 +54,8 @@ def evaluate(
 
     Writes predictions.csv (energy and mean force error of each structure) and parity.png (energies
     minus the mean over all structures with the same formula). With force labels, also writes
-    forces.png (predicted against labeled components), errors_by_group.csv and errors.png (force
-    errors by element and by size).
+    forces.png (predicted against labeled components) and errors_by_group.csv (force errors by
+    element and by size).
 
     Args:
         batch_size: number of structures per batch.
@@ -89,7 +88,11 @@ def evaluate(
         found[split] = infer_points(model, points, batch_size, split)
         row = {name: found[split].metrics.get(name) for name in _COLUMNS if name != "n"}
         results[split] = {**row, **_baseline(model, points), "n": len(points)}
-    write_csv(out / "predictions.csv", _rows(datasets, found))
+    rows: list[dict[str, object]] = []
+    for split, part in found.items():
+        numbers = {"force_mae_eV_per_A": part.force_mae}
+        rows += part.energies.rows(split, datasets[split], ("formula",), numbers)
+    write_csv(out / "predictions.csv", rows)
     _draw(out, found)
     table = results_table("split", _COLUMNS, results)
     text = "\n\n".join(filter(None, (f" on {source}", source.absent, table)))
@@ -123,12 +126,10 @@ def _draw(out: Path, found: Mapping[str, Points]) -> None:
     plots.parity(panels, out / "parity.png", names, quantity, "meV/atom")
     if pairs:
         plots.parity(pairs, out / "forces.png", quantity="force component", unit="meV/Å")
-        errors = _force_errors(found)
-        plots.errors(errors, {}, out / "errors.png", unit="meV/Å")
-        write_groups(out, {"all": errors}, "mae_meV_per_A")
+        write_groups(out, _force_errors(found), "mae_meV_per_A")
 
 
-def _force_errors(found: Mapping[str, Points]) -> dict[str, list[GroupError]]:
+def _force_errors(found: Mapping[str, Points]) -> list[GroupError]:
     """Groups force errors in meV/Å: errors of atoms by element, errors of structures by size."""
     from ase.data import chemical_symbols
 
@@ -138,30 +139,11 @@ def _force_errors(found: Mapping[str, Points]) -> dict[str, list[GroupError]]:
     natoms = np.concatenate([part.energies.natoms for part in found.values()])
     of_structure = 1e3 * np.concatenate([part.force_mae for part in found.values()])
     known = np.isfinite(of_structure)
-    groups = {"element": groups_by_name(symbols, 1e3 * np.abs(forces[1] - forces[0]).mean(axis=1))}
+    groups = errors_by_group(1e3 * np.abs(forces[1] - forces[0]).mean(axis=1), {"element": symbols})
     if known.any():
-        edges = size_edges(natoms[known])
-        groups["natoms"] = groups_by_size(natoms[known], of_structure[known], edges)
+        sizes = {"natoms": size_ranges(natoms[known])}
+        groups += errors_by_group(of_structure[known], sizes)
     return groups
-
-
-def _rows(
-    datasets: Mapping[str, SinglePoints], found: Mapping[str, Points]
-) -> list[dict[str, object]]:
-    return [
-        {
-            "split": split,
-            "sid": int(part.energies.sid[i]),
-            **datasets[split].origin(i),
-            "formula": part.energies.formula[i],
-            "natoms": int(part.energies.natoms[i]),
-            "energy_eV": float(part.energies.energy[i]),
-            "target_eV": float(part.energies.target[i]),
-            "force_mae_eV_per_A": float(error) if np.isfinite(error) else None,
-        }
-        for split, part in found.items()
-        for i, error in enumerate(part.force_mae)
-    ]
 
 
 class Points(NamedTuple):

@@ -25,7 +25,7 @@ from molflt.data.structures.parts import element_faults, without
 from molflt.data.structures.sources import Paths
 from molflt.data.structures.tags import Tagged, adsorbates
 from molflt.evaluation.ensemble import EnsembleRegressor, expect_same_totals, has_references
-from molflt.evaluation.results import warn
+from molflt.evaluation.results import finite_row, warn
 from molflt.graph.geometry import Atoms
 from molflt.graph.heads import by_contact, undescribed
 from molflt.graph.periodic import Auto
@@ -106,6 +106,34 @@ class Predictions:
     def labeled(self) -> NDArray[np.bool_]:
         """Returns a mask of the systems with a label."""
         return np.isfinite(self.target)
+
+    def rows(
+        self,
+        split: str,
+        dataset: Structures,
+        names: Sequence[str],
+        columns: Mapping[str, NDArray[np.float64]],
+    ) -> list[dict[str, object]]:
+        """Returns rows of predictions.csv, with None for NaN.
+
+        Args:
+            split: name of the split.
+            dataset: the predicted structures.
+            names: attributes to include: "formula", "adsorbate", "slab".
+            columns: further numbers (systems,) by name, such as the errors.
+        """
+        numbers = {"energy_eV": self.energy, "target_eV": self.target, **columns}
+        return [
+            {
+                "split": split,
+                "sid": int(self.sid[i]),
+                **dataset.origin(i),
+                **{name: getattr(self, name)[i] for name in names},
+                "natoms": int(self.natoms[i]),
+                **finite_row(numbers, i),
+            }
+            for i in range(len(self.sid))
+        ]
 
     def only_labeled(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """Returns the predicted energies and the labels, in eV, of the systems with a label."""

@@ -18,10 +18,10 @@ from molflt.data.structures.base import AS_TRAINED, warn
 from molflt.files import clear_parts, csv_text, read_json, shown, write_atomically
 from molflt.plots.figure import FORMATS
 from molflt.training.checkpoint import weights_digest
-from molflt.training.config import Config, absolute
+from molflt.training.config import Config
 
 __all__ = ["FIGURES", "RESULTS", "Evaluation", "Provenance", "Results", "align"]
-__all__ += ["finite_row", "given_data", "is_within", "provenance_of", "results_table"]
+__all__ += ["finite_row", "is_within", "provenance_of", "results_table"]
 __all__ += ["run_weights", "warn", "why_of_others", "write_csv", "write_results"]
 
 RESULTS = "results.json"
@@ -31,13 +31,11 @@ _NOTE = "results_of.json"
 _SPLITS = ("train", "val", "test")  # usual prefixes of split names
 _READING = ("energy_key", "tags", "forces_key", "stress_key")  # options for reading the data
 _TABLES = ["predictions.npz", "predictions.csv", "errors_by_group.csv", "translations-*.txt"]
-_TABLES += ["published.csv", "published_errors.csv", "curves.csv", "best_values.csv"]
+_TABLES += ["curves.csv", "best_values.csv"]
 
 FIGURES = {
     "parity": "Predicted against labeled energies, with one panel per split. The largest "
     "errors are labeled.",
-    "errors": "Mean absolute error by adsorbate, metal (elements of the slab), element or "
-    "number of atoms, over all splits, and the cumulative distribution of the errors.",
     "forces": "Predicted against labeled force components, with one panel per split.",
     "encoding": "Learned relative positional encoding of each head against the offset between "
     "two tokens. It is added to the logit or multiplies the weight, as stated in the axis label.",
@@ -47,20 +45,16 @@ FIGURES = {
     "losses": "Mean loss per token, in nats, against the number of preceding tokens.",
     "substitutions": "Learned similarity of pairs of amino acids, and BLOSUM62 if Biopython is "
     "installed.",
-    "confusion": "Share of the images of each class (row) that were assigned to each class "
-    "(column).",
-    "wrong": "Misclassified images with the highest predicted probabilities.",
     "best_values": "Best value so far against the number of evaluations of unseen functions: "
     "mean and standard deviation over runs.",
     "optimizations": "Loss against the step on unseen tasks: mean and range over repeats.",
-    "published": "Predicted against labeled energies of published models and of this run.",
 }
 """Captions of the figures of evaluations, by name."""
 
 
 Provenance = dict[str, object]
-"""Content of results_of.json: checkpoint, weights (sorted SHA-256 digests), data (None for the data
-of the run, otherwise a description of the data) and given (value of --data, or None)."""
+"""Content of results_of.json: checkpoint, weights (sorted SHA-256 digests) and data (None for the
+data of the run, otherwise a description of the data)."""
 
 Results = dict[str, dict[str, float | None]]
 """Values of metrics by split and name; None if a metric is undefined or unknown."""
@@ -71,7 +65,6 @@ class Evaluation(NamedTuple):
 
     results: Results
     text: str  # tables to print after the name of the run
-    files: Sequence[Path] = ()  # files written outside the folder of the evaluation
 
 
 def results_table(
@@ -147,7 +140,7 @@ def write_results(
     if others is None and unlike:
         how = ", ".join(f"{key} {value}" for key, value in unlike.items())
         others = f"{own.get('root') if data is None else data} with {how}"
-    note = {**provenance, "data": others, "given": None if data is None else str(absolute(data))}
+    note = {**provenance, "data": others}
     files = {path.name: path.read_bytes() for path in sorted(made.iterdir())}
     for name, content in {RESULTS: known, _NOTE: note}.items():
         files[name] = f"{json.dumps(content, indent=2, allow_nan=False)}\n".encode()
@@ -203,12 +196,6 @@ def why_of_others(folder: Path, weights: Sequence[Path]) -> str:
     if weights and found["weights"] != sorted(weights_digest(one) for one in weights):
         return f"{path}: belongs to different weights, checkpoint {shown(found['checkpoint'])}"
     return ""
-
-
-def given_data(folder: Path) -> str | None:
-    """Returns the value of --data with which the evaluation in a folder was run, or None."""
-    given = _note(folder).get("given")  # missing in earlier versions
-    return given if isinstance(given, str) else None
 
 
 def _note(folder: Path) -> Provenance:

@@ -116,12 +116,10 @@ def _shards(out: Path) -> list[Shard]:
     found = {Shard(int(match[1]), int(match[2])) for match in matches}
     counts = sorted({shard.total for shard in found})
     if len(counts) != 1:
-        listed = ", ".join(map(str, counts))
-        others = f"shards of divisions into {listed}; delete the files of other divisions"
+        got = f"divisions into {', '.join(map(str, counts))}" if counts else "no shards"
         raise ValueError(
-            f"{out}: expected shards of the same division, such as {Shard(1, 8).path(out).name}, "
-            "which molflt predict --shard 1/8 --out writes; got "
-            + (others if counts else "no shards")
+            f"{out}: expected all shards of one division, such as {Shard(1, 8).path(out).name}, "
+            f"which molflt predict --shard 1/8 --out writes; got {got}"
         )
     everything = [Shard(number, counts[0]) for number in range(1, counts[0] + 1)]
     if missing := [shard for shard in everything if shard not in found]:

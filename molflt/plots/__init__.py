@@ -8,21 +8,21 @@ of Okabe and Ito, which is accessible to color-blind readers.
 from molflt.plots.attention import attention_matrices
 from molflt.plots.encodings import has_bias, rpe_curves, rpe_profiles, rpe_surfaces
 from molflt.plots.figure import further_formats
-from molflt.plots.parity import calibration, parity
-from molflt.plots.structures import structure_overview, structure_views
-from molflt.plots.tokens import confusion, image_sheet, losses_by_place, substitutions
+from molflt.plots.parity import parity
+from molflt.plots.structures import structure_views
+from molflt.plots.tokens import losses_by_place, substitutions
 from molflt.plots.training import (
-    GroupError,
     best_values,
-    errors,
-    intervals,
     loss_curves,
     overlaid_curves,
     training_curve,
 )
 
-__all__ = ["GroupError", "attention_matrices", "best_values", "calibration"]
-__all__ += ["confusion", "errors", "further_formats", "has_bias", "image_sheet", "intervals"]
+__all__ = ["attention_matrices", "best_values"]
+__all__ += [
+    "further_formats",
+    "has_bias",
+]
 __all__ += ["loss_curves", "losses_by_place", "overlaid_curves", "parity", "rpe_curves"]
-__all__ += ["rpe_profiles", "rpe_surfaces", "structure_overview", "structure_views"]
+__all__ += ["rpe_profiles", "rpe_surfaces", "structure_views"]
 __all__ += ["substitutions", "training_curve"]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -48,12 +47,6 @@ def further_formats(names: Collection[str]) -> Iterator[list[Path]]:
         _further.reset(token)
 
 
-def expect_picture(file: Path) -> None:
-    """Raises ValueError unless the name of a file ends in one of `FORMATS`."""
-    if file.suffix.removeprefix(".") not in FORMATS:
-        raise ValueError(f"{file}: expected a name that ends in .png, .svg or .pdf")
-
-
 @contextmanager
 def picture(file: Path, **options: object) -> Iterator[Figure]:
     """Yields a figure and writes it on exit, also in the formats of `further_formats`.
@@ -68,7 +61,8 @@ def picture(file: Path, **options: object) -> Iterator[Figure]:
     names, written = _further.get()
     more = [path for name in names if (path := file.with_suffix(f".{name}")) != file]
     for path in (file, *more):
-        expect_picture(path)
+        if path.suffix.removeprefix(".") not in FORMATS:
+            raise ValueError(f"{path}: expected a name that ends in .png, .svg or .pdf")
     with rc_context(_STYLE):
         figure = Figure(**{"layout": "constrained", **options})  # type: ignore[arg-type]
         FigureCanvasAgg(figure)
@@ -85,40 +79,6 @@ def plain(text: str) -> str:
     shown = "".join(one if one.isprintable() else "?" for one in text)
     shown = shown if len(shown) <= _LONGEST else f"{shown[: _LONGEST - 1]}…"
     return shown.replace("$", r"\$")
-
-
-def label_ends(axes: Axes, height: float) -> None:
-    """Labels lines at their ends, on the right of a panel; the labels do not overlap.
-
-    Call it after everything else has been drawn. `height` is the height of the panel in inches.
-    """
-    axes.set(xlim=axes.get_xlim(), ylim=axes.get_ylim())
-    at = axes.transData + axes.transAxes.inverted()
-    lines: Any = [line for line in axes.lines if not str(line.get_label()).startswith("_")]
-    ends = [(line, line.get_xydata()[-1]) for line in lines if len(line.get_xydata())]
-    places = [float(at.transform(end)[1]) for _, end in ends]
-    order = sorted(range(len(ends)), key=places.__getitem__)
-    step = min(0.125 / height, 1 / max(1, len(ends) - 1))  # a line of text of 7 points
-    for before, after in pairwise(order):
-        places[after] = max(places[after], places[before] + step)
-    highest = 1.0
-    for one in reversed(order):
-        places[one] = min(places[one], highest)
-        highest = places[one] - step
-    for (line, end), place in zip(ends, places, strict=True):
-        color = line.get_color()
-        arrow = {"arrowstyle": "-", "color": color, "linewidth": 0.5, "relpos": (0, 0.5)}
-        axes.annotate(
-            plain(line.get_label()),
-            end,
-            xytext=(1.03, place),
-            textcoords="axes fraction",
-            va="center",
-            fontsize=7,
-            color=color,
-            arrowprops=arrow,
-            annotation_clip=False,
-        )
 
 
 def plain_numbers(axis: Axis, wide: bool) -> None:

@@ -1,4 +1,4 @@
-"""Figures of structures, viewed from the top and from the side, and of their energies."""
+"""Figures of structures, viewed from the top and from the side."""
 
 from __future__ import annotations
 
@@ -16,22 +16,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from torch_geometric.data import Data
 
-__all__ = ["structure_overview", "structure_views"]
-
-
-def structure_overview(
-    energies: Mapping[str, np.ndarray], shown: Data, name: str, file: Path
-) -> None:
-    """Draws a histogram of the labels in a data source, and two views of one structure.
-
-    `energies` contains the labels of each split in eV, with NaN for missing labels.
-    """
-    widths = (1.2, 1, 1)
-    with panels(file, 3, 3, (13 / 3, 4.2), width_ratios=widths) as (figure, (left, top, side)):
-        _histogram(left, energies)
-        _view(top, shown, "top")
-        _view(side, shown, "side")
-        figure.suptitle(f"{name} (thick edge: adsorbate; hatched: fixed)")
+__all__ = ["structure_views"]
 
 
 def structure_views(structures: Mapping[str, Data], file: Path) -> None:
@@ -46,26 +31,6 @@ def structure_views(structures: Mapping[str, Data], file: Path) -> None:
                 _view(axes, structure, view)
                 if title:
                     axes.set_title(title if view == "top" else "", fontsize=9)
-
-
-def _histogram(axes: Axes, energies: Mapping[str, np.ndarray]) -> None:
-    """Draws a histogram of labels in eV; the range contains at least 98 % of the labels."""
-    finite = {name: values[np.isfinite(values)] for name, values in energies.items()}
-    axes.set(xlabel="energy (eV)", ylabel="systems")
-    everything = np.concatenate(list(finite.values()))
-    if not len(everything):
-        axes.text(0.5, 0.5, "no labels", ha="center", transform=axes.transAxes)
-        return
-    low, high = np.percentile(everything, (1, 99) if len(everything) > 50 else (0, 100))
-    margin = max(0.05 * (high - low), 0.1)
-    edges = np.linspace(low - margin, high + margin, min(41, 8 + len(everything) // 4))
-    for name, values in finite.items():
-        if len(values):
-            outside = int(((values < edges[0]) | (values > edges[-1])).sum())
-            note = f", {outside} outside the range" if outside else ""
-            label = f"{name} ({len(values)}{note})"
-            axes.hist(values, bins=edges.tolist(), alpha=0.6, label=label)
-    axes.legend()
 
 
 def _view(axes: Axes, structure: Data, view: str) -> None:

@@ -1,26 +1,23 @@
-"""Figures of training curves, comparisons of runs and optimizers, and errors by group."""
+"""Figures of training curves and comparisons of runs and optimizers."""
 
 from __future__ import annotations
 
 import csv
 import itertools
-import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from molflt.metrics import EWT_THRESHOLD, Metric
+from molflt.metrics import Metric
 from molflt.plots.figure import (
     BLUE,
     GREEN,
     SERIES,
-    SKY,
     VERMILION,
-    label_ends,
     legend_outside,
     plain,
     plain_numbers,
@@ -30,29 +27,12 @@ from molflt.plots.figure import panels as panels_of
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_MAX_BARS = 20
 _STYLES = ("-", "--", ":", "-.")
 _LEAST = 1e-30  # smallest loss on a logarithmic axis
 
 _PREFIXES = {"val": ("validation", VERMILION), "lr": ("", GREEN), "train": ("training", BLUE)}
-_KINDS = {  # kind of groups -> axis label, title
-    "adsorbate": ("adsorbate", "by adsorbate"),
-    "slab": ("elements of the slab", "by metal"),
-    "element": ("element of the atom", "by element"),
-    "natoms": ("atoms in the system", "by size"),
-}
-
 _Array = NDArray[np.float64]
 _Band = tuple[_Array, _Array, _Array, _Array]  # x, y, low, high
-
-
-class GroupError(NamedTuple):
-    """Error of a group of systems, such as all systems with the same adsorbate."""
-
-    group: str
-    n: int
-    mae: float
-    """in the unit of the prediction"""
 
 
 def training_curve(
@@ -146,10 +126,6 @@ def _log_if_wide(axes: Axes) -> None:
         plain_numbers(axes.yaxis, wide=bool(high / low >= 60))
 
 
-def _better(largest_is_best: bool) -> str:
-    return f"{'higher' if largest_is_best else 'lower'} is better"
-
-
 def overlaid_curves(
     runs: Mapping[str, Mapping[str, _Array]], metrics: Mapping[str, Metric], file: Path
 ) -> None:
@@ -163,50 +139,26 @@ def overlaid_curves(
         for name in metrics
         if any(np.isfinite(columns.get(name, [])).any() for columns in runs.values())
     ]
-    height = max(2.2, 0.3 + 0.14 * len(runs))
-    sizes = (9.0, height + 0.2), (0.0, 0.8)
+    sizes = (7.0, 2.4), (0.0, 0.8 + 0.1 * len(runs))
     with panels_of(file, len(shown), 1, *sizes, sharex=True) as (figure, rows):
         last = max(float(np.nanmax(columns["step"], initial=1.0)) for columns in runs.values())
         for axes, name in zip(rows, shown, strict=True):
             styles = itertools.cycle(itertools.product(_STYLES, SERIES))
             for (run, columns), (style, color) in zip(runs.items(), styles, strict=False):
                 if name in columns:
-                    _curve(axes, columns, name, color=color, ls=style, lw=1.4, label=run)
+                    _curve(axes, columns, name, color=color, ls=style, lw=1.4, label=plain(run))
             if metrics[name].scale == "log":
                 _log_if_wide(axes)
             axes.set_xlim(0, 1.02 * last)
-            axes.set_ylabel(f"{metrics[name].axis}\n({_better(metrics[name].largest_is_best)})")
+            best = "higher" if metrics[name].largest_is_best else "lower"
+            axes.set_ylabel(f"{metrics[name].axis}\n({best} is better)")
             axes.grid()
-            label_ends(axes, height)
         rows[-1].set_xlabel("step")
         rows[0].set_title(f"n = {len(runs)} runs")
         figure.align_ylabels()
-
-
-def intervals(
-    panels: Mapping[str, Mapping[str, tuple[float, float]]], file: Path, largest_is_best: bool
-) -> None:
-    """Draws values with error bars in rows, sorted by the first panel, with the best row on top.
-
-    `panels` maps the label of each panel to its rows, and the name of each row to its value and
-    half the length of its error bar. Rows may be missing in some panels.
-    """
-    first = next(iter(panels.values()))
-    order = sorted(first, key=lambda name: first[name][0], reverse=not largest_is_best)
-    others = [name for found in panels.values() for name in found if name not in first]
-    order = [*dict.fromkeys(others), *order]
-    sizes = (3.2, 0.3 * len(order)), (3.2, 1.3)
-    with panels_of(file, len(panels), len(panels), *sizes, sharey=True) as (_, row):
-        for axes, (label, found) in zip(row, panels.items(), strict=True):
-            for place, name in enumerate(order):
-                if name in found:
-                    value, width = found[name]
-                    axes.errorbar(value, place, xerr=width, fmt="o", capsize=3, color=SERIES[0])
-            axes.set_yticks(range(len(order)), [plain(name) for name in order])
-            axes.set_ylim(-0.6, len(order) - 0.4)
-            axes.locator_params(axis="x", nbins=5)
-            axes.set_xlabel(f"{label}\n({_better(largest_is_best)})")
-            axes.grid()
+        lines = {str(line.get_label()): line for axes in rows for line in axes.lines}
+        options: dict[str, Any] = {"loc": "outside lower center", "ncols": min(len(runs), 3)}
+        figure.legend([*lines.values()], [*lines], **options)
 
 
 def loss_curves(tasks: Mapping[str, Mapping[str, _Array]], file: Path, steps: int) -> None:
@@ -264,73 +216,3 @@ def _bands(
             axes.set_title(plain(task.replace("_", " ")))
             axes.grid()
         legend_outside(figure, shown[0], "lower", min(len(names), 5), title=title)
-
-
-def errors(
-    groups: Mapping[str, Sequence[GroupError]],
-    absolute: Mapping[str, _Array],
-    file: Path,
-    unit: str = "eV",
-) -> None:
-    """Draws the MAE of groups, with one panel per kind, and the distribution of errors per split.
-
-    Args:
-        groups: groups of each kind (adsorbate, slab, element, natoms). Groups of natoms are sorted
-            by size. For the other kinds, the 20 groups with the largest errors are drawn.
-        absolute: |error| of the systems in each split, in eV, of shape (systems,); may be empty.
-        file: file to write.
-        unit: unit of the MAE.
-    """
-    shown = {
-        kind: [*own][::-1] if kind == "natoms" else sorted(own, key=lambda g: g.mae)[-_MAX_BARS:]
-        for kind, own in groups.items()
-        if kind != "natoms" or len(own) > 1 or len(groups) == 1  # a single size is not informative
-    }
-    widths = [4.2] * len(shown) + [5.0] * bool(absolute)
-    count, bars = len(widths), max(map(len, shown.values()), default=0)
-    size = (sum(widths) / count, max(3.8, 1.3 + 0.27 * bars))
-    with panels_of(file, count, count, size, width_ratios=widths) as (_, row):
-        for axes, (kind, own) in zip(row, shown.items(), strict=False):
-            label, title = _KINDS[kind]
-            _bars(axes, own, label, unit)
-            if len(own) < len(groups[kind]):
-                title += f": the {len(own)} largest of {len(groups[kind])}"
-            axes.set_title(title)
-        if absolute:
-            _distribution(row[-1], absolute)
-
-
-def _bars(axes: Axes, groups: Sequence[GroupError], label: str, unit: str) -> None:
-    values = [group.mae for group in groups]
-    bars = axes.barh(range(len(groups)), values, color=SKY, height=0.75)
-    digits = 3 if unit == "eV" else 1
-    numbers = [f"{group.mae:.{digits}f}  (n = {group.n:,})" for group in groups]
-    axes.bar_label(bars, numbers, padding=3, fontsize="small")
-    axes.set_yticks(range(len(groups)), [_subscripts(group.group) for group in groups])
-    axes.set_xlim(0, 1.55 * max(values) or 1.0)  # space for the numbers
-    axes.set_ylim(min(-0.6, len(groups) - 4.4), len(groups) - 0.4)
-    axes.set(xlabel=f"MAE / {unit} (lower is better)", ylabel=label)
-
-
-def _subscripts(formula: str) -> str:
-    if not re.fullmatch(r"(?:[A-Z][a-z]?\d*)+", formula):
-        return plain(formula)
-    return re.sub(r"(\d+)", r"$_{\1}$", formula)
-
-
-def _distribution(axes: Axes, absolute: Mapping[str, _Array]) -> None:
-    """Draws the cumulative distribution of errors, and a dashed line at the EwT threshold."""
-    from matplotlib.ticker import PercentFormatter
-
-    floor = 1e-3
-    for color, (split, values) in zip(SERIES * len(absolute), absolute.items(), strict=False):
-        axes.ecdf(np.maximum(values, floor), color=color, label=plain(split))
-    axes.axvline(EWT_THRESHOLD, color="black", linestyle="--", linewidth=1)
-    axes.text(EWT_THRESHOLD, 0.99, f"EwT: {EWT_THRESHOLD} eV ", rotation=90, ha="right", va="top")
-    axes.set_xscale("log")
-    largest = max(float(np.quantile(values, 0.999)) for values in absolute.values())
-    axes.set(xlim=(floor, max(2 * EWT_THRESHOLD, 1.2 * largest)), ylim=(0, 1.01))
-    axes.yaxis.set_major_formatter(PercentFormatter(1.0, symbol=""))
-    axes.set(xlabel="|error| / eV", ylabel="systems with a smaller error / %")
-    axes.grid()
-    axes.legend(ncols=2, loc="lower center", bbox_to_anchor=(0.5, 1))

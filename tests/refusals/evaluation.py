@@ -11,7 +11,6 @@ from molflt.data.structures.in_memory import StructuresInMemory
 from molflt.data.structures.systems import read_systems
 from molflt.evaluation.calibration import Calibration
 from molflt.evaluation.common import classes_of, named_sources
-from molflt.evaluation.energies import submission_splits
 from molflt.evaluation.ensemble import EnsembleRegressor, expect_same_totals, load_ensemble
 from molflt.evaluation.shard_files import merge_shards
 from molflt.metrics import locality
@@ -73,7 +72,6 @@ ROWS = [
     Refusal(
         lambda folder: Calibration.read(folder / "u.json"), "u.json", AGAIN, "", FileNotFoundError
     ),
-    refused(lambda: submission_splits(Path("a.npz"), ["val_id"]), "--splits", "test_id", "val_id"),
     Refusal(totals, "model 2", "same kind of energy", "89 eV"),
     refused(lambda: load_ensemble([Path("a"), Path("b")], "w.pt"), "--checkpoint", "best", "w.pt"),
     Refusal(lambda folder: merge_shards(folder / "e.csv"), "e.csv", "--shard", "no shards"),

@@ -52,10 +52,6 @@ class Inspected(NamedTuple):
     """Results of one pass over a source."""
 
     summary: Summary
-    energies: _Labels
-    """labels in eV, keyed by name, each of shape (systems,); NaN if missing"""
-    shown: Data
-    """a small structure to draw"""
     sids: list[int]
     features: np.ndarray
     """fingerprint of each structure; see :func:`molflt.data.structures.overlaps.fingerprint`"""
@@ -79,7 +75,6 @@ def summarize(
     verified = dataset.verify()
     for record in one_pass(dataset, limit):
         seen(record)
-    assert seen.shown is not None  # one_pass raises an error without structures
     labels = dict(zip(_LABELS, np.array(seen.labels).T, strict=True))
     atoms = np.array(seen.atoms)
     other = None if is_energy(reading.energy_key) else reading.energy_key
@@ -117,9 +112,7 @@ def summarize(
     }
     judge = _of_potentials if recipe == "potential" else _of_relaxations
     warnings = [*judge(summary, seen, labels, dataset.hint), *_of_all(summary, seen)]
-    return Inspected(
-        summary | {"warnings": warnings}, labels, seen.shown, seen.sids, np.array(seen.features)
-    )
+    return Inspected(summary | {"warnings": warnings}, seen.sids, np.array(seen.features))
 
 
 class _Seen(Survey):
@@ -132,7 +125,6 @@ class _Seen(Survey):
         self.absurd, self.untagged = list[tuple[int, str]](), 0
         self.limits = list[float]()  # of adsorption energies
         self.kept: list[Data] = []
-        self.shown: Data | None = None
 
     def __call__(self, record: Data) -> None:
         super().__call__(record)
@@ -153,8 +145,6 @@ class _Seen(Survey):
             self.absurd.append((self.sids[-1], reason))
         if len(self.kept) < MOST_FRAMES and bool(record.energy.isfinite()):
             self.kept.append(record)
-        if self.shown is None or (len(self.sids) <= 100 and record.natoms < self.shown.natoms):
-            self.shown = record  # a figure can show only small structures
 
 
 def _statistics(parts: list[np.ndarray]) -> Statistics:
