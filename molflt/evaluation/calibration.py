@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import nn
 
+from molflt import plots
 from molflt.evaluation.ensemble import EnsembleRegressor
 from molflt.evaluation.predictions import Predictions
 from molflt.evaluation.results import Results, results_table, warn
@@ -42,6 +43,7 @@ EVALUATE = (  # advice in messages
 ONE_RUN = "a single run has no spread; add other runs with --also"
 _SEED = 0  # part of the hash that selects the half for calibration
 _FLOORS = np.logspace(-2, 2, 33)  # floors to try, in units of the root mean square spread
+_LEVELS = np.arange(5, 100, 5) / 100  # levels in the figure
 _COLUMNS = {
     "coverage_n": ("systems", 0),
     "coverage_percent": ("coverage / %", 1),
@@ -209,7 +211,7 @@ def check_calibration_split(model: nn.Module, split: str | None, splits: Sequenc
 def assess(
     model: nn.Module, found: Mapping[str, Predictions], out: Path, split: str | None, learned: str
 ) -> tuple[Results, dict[str, dict[str, _Array]], str]:
-    """Calibrates the uncertainty of an ensemble and writes uncertainty.json.
+    """Calibrates the uncertainty of an ensemble and writes uncertainty.json and uncertainty.png.
 
     If no systems are available for calibration, only spreads are returned. For systems with new
     elements, the uncertainty is calibrated on such systems if they contain at least two different
@@ -237,15 +239,18 @@ def assess(
     calibration = Calibration.fit(*calibrating, chosen, model.weights)
     calibration, widths = _with_new(calibration, found)
     columns = {name: uncertainty_of(model, part, calibration) for name, part in found.items()}
-    rows = {}
+    judged, rows = {}, {}
     for name, part in found.items():
         own = part.labeled & np.isfinite(widths[name])
         own &= ~aside if name == chosen else True
-        judged = (np.abs(part.energy - part.target)[own], widths[name][own])
-        rows[name] = _row(part, columns[name]["uncertainty_eV"], judged if own.any() else None)
+        if own.any():
+            judged[name] = (np.abs(part.energy - part.target)[own], widths[name][own])
+        rows[name] = _row(part, columns[name]["uncertainty_eV"], judged.get(name))
     rest = _errors(found[chosen], found[chosen].labeled & ~found[chosen].is_new & ~aside)
     rows[chosen]["coverage_crossed_percent"] = _crossed(calibration, calibrating, rest)
     calibration.save(out / CALIBRATION)
+    if judged:
+        _draw(calibration, calibrating, judged, out / "uncertainty.png")
     heading = (
         f"uncertainty: {calibration.factor:.3g} * sqrt(spread^2 + ({calibration.floor:.3g} eV)^2) "
         f"covers {100 * LEVEL:.0f} % of the errors of {calibration.systems:,} systems of "
@@ -352,6 +357,17 @@ def _crossed(calibration: Calibration, aside: _Errors, rest: _Errors) -> float |
     halves = ((rest, calibration), (aside, other))
     held = [error <= by.uncertainty(spread) for (error, spread), by in halves]
     return 100 * float(np.concatenate(held).mean())
+
+
+def _draw(calibration: Calibration, aside: _Errors, judged: dict[str, _Judged], png: Path) -> None:
+    scores = aside[0] / calibration.uncertainty(aside[1])
+    factors = np.array([conformal_factor(scores, level) for level in _LEVELS])
+    coverage = {
+        split: (_LEVELS, (error[:, None] <= width[:, None] * factors).mean(axis=0))
+        for split, (error, width) in judged.items()
+    }
+    errors = {split: (width, error) for split, (error, width) in judged.items()}
+    plots.calibration(coverage, errors, LEVEL, png)
 
 
 def uncertainty_of(

@@ -66,8 +66,8 @@ def evaluate(
 
     Writes predictions.npz (for the four test splits of OC20, a submission to its leaderboard),
     predictions.csv, errors_by_group.csv, parity.png and, with a relative encoding, encoding.png.
-    For ensembles, also writes uncertainty.json and adds spread_eV and uncertainty_eV to
-    predictions.csv.
+    For ensembles, also writes uncertainty.json and uncertainty.png, and adds spread_eV and
+    uncertainty_eV to predictions.csv.
 
     Args:
         batch_size: number of structures per batch.

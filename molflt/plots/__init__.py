@@ -8,7 +8,7 @@ of Okabe and Ito, which is accessible to color-blind readers.
 from molflt.plots.attention import attention_matrices
 from molflt.plots.encodings import has_bias, rpe_curves, rpe_profiles, rpe_surfaces
 from molflt.plots.figure import further_formats
-from molflt.plots.parity import parity
+from molflt.plots.parity import calibration, parity
 from molflt.plots.structures import structure_views
 from molflt.plots.tokens import losses_by_place, substitutions
 from molflt.plots.training import (
@@ -18,7 +18,7 @@ from molflt.plots.training import (
     training_curve,
 )
 
-__all__ = ["attention_matrices", "best_values"]
+__all__ = ["attention_matrices", "best_values", "calibration"]
 __all__ += [
     "further_formats",
     "has_bias",

@@ -1,4 +1,4 @@
-"""Figures of predictions against labels."""
+"""Figures of predictions against labels, and of the calibration of uncertainties."""
 
 from __future__ import annotations
 
@@ -9,15 +9,18 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from molflt.plots.figure import BLUE, GREY, VERMILION, plain
+from molflt.plots.figure import BLUE, GREY, SERIES, VERMILION, plain, plain_numbers
 from molflt.plots.figure import panels as panels_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["parity"]
+__all__ = ["calibration", "parity"]
 
 _SHIFTS = [(9.0, 0.0), (-9.0, 0.0), (0.0, 9.0)]  # offsets of labels from their points
+
+_BIN = 25  # minimum number of systems in a bin of uncertainties
+_MOST_BINS = 8
 
 _Array = NDArray[np.float64]
 
@@ -85,3 +88,57 @@ def _parity_panel(axes: Axes, target: _Array, energy: _Array, low: float, high: 
     if outside := int(((energy < low) | (energy > high)).sum()):
         at = axes.transAxes
         axes.text(0.03, 0.97, f"{outside} outside", transform=at, va="top", fontsize="small")
+
+
+def calibration(
+    coverage: Mapping[str, tuple[_Array, _Array]],
+    errors: Mapping[str, tuple[_Array, _Array]],
+    level: float,
+    file: Path,
+) -> None:
+    """Plots the coverage against the nominal level, and the errors against the uncertainty.
+
+    Args:
+        coverage: for each split, levels in (0, 1) and the fractions of errors within the intervals
+            of these levels, both of shape (levels,).
+        errors: for each split, uncertainties and |errors| in eV, both of shape (systems,).
+        level: fraction of errors that the uncertainty should cover, in (0, 1).
+        file: file to write.
+    """
+    colors = dict(zip(errors, SERIES * len(errors), strict=False))
+    with panels_of(file, 2, 2, (5.25, 4.6)) as (_, (left, right)):
+        left.plot([0, 100], [0, 100], color=GREY, linewidth=1)
+        left.axvline(100 * level, color="black", linestyle="--", linewidth=1)
+        left.text(100 * level, 2, f" {100 * level:.0f} %", fontsize="small")
+        for split, (nominal, found) in coverage.items():
+            label = f"{split} (n = {len(errors[split][0]):,})"
+            left.plot(100 * nominal, 100 * found, color=colors[split], label=label)
+        left.set(xlim=(0, 100), ylim=(0, 100), aspect="equal", title="coverage of the intervals")
+        left.set(xlabel="nominal level / %", ylabel="systems within the interval / %")
+        left.grid()
+        left.legend(loc="upper left")
+        _binned(right, errors, level, colors)
+
+
+def _binned(
+    axes: Axes, errors: Mapping[str, tuple[_Array, _Array]], level: float, colors: dict[str, str]
+) -> None:
+    """Plots quantiles of |error| against the uncertainty in bins with equal numbers of systems."""
+    seen = []
+    for split, (uncertainty, error) in errors.items():
+        bins = min(_MOST_BINS, max(1, len(error) // _BIN))
+        parts = np.array_split(np.argsort(uncertainty, kind="stable"), bins)
+        x = np.array([uncertainty[part].mean() for part in parts])
+        y = np.array([np.quantile(error[part], level) for part in parts])
+        axes.plot(x, y, "o-", color=colors[split], markersize=4, label=split)
+        seen += [x, y]
+    values = np.concatenate(seen)
+    values = values[values > 0]
+    low, high = (0.8 * values.min(), 1.25 * values.max()) if len(values) else (0.01, 1.0)
+    axes.plot([low, high], [low, high], color=GREY, linewidth=1)
+    axes.set(xscale="log", yscale="log", xlim=(low, high), ylim=(low, high), aspect="equal")
+    for axis in (axes.xaxis, axes.yaxis):
+        plain_numbers(axis, wide=high / low >= 60)
+    axes.set(title="error against uncertainty", xlabel="mean uncertainty of a bin / eV")
+    axes.set_ylabel(f"{100 * level:.0f} % quantile of |error| in the bin / eV")
+    axes.grid(which="both")
