@@ -23,7 +23,6 @@ from molflt.data.batches import Fingerprint
 from molflt.data.structures.domain import DOMAIN
 from molflt.files import (
     append,
-    clear_parts,
     read_header,
     read_json,
     shown,
@@ -270,8 +269,6 @@ class RunFolder:
         """Writes config.yaml, versions.json and the data files."""
         if not self.writes:
             return
-        for folder in (self.path, self.last.parent):
-            clear_parts(folder)
         if self.checkpoint is None:
             path = self.path / _VERSIONS  # written first: marks config.yaml as written by a run
             # an interrupted start may have used different data, weights or a different recipe
