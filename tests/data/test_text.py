@@ -1,6 +1,4 @@
 import pickle
-import sys
-import types
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +8,7 @@ from shared_files import shared
 from token_files import packed
 
 from molflt.data.text import sources
-from molflt.data.text.datamodule import TextData, TokenBlocks, read_blocks
+from molflt.data.text.datamodule import TextData, TokenBlocks
 from molflt.data.text.sources import _text_blocks
 from molflt.data.text.vocabulary import Vocabulary
 
@@ -115,26 +113,6 @@ def test_rare_tokens_and_unknown_validation_texts(tmp_path):
     assert vocabulary.encode("b z a").tolist() == [3, 3, 1]
     with pytest.warns(UserWarning, match=r"val.txt: 75%"):
         data(tmp_path, val="x y z\n").setup()
-
-
-class Rows(list):
-    column_names = ("text", "label")
-
-
-def test_hugging_face_names(monkeypatch):
-    asked = []
-
-    def load_dataset(*name: str, split: str) -> Rows:
-        asked.append((*name, split))
-        return Rows([{"text": line, "label": 1} for line in ("", " = Title = \n", "a b")])
-
-    fake = types.SimpleNamespace(load_dataset=load_dataset)
-    monkeypatch.setitem(sys.modules, "datasets", fake)
-    for source in ("hf:o/wiki/v1", "hf:o/wiki:test", "hf:o/wiki:train[:5].text"):
-        vocabulary, ids = read(source)
-    assert asked == [("o/wiki", "v1", "train"), ("o/wiki", "test"), ("o/wiki", "train[:5]")]
-    assert read_blocks("hf:o/wiki", vocabulary, 4, "val").tokens == len(ids)
-    assert asked[-1] == ("o/wiki", "validation")
 
 
 def test_wikitext2_has_its_published_counts():
