@@ -21,10 +21,6 @@ if TYPE_CHECKING:
     import numpy as np
     from torch import Tensor
 
-__all__ = ["add_row", "append", "appending", "atomically", "csv_rows", "csv_text"]
-__all__ += ["expect_writable", "natural", "read_arrays", "read_header", "read_json"]
-__all__ += ["readable_size", "save_tensors", "shown", "verify_tensors", "write_atomically"]
-
 _BLANK = b"0" * 64  # placeholder of the digest while it is computed
 
 

@@ -17,9 +17,6 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from molflt.files import shown
 
-__all__ = ["MOST_SHARDS", "BatchedData", "Fingerprint", "Shard", "SizeBucketedBatchSampler"]
-__all__ += ["held_out"]
-
 MOST_SHARDS = 10_000
 _Items = TypeVar("_Items", bound=Sized)
 _Indices = NDArray[np.int64]

@@ -12,8 +12,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
-__all__ = ["PACKED", "opened", "require", "unpacked", "without_packing"]
-
 _OPENERS: dict[str, Callable[..., IO[Any]]] = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}
 PACKED = tuple(_OPENERS)
 """extensions of compressed files"""

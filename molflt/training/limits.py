@@ -10,8 +10,6 @@ from collections.abc import Iterator, Mapping
 
 from molflt.files import shown
 
-__all__ = ["LIMITS", "check_ranges", "outside", "readable"]
-
 _RANGES = {
     "[1, 2e9]": """
         data.max_atoms data.max_tokens data.min_count evaluations task.redraw_every

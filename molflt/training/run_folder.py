@@ -42,9 +42,6 @@ from molflt.training.checkpoint import (
 from molflt.training.config import Config, defaults, plain, read_config
 from molflt.version import __version__
 
-__all__ = ["INIT_RECORD", "KEPT", "Best", "Provenance", "RunFolder", "best_of"]
-__all__ += ["draw_curve", "duration", "read_provenance", "read_versions", "steps_of"]
-
 KEPT = (DOMAIN, "references.json", "vocabulary.json", "classes.json", "tokenizer.json")
 """Files needed to interpret the weights; each recipe writes some of them."""
 INIT_RECORD = "init.json"

@@ -38,8 +38,6 @@ from molflt.training.config import absolute, add_options, read_config, read_yaml
 from molflt.training.recipes import DEFAULT, Recipe
 from molflt.training.run_folder import INIT_RECORD, RunFolder
 
-__all__ = ["Initializer", "build_parser", "dated_run", "read_initial_weights"]
-
 _MOST = 8  # names per printed line; init.json contains all names
 _SHARED = "MOLFLT_RUN"  # passes the name of the run to the other processes
 _LONGEST = 60  # characters

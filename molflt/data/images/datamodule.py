@@ -13,8 +13,6 @@ from torch import Tensor
 from molflt.data.batches import BatchedData, held_out
 from molflt.data.images.files import LabeledImages, open_images
 
-__all__ = ["ImageData", "PixelData"]
-
 
 class ImageData(BatchedData[LabeledImages]):
     """Batches of labeled uint8 images; each image has the shape (channels, size, size).

@@ -19,8 +19,6 @@ from molflt.data.images.augment import center_crop
 from molflt.data.packed import unpacked
 from molflt.files import shown
 
-__all__ = ["LabeledImages", "fitted", "open_images"]
-
 _MAGIC = {3: b"\0\0\x08\x03", 1: b"\0\0\x08\x01"}  # type (unsigned byte) and number of axes
 _CHUNK = 4096  # images that are resized at once
 _SUFFIXES = (".png", ".jpg", ".jpeg")

@@ -17,9 +17,6 @@ from molflt.data.text.sources import _line_blocks, _text_blocks
 from molflt.data.text.tokenizer import TOKENIZER, Tokenizer, TokenizerKind, find_tokenizer
 from molflt.data.text.vocabulary import FIXED, Vocabulary, _Level
 
-__all__ = ["Blocks", "PieceBlocks", "TextData", "TokenBlocks", "TokenizedData"]
-__all__ += ["TokenizedText", "padded_rows", "read_blocks", "read_pieces"]
-
 _MOST_UNKNOWN = 0.5  # a larger share of <unk> indicates the wrong vocabulary
 _NO_TARGET = -1
 _PIECES = 8192  # default size of a learned tokenizer

@@ -14,8 +14,6 @@ from torch import Tensor
 
 from molflt.files import shown
 
-__all__ = ["AMINO_ACIDS", "BYTES", "FIXED", "LISTOPS", "RESIDUES", "Vocabulary", "text_of"]
-
 AMINO_ACIDS = "ACDEFGHIKLMNPQRSTVWY"
 """letters of the 20 standard amino acids (IUPAC-IUB 1983)"""
 
