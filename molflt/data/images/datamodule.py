@@ -122,8 +122,7 @@ class ImageData(BatchedData[LabeledImages]):
         and type float64.
         """
         self.setup()
-        train = self.datasets["train"]
-        return train.statistics(len(train)) if train.in_memory else train.statistics()
+        return self.datasets["train"].statistics()
 
     def _open(self, use: str, classes: list[str] | None) -> LabeledImages:
         return open_images(Path(self.sources[use]), self.labels[use], self.resize, classes)

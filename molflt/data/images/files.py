@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -28,6 +29,7 @@ _Fit = Callable[[Tensor, str], Tensor]  # takes images (n, channels, height, wid
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")  # Pillow runs programs for some other formats
 
 
+@dataclass(eq=False)
 class LabeledImages(Dataset[tuple[Tensor, Tensor]]):
     """Labeled images of equal size.
 
@@ -42,31 +44,25 @@ class LabeledImages(Dataset[tuple[Tensor, Tensor]]):
         in_memory: True if reading all images is cheap.
 
     Attributes:
+        channels: number of channels of the images.
         size: height and width of the images.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        labels: Tensor,
-        classes: list[str],
-        read: Callable[[int], Tensor],
-        names: Sequence[str] | None = None,
-        in_memory: bool = False,
-    ) -> None:
-        self.path, self.labels, self.classes = path, labels, classes
-        self.read, self.names, self.in_memory = read, names, in_memory
-        self.channels, *sides = read(0).shape
+    path: Path
+    labels: Tensor
+    classes: list[str]
+    read: Callable[[int], Tensor]
+    names: Sequence[str] | None = None
+    in_memory: bool = False
+
+    def __post_init__(self) -> None:
+        self.channels, *sides = self.read(0).shape
         self.size = (sides[0], sides[1])
 
     def __len__(self) -> int:
         return len(self.labels)
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        return self.image(index), self.labels[index]
-
-    def image(self, index: int) -> Tensor:
-        """Returns a uint8 image of shape (channels, height, width)."""
         image = self.read(index)
         if tuple(image.shape[1:]) != self.size:
             name = f"{self.path}, image {index}" if self.names is None else self.names[index]
@@ -74,7 +70,7 @@ class LabeledImages(Dataset[tuple[Tensor, Tensor]]):
                 f"{name}: expected {self.size[0]} x {self.size[1]} pixels, as in the first image; "
                 f"got {image.shape[1]} x {image.shape[2]}; set data.image_size to resize all images"
             )
-        return image
+        return image, self.labels[index]
 
     def squares(self, index: Tensor, side: int) -> LabeledImages:
         """Returns the images at indices `index` (n,), cropped to their central squares."""
@@ -83,18 +79,18 @@ class LabeledImages(Dataset[tuple[Tensor, Tensor]]):
         return LabeledImages(self.path, labels, self.classes, read, in_memory=in_memory)
 
     def _square(self, index: Tensor, side: int, place: int) -> Tensor:
-        return center_crop(self.image(int(index[place])), side)
+        return center_crop(self[int(index[place])][0], side)
 
-    def statistics(self, most: int = 2000) -> tuple[Tensor, Tensor]:
+    def statistics(self) -> tuple[Tensor, Tensor]:
         """Returns the mean and standard deviation of each channel, for images scaled to [0, 1].
 
-        At most `most` evenly spaced images are read. Both tensors have shape (channels,) and type
-        float64; a standard deviation of 0 is replaced by 1.
+        If images are decoded from files, 2000 evenly spaced images are read. Both tensors have
+        shape (channels,) and type float64; a standard deviation of 0 is replaced by 1.
         """
-        count = min(len(self), most)
+        count = len(self) if self.in_memory else min(len(self), 2000)
         levels = torch.zeros(self.channels, 256, dtype=torch.int64)
         for i in range(count):
-            for total, channel in zip(levels, self.image(i * len(self) // count), strict=True):
+            for total, channel in zip(levels, self[i * len(self) // count][0], strict=True):
                 total += torch.bincount(channel.flatten(), minlength=256)
         share = levels.double() / levels.sum(dim=1, keepdim=True)
         level = torch.arange(256, dtype=torch.float64) / 255
