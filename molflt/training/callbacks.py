@@ -24,7 +24,6 @@ from molflt.training.run_folder import RunFolder, duration
 from molflt.training.trainer import TrainerOptions
 
 _HANGUP = getattr(signal, "SIGHUP", None)  # not on Windows
-_SECONDS = 0.1  # seconds between updates of the bar during validation
 
 
 def _callbacks_of(
@@ -51,7 +50,6 @@ class _Progress(Callback):
         self.folder = folder
         self.table = table
         self._since = time.perf_counter()
-        self._next = 0.0  # earliest time of the next update during validation
         self._bar = tqdm(disable=True)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -72,13 +70,8 @@ class _Progress(Callback):
             self._bar.update(step - self._bar.n)
             self._bar.set_postfix(self.table.shown)
 
-    def on_validation_batch_end(
-        self, trainer: pl.Trainer, module: object, out: object, batch: object, index: int, *_: int
-    ) -> None:
-        if not trainer.sanity_checking and time.monotonic() > self._next:
-            self._next = time.monotonic() + _SECONDS
-            (total,) = trainer.num_val_batches
-            self._bar.set_description(f"validating {index + 1}/{total}")
+    def on_validation_start(self, *_: object) -> None:
+        self._bar.set_description("validating")
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
         if trainer.sanity_checking and not pl_module.task.validates_start:
