@@ -21,12 +21,6 @@ if TYPE_CHECKING:
     import numpy as np
     from torch import Tensor
 
-__all__ = ["add_row", "append", "appending", "atomically", "clear_parts", "csv_rows", "csv_text"]
-__all__ += ["expect_writable", "natural", "read_arrays", "read_header", "read_json"]
-__all__ += ["readable_size", "save_tensors", "shown", "verify_tensors", "write_atomically"]
-
-_ADVICE = dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "choose a writable folder")
-_ADVICE |= dict.fromkeys((errno.EISDIR, errno.ENOTDIR, errno.ENOENT), "choose another name")
 _BLANK = b"0" * 64  # placeholder of the digest while it is computed
 
 
@@ -41,8 +35,9 @@ def atomically(path: Path) -> Iterator[Path]:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise _not_written(path, error, "its folder cannot be created") from error
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    part = path.with_name(f".{path.name}.part")
     try:
+        part.unlink(missing_ok=True)  # left by a killed process
         part.touch()
         mode = part.stat().st_mode
         yield part
@@ -50,7 +45,6 @@ def atomically(path: Path) -> Iterator[Path]:
         with open(part, "rb+") as file:
             os.fsync(file.fileno())  # otherwise a crash could leave the new name without content
         os.replace(part, path)
-        _sync_folder(path.parent)
     except OSError as error:
         kept = "the earlier file is kept" if os.path.exists(path) else "no file was written"
         raise _not_written(path, error, kept) from error
@@ -59,26 +53,8 @@ def atomically(path: Path) -> Iterator[Path]:
             part.unlink()
 
 
-def clear_parts(folder: Path) -> None:
-    """Removes unfinished files left by killed processes from a folder."""
-    for part in folder.glob(".*.part"):
-        pid = part.name.split(".")[-2]
-        if pid.isdecimal() and not _is_alive(int(pid)):
-            part.unlink(missing_ok=True)
-
-
-def _is_alive(pid: int) -> bool:
-    with suppress(PermissionError):
-        try:
-            if os.name == "posix":  # elsewhere os.kill(pid, 0) would end the process
-                os.kill(pid, 0)
-        except (ProcessLookupError, OverflowError):
-            return False
-    return True
-
-
 def _not_written(path: Path, error: OSError, kept: str) -> OSError:
-    advice = _ADVICE.get(error.errno or 0, "free some space, then try again")
+    advice = "free some space" if error.errno == errno.ENOSPC else "choose another name or folder"
     return OSError(f"{path}: could not be written ({error.strerror or error}); {kept}; {advice}")
 
 
@@ -153,16 +129,6 @@ def appending(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise _not_written(path, error, "its content is kept") from error
-
-
-def _sync_folder(folder: Path) -> None:
-    """Flushes a folder to disk, which makes new names permanent; does nothing on Windows."""
-    if os.name == "posix":
-        number = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(number)
-        finally:
-            os.close(number)
 
 
 def write_atomically(path: Path, content: bytes) -> None:

@@ -12,8 +12,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TextIO
 
-__all__ = ["FolderLock"]
-
 # The filelock package does not suffice: it does not record the name of the holder, and does not
 # release locks that data workers inherit and keep after their training process has been killed.
 _held: set[TextIO] = set()

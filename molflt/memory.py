@@ -7,14 +7,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-__all__ = ["available_memory", "is_out_of_memory", "within_memory"]
-
 # error messages from torch (CPU and CUDA), C++ and vesin
 _WORDS = re.compile(r"out of memory|not enough memory|allocate memory|bad_alloc", re.IGNORECASE)
 _CGROUP, _GROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
-# cgroup versions 2 and 1: folder, files with the limit and the use, entry for reclaimable memory
-_V2 = ("", "memory.max", "memory.current", "inactive_file")
-_V1 = ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -39,7 +34,8 @@ def within_memory(what: Callable[[], str], advice: str) -> Iterator[None]:
 def available_memory() -> int | None:
     """Returns the memory, in bytes, available to this process on the host and in its cgroups.
 
-    The result is None if the memory is unknown, for example on systems other than Linux.
+    Only cgroups of version 2 are considered. The result is None if the memory is unknown, for
+    example on systems other than Linux.
     """
     known = [_of_machine(), *_of_groups()]
     return min((size for size in known if size is not None), default=None)
@@ -61,14 +57,9 @@ def _of_machine() -> int | None:
 
 def _of_groups() -> Iterator[int]:
     """Yields the bytes available in each control group of this process, up to the root."""
-    for line in _CGROUP.read_text().splitlines() if _CGROUP.is_file() else ():
-        _, controllers, path = line.split(":", 2)
-        if controllers and "memory" not in controllers.split(","):
-            continue
-        folder, limit, used, cached = _V1 if controllers else _V2
-        root = _GROUPS / folder
-        group = root / path.lstrip("/")
-        for place in (group, *group.parents):
-            most, now = _number(place / limit), _number(place / used)
-            if most is not None and now is not None and place.is_relative_to(root):
-                yield max(0, most - now + (_number(place / "memory.stat", cached) or 0))
+    found = re.search(r"^0::/(.*)$", _CGROUP.read_text(), re.M) if _CGROUP.is_file() else None
+    group = _GROUPS / (found[1] if found else "")
+    for place in (group, *group.parents):
+        most, now = _number(place / "memory.max"), _number(place / "memory.current")
+        if most is not None and now is not None:
+            yield max(0, most - now + (_number(place / "memory.stat", "inactive_file") or 0))

@@ -123,7 +123,7 @@ def test_all_ways_to_classify_agree(tmp_path: Path, capsys) -> None:
     images = ImageData(idx, idx)
     images.setup()
     val = images.datasets["val"]
-    pixels = torch.stack([val.image(i) for i in range(len(val))])
+    pixels = torch.stack([val[i][0] for i in range(len(val))])
     logits, _ = logits_of(load_run(run)[0], DataLoader(val, 64), "val", "")
     confidence, found = logits.softmax(dim=1).max(dim=1)
     model = molflt.load(run)

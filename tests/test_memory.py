@@ -82,26 +82,18 @@ def test_reciprocal_nodes_are_limited_before_allocation(monkeypatch) -> None:
 GIB = 2**30
 
 
-@pytest.mark.parametrize("version", [1, 2])
 @pytest.mark.parametrize("limited", ["job", None])
-def test_limits_of_control_groups(monkeypatch, tmp_path, version, limited) -> None:
+def test_limits_of_control_groups(monkeypatch, tmp_path, limited) -> None:
     """SLURM, systemd-run and containers limit the group of the process or a parent group."""
-    root = tmp_path / "memory" if version == 1 else tmp_path
-    limit, used, cached = {
-        1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-        2: ("memory.max", "memory.current", "inactive_file"),
-    }[version]
     for group in ("", "job", "job/step", "other"):
-        folder = root / group
+        folder = tmp_path / group
         folder.mkdir(parents=True, exist_ok=True)
-        no_limit = str(2**63 - 4096) if version == 1 else "max"
         small = group == limited or group == "other"
-        (folder / limit).write_text(str(GIB if small else no_limit))
-        (folder / used).write_text(str(GIB // 2))
-        (folder / "memory.stat").write_text(f"anon 5\n{cached} {GIB // 4}\n")
+        (folder / "memory.max").write_text(str(GIB if small else "max"))
+        (folder / "memory.current").write_text(str(GIB // 2))
+        (folder / "memory.stat").write_text(f"anon 5\ninactive_file {GIB // 4}\n")
     own = tmp_path / "own"
-    path = {1: "7:cpu:/\n5:memory,hugetlb:/job/step\n0::/elsewhere\n", 2: "0::/job/step\n"}
-    own.write_text(path[version])
+    own.write_text("1:cpu:/other\n0::/job/step\n")
     monkeypatch.setattr(molflt.memory, "_GROUPS", tmp_path)
     monkeypatch.setattr(molflt.memory, "_CGROUP", own)
     monkeypatch.setattr(molflt.memory, "_of_machine", lambda: 100 * GIB)

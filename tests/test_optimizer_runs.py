@@ -14,7 +14,7 @@ from molflt.data.problems import generator_of
 from molflt.evaluation.optimizers import final_loss
 from molflt.optimizers import PopulationOptimizer
 from molflt.optimizers.functions import Functions
-from molflt.optimizers.unseen import UNSEEN
+from molflt.optimizers.problems import UNSEEN
 from molflt.training.checkpoint import load_run, save_weights
 
 # --- optimizers of single coordinates -----------------------------------------------------------

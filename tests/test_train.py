@@ -289,7 +289,7 @@ def test_accumulated_batches_are_one_large_batch(data, tmp_path, monkeypatch):
     from molflt.data.batches import SizeBucketedBatchSampler
 
     def in_order(self, epoch=0):  # batches of 4 and of 8 then contain the same structures
-        return self._cut(torch.arange(len(self.natoms)).numpy())
+        return self._cut(torch.arange(len(self.sizes)).numpy())
 
     monkeypatch.setattr(SizeBucketedBatchSampler, "batches", in_order)
     words = ["--trainer.precision=64-true", "--trainer.max_steps=7", "--trainer.val_every=3"]

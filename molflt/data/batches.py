@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Generic, NamedTuple, TypeVar, cast
 
@@ -16,15 +17,13 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from molflt.files import shown
 
-__all__ = ["MOST_SHARDS", "BatchedData", "Fingerprint", "Shard", "SizeBucketedBatchSampler"]
-__all__ += ["held_out"]
-
 MOST_SHARDS = 10_000
 _Items = TypeVar("_Items", bound=Sized)
 _Indices = NDArray[np.int64]
 Fingerprint = dict[str, int | str]
 
 
+@dataclass(eq=False)
 class SizeBucketedBatchSampler(Sampler[list[int]]):
     """Divides a data set into batches; an epoch contains every structure once.
 
@@ -48,54 +47,45 @@ class SizeBucketedBatchSampler(Sampler[list[int]]):
         start_step: first step of an endless sequence, which has no length; None for one epoch.
     """
 
-    def __init__(
-        self,
-        natoms: ArrayLike,
-        batch_size: int,
-        max_atoms: int | None = None,
-        shuffle: bool = False,
-        bucket: int = 1,
-        seed: int = 0,
-        rank: int = 0,
-        world: int = 1,
-        start_step: int | None = None,
-    ) -> None:
-        self.natoms = np.asarray(natoms, dtype=np.int64)
-        if batch_size < 1:
-            raise ValueError(f"batch_size must be at least 1; got {batch_size}")
-        if max_atoms is not None and self.natoms.max() > max_atoms:
-            index = int(self.natoms.argmax())
+    natoms: ArrayLike
+    batch_size: int
+    max_atoms: int | None = None
+    shuffle: bool = False
+    bucket: int = 1
+    seed: int = 0
+    rank: int = 0
+    world: int = 1
+    start_step: int | None = None
+
+    def __post_init__(self) -> None:
+        self.sizes = np.asarray(self.natoms, dtype=np.int64)
+        if self.batch_size < 1:
+            raise ValueError(f"batch_size must be at least 1; got {self.batch_size}")
+        if self.max_atoms is not None and self.sizes.max() > self.max_atoms:
+            index = int(self.sizes.argmax())
             raise ValueError(
-                f"expected at most max_atoms={max_atoms} atoms in a structure; got "
-                f"{self.natoms[index]} in structure {index}; increase max_atoms"
+                f"expected at most max_atoms={self.max_atoms} atoms in a structure; got "
+                f"{self.sizes[index]} in structure {index}; increase max_atoms"
             )
-        self.batch_size = batch_size
-        self.max_atoms = max_atoms
-        self.shuffle = shuffle
-        self.bucket = bucket
-        self.seed = seed
-        self.rank = rank
-        self.world = world
-        self.start_step = start_step
 
     def batches(self, epoch: int = 0) -> list[_Indices]:
         """Returns the batches of all ranks in one epoch, as arrays of indices."""
         if not self.shuffle:
-            return self._cut(np.argsort(self.natoms, kind="stable"))
+            return self._cut(np.argsort(self.sizes, kind="stable"))
         draw = np.random.default_rng([self.seed, epoch])
-        order = draw.permutation(len(self.natoms))
+        order = draw.permutation(len(self.sizes))
         width = self.bucket * self.batch_size
         batches: list[_Indices] = []
         for start in range(0, len(order), width):
             window = order[start : start + width]
-            batches += self._cut(window[np.argsort(self.natoms[window], kind="stable")])
+            batches += self._cut(window[np.argsort(self.sizes[window], kind="stable")])
         return [batches[i] for i in draw.permutation(len(batches))]
 
     def _cut(self, order: _Indices) -> list[_Indices]:
         """Divides indices, sorted by increasing size, into batches."""
         if self.max_atoms is None:
             return np.split(order, range(self.batch_size, len(order), self.batch_size))
-        sizes = self.natoms[order]
+        sizes = self.sizes[order]
         cuts = []
         start = 0
         for end in range(1, len(order)):

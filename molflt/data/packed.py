@@ -6,21 +6,15 @@ import bz2
 import gzip
 import importlib
 import lzma
-import re
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
-from molflt.files import shown
-
-__all__ = ["PACKED", "dataset_loader", "opened", "require", "unpacked", "without_packing"]
-
 _OPENERS: dict[str, Callable[..., IO[Any]]] = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}
 PACKED = tuple(_OPENERS)
 """extensions of compressed files"""
-_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*){1,2}")  # OWNER/NAME, OWNER/NAME/CONFIG
 
 
 def without_packing(path: Path) -> Path:
@@ -56,18 +50,3 @@ def require(module: str, use: str, extra: str) -> Any:
             f"{use} needs the package {package}, which is not installed; run: pip install "
             f"molflt[{extra}]"
         ) from None
-
-
-def dataset_loader(source: str) -> Callable[..., Any]:
-    """Returns `datasets.load_dataset` for a source hf:OWNER/NAME[/CONFIG][:SPLIT].
-
-    Raises ValueError for local folders, which `datasets` would read instead.
-    """
-    name = source.removeprefix("hf:").partition(":")[0]
-    if not _NAME.fullmatch(name) or Path(name).exists():
-        raise ValueError(
-            f"{source}: expected hf:OWNER/NAME, a data set on the Hugging Face Hub; got "
-            f"{'a local path' if Path(name).exists() else shown(name)}; pass files without hf:"
-        )
-    load: Callable[..., Any] = require("datasets", source, "hub").load_dataset
-    return load

@@ -11,8 +11,6 @@ from torch.utils.data import Dataset
 
 from molflt.data.batches import BatchedData
 
-__all__ = ["ProblemData", "ProblemSeeds", "generator_of"]
-
 _MOST = 2**31
 _FIRST = {"val": 0, "test": 2**31, "train": 2**32}  # the ranges do not overlap
 

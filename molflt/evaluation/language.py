@@ -86,7 +86,7 @@ def evaluate(
         possible = np.ones(len(vocabulary), dtype=bool)
         residues = Residues(train, lambda: read_blocks(train, vocabulary, length).ids, possible)
     texts = {  # all texts are read before the first is evaluated
-        split: read_blocks(source, vocabulary, length, split)
+        split: read_blocks(source, vocabulary, length)
         for split, source in common.named_sources(config["data"], **which).items()
     }
     results: Results = {}
@@ -189,13 +189,11 @@ def evaluate_masked(
     letters, residues = tokenizer.letters, None
     if letters is not None:
         possible = model.ordinary.cpu().numpy()
-        residues = Residues(
-            train, lambda: read_pieces(train, tokenizer, length, use="train").ids, possible
-        )
+        residues = Residues(train, lambda: read_pieces(train, tokenizer, length).ids, possible)
     texts = {}  # all texts are read before the first is evaluated
     for split, source in common.named_sources(options, **which).items():
         pairs = model.next_sentence is not None
-        texts[split] = read_pieces(source, tokenizer, length, pairs, split)
+        texts[split] = read_pieces(source, tokenizer, length, pairs)
         task.expect_gaps(texts[split], source)
     results: Results = {}
     for split, blocks in texts.items():

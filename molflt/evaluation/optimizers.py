@@ -29,8 +29,7 @@ from molflt.optimizers.learned import LearnedOptimizer
 from molflt.optimizers.memories import AttentionMemory
 from molflt.optimizers.population import Populations
 from molflt.optimizers.population_model import PopulationModel
-from molflt.optimizers.problems import Problem
-from molflt.optimizers.unseen import UNSEEN, image_problems
+from molflt.optimizers.problems import UNSEEN, Problem, image_problems
 from molflt.training.config import Config
 
 __all__ = ["Raced", "curve_rows", "evaluate", "evaluate_population", "final_loss", "tasks_of"]

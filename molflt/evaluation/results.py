@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from molflt.data.structures.base import AS_TRAINED, warn
-from molflt.files import clear_parts, csv_text, read_json, shown, write_atomically
+from molflt.files import csv_text, read_json, shown, write_atomically
 from molflt.plots.figure import FORMATS
 from molflt.training.checkpoint import weights_digest
 from molflt.training.config import Config
@@ -144,7 +144,6 @@ def write_results(
     files = {path.name: path.read_bytes() for path in sorted(made.iterdir())}
     for name, content in {RESULTS: known, _NOTE: note}.items():
         files[name] = f"{json.dumps(content, indent=2, allow_nan=False)}\n".encode()
-    clear_parts(out)
     figures = [f"{name}.{ending}" for name in FIGURES for ending in FORMATS]
     for name in (*figures, *_TABLES, RESULTS, _NOTE):
         for path in [*out.glob(name)]:

@@ -30,12 +30,16 @@ class Memory(nn.Module, ABC):
     processes a single step with a state; both give the same hidden vectors.
     """
 
-    @abstractmethod
     def forward(self, x: Tensor, state: MemoryState = (), start: int = 0) -> Tensor:
         """Maps `x` (coordinates, steps, dim) to one hidden vector per step, of the same shape.
 
         `state` is the state after `start` earlier steps.
         """
+        found = []
+        for number, one in enumerate(x.unbind(dim=1)):
+            hidden, state = self.step(one, state, start + number)
+            found.append(hidden)
+        return torch.stack(found, dim=1)
 
     @abstractmethod
     def step(self, x: Tensor, state: MemoryState, start: int) -> tuple[Tensor, MemoryState]:
@@ -213,15 +217,10 @@ class StateSpaceMemory(Memory):
         self.layers = nn.ModuleList(_Diagonal(dim, states) for _ in range(layers))
         self.norm = nn.LayerNorm(dim)
 
-    def forward(self, x: Tensor, state: MemoryState = (), start: int = 0) -> Tensor:
-        for number, layer in enumerate(self.layers):
-            x = layer(x, state[number] if state else None)
-        return self.norm(x)
-
     def step(self, x: Tensor, state: MemoryState, start: int) -> tuple[Tensor, MemoryState]:
         last = []
         for number, layer in enumerate(self.layers):
-            x, new = cast(_Diagonal, layer).step(x, state[number] if state else None)
+            x, new = layer(x, state[number] if state else None)
             last.append(new)
         return self.norm(x), tuple(last)
 
@@ -241,30 +240,12 @@ class _Diagonal(nn.Module):
         self.norm = nn.LayerNorm(dim)
         self.gate = nn.Linear(dim, 2 * dim)
 
-    def forward(self, x: Tensor, state: Tensor | None) -> Tensor:
-        """Convolves the steps with the powers of `a`, using FFTs."""
-        u, steps = self.norm(x), x.shape[1]
-        time = torch.arange(steps + 1, device=x.device)
-        log_a = torch.complex(-self.log_rate.exp(), self.frequency)
-        powers = (log_a[..., None] * time).exp()  # [dim, states, steps + 1]
-        out = torch.view_as_complex(self.out)[..., None]
-        kernel = (out * powers[..., :-1]).real.sum(dim=1)  # [dim, steps]
-        spectrum = torch.fft.rfft(u.transpose(1, 2), n=2 * steps)
-        spectrum = spectrum * torch.fft.rfft(kernel, n=2 * steps)
-        y = torch.fft.irfft(spectrum, n=2 * steps)[..., :steps]
-        if state is not None:
-            before = torch.view_as_complex(state)
-            y = y + torch.einsum("ndk,dkt->ndt", before, out * powers[..., 1:]).real
-        return self._after(x, y.transpose(1, 2) + self.skip * u)
-
-    def step(self, x: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Returns the outputs (coordinates, dim) of one step, and the next state."""
         u = self.norm(x)
         a = torch.complex(-self.log_rate.exp(), self.frequency).exp()
         h = u[..., None].to(a.dtype).expand(-1, -1, a.shape[-1])
         if state is not None:
             h = a * torch.view_as_complex(state) + h
-        y = (torch.view_as_complex(self.out) * h).real.sum(dim=-1)
-        return self._after(x, y + self.skip * u), torch.view_as_real(h.contiguous())
-
-    def _after(self, x: Tensor, y: Tensor) -> Tensor:
-        return x + F.glu(self.gate(F.gelu(y)), dim=-1)
+        y = (torch.view_as_complex(self.out) * h).real.sum(dim=-1) + self.skip * u
+        return x + F.glu(self.gate(F.gelu(y)), dim=-1), torch.view_as_real(h.contiguous())

@@ -153,10 +153,6 @@ class Task(ABC, Generic[_Batch, _Data]):
         """Describes a batch for messages."""
         return f"a batch of {self.size(batch)} {self.unit}"
 
-    def blame(self, batch: _Batch, diverges: Callable[[_Batch], bool]) -> str:
-        """Describes the items of a batch that diverge individually; "" if no item diverges."""
-        return ""
-
     def summarize(self, totals: Tensor) -> dict[str, float]:
         """Computes the metrics from `totals`, the sums over all batches, of shape (fields,)."""
         make: Callable[..., _Sums] = self.sums

@@ -4,7 +4,6 @@
 # below TYPE_CHECKING, including PyG, to resolve the annotations.
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal
 
@@ -92,21 +91,3 @@ class OfStructures:
     def name(self, batch: "Batch") -> str:
         """Returns the sids of a batch as text for messages."""
         return f"sids {', '.join(map(str, batch.sid.tolist()))}"
-
-    def blame(self, batch: "Batch", diverges: Callable[["Batch"], bool]) -> str:
-        """Names structures that diverge individually; if none do, those with coincident atoms."""
-        from molflt.data.structures.overlaps import atoms_coincide
-
-        records = {int(record.sid): record.cpu() for record in batch.to_data_list()}
-        together = [sid for sid, record in records.items() if atoms_coincide(record)]
-        device = batch.pos.device
-        found = [
-            sid
-            for sid, record in records.items()
-            if diverges(type(batch).from_data_list([record]).to(device))
-        ]
-        named = ", ".join(
-            f"{sid} (two atoms at one position)" if sid in together else f"{sid}"
-            for sid in found or together
-        )
-        return f"sids {named}" if named else ""

@@ -24,7 +24,6 @@ from molflt.training.run_folder import RunFolder, duration
 from molflt.training.trainer import TrainerOptions
 
 _HANGUP = getattr(signal, "SIGHUP", None)  # not on Windows
-_SECONDS = 0.1  # seconds between updates of the bar during validation
 
 
 def _callbacks_of(
@@ -51,7 +50,6 @@ class _Progress(Callback):
         self.folder = folder
         self.table = table
         self._since = time.perf_counter()
-        self._next = 0.0  # earliest time of the next update during validation
         self._bar = tqdm(disable=True)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -72,13 +70,8 @@ class _Progress(Callback):
             self._bar.update(step - self._bar.n)
             self._bar.set_postfix(self.table.shown)
 
-    def on_validation_batch_end(
-        self, trainer: pl.Trainer, module: object, out: object, batch: object, index: int, *_: int
-    ) -> None:
-        if not trainer.sanity_checking and time.monotonic() > self._next:
-            self._next = time.monotonic() + _SECONDS
-            (total,) = trainer.num_val_batches
-            self._bar.set_description(f"validating {index + 1}/{total}")
+    def on_validation_start(self, *_: object) -> None:
+        self._bar.set_description("validating")
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
         if trainer.sanity_checking and not pl_module.task.validates_start:
@@ -198,9 +191,7 @@ class _LastCheckpoint(Checkpoint):
 
     A checkpoint is saved after the optimizer, the schedule and the averages have completed a step,
     but before the validation that follows. A run killed during a validation therefore repeats it
-    when resumed. Only the checkpoint of the last step is saved after its validation. The first
-    checkpoint is saved before the first weights and before the last step. A run that has weights
-    but no checkpoint was therefore not interrupted.
+    when resumed. Only the checkpoint of the last step is saved after its validation.
 
     Closing a terminal sends SIGHUP. If nohup has disabled this signal, it stays disabled.
 
@@ -232,7 +223,6 @@ class _LastCheckpoint(Checkpoint):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._watch_signals()  # `on_sanity_check_start` is skipped without a sanity check
         self.folder.start_steps(trainer.strategy.root_device.type)
-        self._save_early(trainer)
 
     def _note(self, signum: int, frame: FrameType | None) -> None:
         for number in self._terminals:
@@ -262,12 +252,6 @@ class _LastCheckpoint(Checkpoint):
                 self._save(trainer)
             if signum:
                 raise _Interrupted(signum, step)
-            self._save_early(trainer)
-
-    def _save_early(self, trainer: pl.Trainer) -> None:
-        """Saves a checkpoint before the last step unless a checkpoint exists."""
-        if trainer.global_step == trainer.max_steps - 1 and not self.folder.last.exists():
-            self._save(trainer)
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if not trainer.sanity_checking and trainer.global_step < trainer.max_steps:

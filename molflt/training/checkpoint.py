@@ -28,13 +28,6 @@ from molflt.files import read_header, save_tensors, shown, verify_tensors, write
 from molflt.training.config import HUB, Config, read_config
 from molflt.training.recipes import Recipe
 
-__all__ = ["EXPECTED", "MASKED", "RECOMMENDED", "Checkpoint", "Saved", "check_replaceable"]
-__all__ += ["check_weights", "count_parameters", "device_named", "expect_finite", "find"]
-__all__ += ["find_weights", "is_exported", "is_packaged", "is_trained", "load_run"]
-__all__ += ["model_weights", "read_checkpoint", "read_plain", "read_saved", "read_weights"]
-__all__ += ["recipe_of", "save_weights", "weights_digest", "weights_of", "write_checkpoint"]
-__all__ += ["write_exported"]
-
 Checkpoint = dict[str, Any]
 """Lightning's checkpoint; its key "molflt" contains a `molflt.training.run_folder.Provenance`."""
 
@@ -307,14 +300,9 @@ def write_checkpoint(path: Path, checkpoint: Mapping[str, object]) -> None:
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
-    """Reads a checkpoint written by :func:`write_checkpoint`."""
+    """Reads a checkpoint: tensors and plain values, without executing its content."""
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such checkpoint; nothing to resume; start a new run")
-    return read_plain(path)
-
-
-def read_plain(path: Path) -> Any:
-    """Reads a file of tensors and plain values written by torch, without executing its content."""
     content = io.BytesIO(path.read_bytes())
     try:
         if zipfile.is_zipfile(content):

@@ -17,9 +17,6 @@ from molflt.training.limits import readable
 from molflt.training.recipes import DEFAULT, RECIPES, Recipe
 from molflt.training.trainer import STEPS, TrainerOptions
 
-__all__ = ["HUB", "PARTS", "Config", "absolute", "add_options", "check_values"]
-__all__ += ["defaults", "plain", "read_config", "read_yaml"]
-
 
 class Config(TypedDict):
     """Content of config.yaml: the options of a run."""

@@ -26,8 +26,6 @@ from molflt.training.loop import _CheckpointIO, _LightningTask
 from molflt.training.run_folder import RunFolder
 from molflt.training.trainer import LoggerName, TrainerOptions, computes_on
 
-__all__ = ["fit"]
-
 _LOST = re.compile("gloo|NCCL|closed by peer|reset by peer", re.IGNORECASE)
 _Batch = TypeVar("_Batch")
 _Data = TypeVar("_Data", bound=BatchedData[Sized])

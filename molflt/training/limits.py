@@ -10,30 +10,26 @@ from collections.abc import Iterator, Mapping
 
 from molflt.files import shown
 
-__all__ = ["LIMITS", "check_ranges", "outside", "readable"]
-
 _RANGES = {
     "[1, 2e9]": """
-        data.max_atoms data.max_tokens data.min_count evaluations task.redraw_every
-        trainer.checkpoint_every trainer.log_every trainer.max_epochs trainer.max_steps
-        trainer.patience trainer.val_every""",
-    "[0, 2e9]": "relax_steps task.warmup_steps tokens",
-    "[1, 1e9]": """
-        batch_size best data.batch_size data.bucket data.length data.problems data.val_problems
-        images layers model.adaptive_cutoffs model.classes model.max_length model.vocabulary
-        model.window repeats runs steps task.unroll top_k trainer.accumulate""",
-    "[0, 1e9]": """
-        model.floor task.burn_in task.energy_weight task.force_weight task.position_weight
-        task.position_weight_final task.stress_weight task.weight_decay trainer.num_sanity""",
-    "[1, 65536]": """
+        batch_size best data.batch_size data.bucket data.length data.max_atoms data.max_tokens
+        data.min_count data.problems data.val_problems evaluations images layers
+        model.adaptive_cutoffs model.classes model.max_length model.vocabulary model.window repeats
+        runs steps task.redraw_every task.unroll top_k trainer.accumulate trainer.checkpoint_every
+        trainer.log_every trainer.max_epochs trainer.max_steps trainer.patience
+        trainer.val_every""",
+    "[0, 2e9]": """
+        model.floor relax_steps task.burn_in task.energy_weight task.force_weight
+        task.position_weight task.position_weight_final task.stress_weight task.warmup_steps
+        task.weight_decay tokens trainer.num_sanity""",
+    "[1, 262144]": """
         beam data.image_size data.resize dimension model.channels model.dim model.dimension
-        model.heads model.image_size model.layers model.long_range_channels model.num_features
-        model.num_gaussians model.num_nodes model.patch_size model.refinements model.states
-        model.types repeat rows trainer.devices workers""",
+        model.ffn_dim model.heads model.image_size model.layers model.long_range_channels
+        model.num_features model.num_gaussians model.num_nodes model.patch_size model.refinements
+        model.states model.types repeat rows trainer.devices workers""",
     "[0, 65536]": "data.workers model.attention_layers model.messages model.radial_basis",
     "[2, 1e6]": "members task.generations task.members task.window",
     "[0, 4294967295]": "data.split_seed seed",  # the range of NumPy's seeds
-    "[1, 262144]": "model.ffn_dim",
     "[6, 1e8]": "data.pieces",
     "[4, 8]": "mesh_order model.mesh_order",
     "[2, 3]": "model.degree",

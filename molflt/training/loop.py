@@ -40,7 +40,6 @@ class _LightningTask(pl.LightningModule):
         self.last_lr = task.lr  # learning rate of the last step
         self._batch = "no batch yet"
         self._size = self._step_before = 0
-        self._parts: list[object] = []  # batches of the current step
         self._sums: list[Tensor] = []
         self._metrics: dict[str, float] | None = None
         self.validation_is_finite = True  # True if all sums of the last validation are finite
@@ -60,7 +59,6 @@ class _LightningTask(pl.LightningModule):
         task, step = self.task, self.global_step
         self._step_before = step
         part = batch_idx % self.trainer.accumulate_grad_batches
-        self._parts = self._parts if part else []
         words = np.random.SeedSequence(
             [task.seed, step, self.global_rank, *([part] if part else [])]
         )
@@ -73,7 +71,6 @@ class _LightningTask(pl.LightningModule):
         """Returns the loss and a row of values to sum: loss, 1, batch size, and the task's sums."""
         progress = self.global_step / max(1, self.trainer.max_steps)
         self._batch, self._size = self.task.name(batch), self.task.size(batch)
-        self._parts.append(batch)
         loss, sums = self.task.loss(batch, progress)
         self._share_seen()
         self.last_lr = float(self.trainer.optimizers[0].param_groups[0]["lr"])
@@ -142,23 +139,12 @@ class _LightningTask(pl.LightningModule):
         return f"step {step} with {self._size:,} {unit}, {self._batch},"
 
     def _diverged(self, what: str, value: float) -> str:
+        more = " or the other batches of this step" * (self.trainer.accumulate_grad_batches > 1)
         return (
-            f"{what} is {value} at step {self.global_step} with learning rate "
-            f"{self.last_lr:.3g} on {self._culprits() or self._batch}; expected a finite "
-            "number; the last valid checkpoint is kept; check these data, or lower task.lr"
+            f"{what} is {value} at step {self.global_step} with learning rate {self.last_lr:.3g} "
+            f"on {self._batch}{more}; expected a finite number; the last valid checkpoint is kept; "
+            "check these data, or lower task.lr"
         )
-
-    def _culprits(self) -> str:
-        """Describes the items of a step that diverge individually; "" if no item diverges."""
-        weights = [weight for weight in self.model.parameters() if weight.requires_grad]
-
-        def diverges(batch: object) -> bool:
-            with torch.enable_grad():
-                loss = self.task.loss(batch, self.global_step / max(1, self.trainer.max_steps))[0]
-                slopes = torch.autograd.grad(loss, weights, allow_unused=True)
-            return not all(bool(x.isfinite().all()) for x in (loss, *slopes) if x is not None)
-
-        return "; ".join(filter(None, (self.task.blame(part, diverges) for part in self._parts)))
 
 
 def _row(parts: list[Tensor], device: torch.device) -> Tensor:

@@ -8,8 +8,6 @@ from typing import Any, NamedTuple
 
 from molflt.files import shown
 
-__all__ = ["DEFAULT", "RECIPES", "Recipe"]
-
 
 class Recipe(NamedTuple):
     """References to the parts of a recipe, as ``module:name``; `load` imports one of them."""

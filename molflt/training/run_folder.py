@@ -23,7 +23,6 @@ from molflt.data.batches import Fingerprint
 from molflt.data.structures.domain import DOMAIN
 from molflt.files import (
     append,
-    clear_parts,
     read_header,
     read_json,
     shown,
@@ -42,9 +41,6 @@ from molflt.training.checkpoint import (
 )
 from molflt.training.config import Config, defaults, plain, read_config
 from molflt.version import __version__
-
-__all__ = ["INIT_RECORD", "KEPT", "Best", "Provenance", "RunFolder", "best_of"]
-__all__ += ["draw_curve", "duration", "read_provenance", "read_versions", "steps_of"]
 
 KEPT = (DOMAIN, "references.json", "vocabulary.json", "classes.json", "tokenizer.json")
 """Files needed to interpret the weights; each recipe writes some of them."""
@@ -145,21 +141,15 @@ class RunFolder:
             yield
 
     def _expect_new(self) -> None:
-        if self.last.exists():
-            raise FileExistsError(
-                f"{self.path}: contains checkpoints of an earlier run; expected an empty or new "
-                f"folder; resume it with --resume {shlex.quote(str(self.path))}, or choose "
-                "another --run"
-            )
-        weights = self.path.glob("checkpoints/*.safetensors")  # left by a run without last.ckpt
-        found = [path for path in weights if not _precedes_training(path)]
+        found = [self.last, *self.path.glob("checkpoints/*.safetensors")]
         if not (self.path / _VERSIONS).exists():
-            found += self.path.glob("config.yaml")  # not written by a run
-        if found:
-            raise FileExistsError(
-                f"{found[0]}: exists without last.ckpt, from which a run is resumed; expected an "
-                "empty or new folder; choose another --run, or move the file"
-            )
+            found.append(self.path / "config.yaml")  # not written by a run
+        for path in found:
+            if path.exists():
+                raise FileExistsError(
+                    f"{path}: exists; expected an empty or new folder; choose another --run, or "
+                    f"resume an earlier run with --resume {shlex.quote(str(self.path))}"
+                )
 
     def check_config(self, config: Config) -> None:
         """Stores the configuration; raises ValueError if it would change steps of a resumed run.
@@ -270,8 +260,6 @@ class RunFolder:
         """Writes config.yaml, versions.json and the data files."""
         if not self.writes:
             return
-        for folder in (self.path, self.last.parent):
-            clear_parts(folder)
         if self.checkpoint is None:
             path = self.path / _VERSIONS  # written first: marks config.yaml as written by a run
             # an interrupted start may have used different data, weights or a different recipe
@@ -339,14 +327,6 @@ class RunFolder:
         except (OSError, ValueError) as error:
             if ending is None:
                 print(f"{png}: not drawn: {error}", file=sys.stderr)
-
-
-def _precedes_training(path: Path) -> bool:
-    """Returns True for weights from step 0, which are saved before the first checkpoint."""
-    try:
-        return read_header(path).get("step") == "0"
-    except ValueError:
-        return False
 
 
 def _versions() -> dict[str, str | None]:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from jsonargparse import ArgumentParser, Namespace
-from torch import Tensor, nn
+from torch import nn
 
 from molflt.data.structures.domain import DOMAIN
 from molflt.data.text.tokenizer import TOKENIZER, Tokenizer, find_tokenizer
@@ -37,8 +37,6 @@ from molflt.training.checkpoint import (
 from molflt.training.config import absolute, add_options, read_config, read_yaml
 from molflt.training.recipes import DEFAULT, Recipe
 from molflt.training.run_folder import INIT_RECORD, RunFolder
-
-__all__ = ["Initializer", "build_parser", "dated_run", "read_initial_weights"]
 
 _MOST = 8  # names per printed line; init.json contains all names
 _SHARED = "MOLFLT_RUN"  # passes the name of the run to the other processes
@@ -296,9 +294,7 @@ class Initializer:
             "loaded": [f"{len(done['loaded'])} of {len(own)} tensors"],
             "new": [f"{name} {tuple(x['shape'])}, {x['why']}" for name, x in new.items()],
             "random and frozen": frozen,
-            "of data": [
-                _change(name, own[name], source.weights[0].get(name)) for name in done["of_data"]
-            ],
+            "of data": done["of_data"],
             "left over": [f"{name} {tuple(shape)}" for name, shape in done["left_over"].items()],
             "differs": [
                 f"{name} {shown(options[name])}, {shown(was)} in the source"
@@ -375,13 +371,6 @@ def _is_same(kept: object, content: bytes) -> bool:
     if isinstance(kept, str):
         return kept == hashlib.sha256(content).hexdigest()
     return kept is not None and kept == json.loads(content)
-
-
-def _change(name: str, now: Tensor, was: Tensor | None) -> str:
-    """Returns the name of a buffer that depends on the data, with both values if it is a number."""
-    if was is None or now.numel() != 1 or was.numel() != 1:
-        return name
-    return f"{name} {float(now):.6g}, {float(was):.6g} in the source"
 
 
 def _listed(names: list[str]) -> str:

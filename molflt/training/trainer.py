@@ -10,8 +10,6 @@ from typing import Any, Literal
 from molflt.data.batches import BatchedData
 from molflt.training.limits import check_ranges
 
-__all__ = ["STEPS", "LoggerName", "TrainerOptions", "computes_on"]
-
 STEPS = 10_000
 """Default number of steps if neither max_steps nor max_epochs is set."""
 

@@ -1,6 +1,4 @@
 import pickle
-import sys
-import types
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +8,7 @@ from shared_files import shared
 from token_files import packed
 
 from molflt.data.text import sources
-from molflt.data.text.datamodule import TextData, TokenBlocks, read_blocks
+from molflt.data.text.datamodule import TextData, TokenBlocks
 from molflt.data.text.sources import _text_blocks
 from molflt.data.text.vocabulary import Vocabulary
 
@@ -20,7 +18,12 @@ WORDS += ["a", "b", "<unk>", "b", "<eos>", "ä", "b", "c", "<eos>"]
 
 
 def read(path: Path | str, level: str = "word") -> tuple[Vocabulary, np.ndarray]:
-    return Vocabulary.count(level, _text_blocks(str(path), level))
+    return counted(level, [*_text_blocks(str(path), level)])
+
+
+def counted(level: str, blocks: list[str], min_count: int = 1) -> tuple[Vocabulary, np.ndarray]:
+    vocabulary = Vocabulary.count(level, blocks, min_count)
+    return vocabulary, vocabulary.encode_blocks(blocks)
 
 
 @pytest.mark.parametrize("name", ["t.txt", "t.xz"])
@@ -59,7 +62,7 @@ def test_characters_and_bytes(tmp_path, level):
 @pytest.mark.parametrize("level", ["word", "char", "byte", "protein"])
 def test_vocabularies_survive_json_and_pickle(level):
     text = "MKV\nWX\n" if level == "protein" else '"ä"\n\u2028 😀 \\ \x00'
-    vocabulary, _ = Vocabulary.count(level, [text])
+    vocabulary = Vocabulary.count(level, [text])
     found = Vocabulary.from_json(vocabulary.to_json())
     assert (found.level, found.tokens) == (level, vocabulary.tokens)
     assert pickle.loads(pickle.dumps(found)).ids == vocabulary.ids  # for worker processes
@@ -104,32 +107,12 @@ def test_data_module(tmp_path):
 
 
 def test_rare_tokens_and_unknown_validation_texts(tmp_path):
-    vocabulary, ids = Vocabulary.count("word", ["a a b c c c\n"], min_count=2)
+    vocabulary, ids = counted("word", ["a a b c c c\n"], min_count=2)
     assert vocabulary.tokens == ["c", "a", "<eos>", "<unk>"]
     assert vocabulary.decode(ids) == "a a <unk> c c c\n"
     assert vocabulary.encode("b z a").tolist() == [3, 3, 1]
     with pytest.warns(UserWarning, match=r"val.txt: 75%"):
         data(tmp_path, val="x y z\n").setup()
-
-
-class Rows(list):
-    column_names = ("text", "label")
-
-
-def test_hugging_face_names(monkeypatch):
-    asked = []
-
-    def load_dataset(*name: str, split: str) -> Rows:
-        asked.append((*name, split))
-        return Rows([{"text": line, "label": 1} for line in ("", " = Title = \n", "a b")])
-
-    fake = types.SimpleNamespace(load_dataset=load_dataset)
-    monkeypatch.setitem(sys.modules, "datasets", fake)
-    for source in ("hf:o/wiki/v1", "hf:o/wiki:test", "hf:o/wiki:train[:5].text"):
-        vocabulary, ids = read(source)
-    assert asked == [("o/wiki", "v1", "train"), ("o/wiki", "test"), ("o/wiki", "train[:5]")]
-    assert read_blocks("hf:o/wiki", vocabulary, 4, "val").tokens == len(ids)
-    assert asked[-1] == ("o/wiki", "validation")
 
 
 def test_wikitext2_has_its_published_counts():

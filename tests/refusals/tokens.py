@@ -10,7 +10,6 @@ from molflt.data.batches import SizeBucketedBatchSampler
 from molflt.data.images.datamodule import ImageData
 from molflt.data.images.files import open_images
 from molflt.data.images.unlabeled import read_alike
-from molflt.data.packed import dataset_loader
 from molflt.data.text.datamodule import TextData, TokenizedText
 from molflt.data.text.glue import _read_texts, read_examples
 from molflt.data.text.parallel import read_parallel
@@ -148,8 +147,6 @@ ROWS = [
     refused(
         lambda: ImageData("a", val_labels="b", val_fraction=0.1), "data.val_labels", "val_fraction"
     ),
-    # data sets on the Hub
-    refused(lambda: dataset_loader("hf:o/../e"), "hf:o/../e", "hf:OWNER/NAME", "'o/../e'"),
     Refusal(
         command("data download game-net {folder} --splits val_id"),
         "--splits",

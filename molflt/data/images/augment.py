@@ -12,8 +12,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-__all__ = ["Augmentation", "augment", "center_crop"]
-
 Augmentation = Literal["none", "flip", "crop", "flip_crop", "resized_crop", "flip_resized_crop"]
 
 _SCALE = (0.08, 1.0)  # share of the area, as for ImageNet (arXiv:1409.4842, section 6)

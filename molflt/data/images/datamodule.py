@@ -13,15 +13,13 @@ from torch import Tensor
 from molflt.data.batches import BatchedData, held_out
 from molflt.data.images.files import LabeledImages, open_images
 
-__all__ = ["ImageData", "PixelData"]
-
 
 class ImageData(BatchedData[LabeledImages]):
     """Batches of labeled uint8 images; each image has the shape (channels, size, size).
 
     Args:
-        train: training images: a folder with one subfolder per class, an idx file of images (with
-            the file of labels next to it), or hf:OWNER/NAME:SPLIT.
+        train: training images: a folder with one subfolder per class, or an idx file of images
+            (with the file of labels next to it).
         val: validation images, in any form that `train` accepts; null with `val_fraction`.
         train_labels: idx file of the training labels, if its name cannot be derived from `train`.
         val_labels: idx file of the validation labels, if its name cannot be derived from `val`.
@@ -124,8 +122,7 @@ class ImageData(BatchedData[LabeledImages]):
         and type float64.
         """
         self.setup()
-        train = self.datasets["train"]
-        return train.statistics(len(train)) if train.in_memory else train.statistics()
+        return self.datasets["train"].statistics()
 
     def _open(self, use: str, classes: list[str] | None) -> LabeledImages:
         return open_images(Path(self.sources[use]), self.labels[use], self.resize, classes)
@@ -149,8 +146,8 @@ class PixelData(ImageData):
     """Batches of images without classes, for models that predict the bytes of images.
 
     Args:
-        train: training images: a folder with or without one subfolder per class, an idx file of
-            images (with the file of labels next to it), or hf:OWNER/NAME:SPLIT.
+        train: training images: a folder with or without one subfolder per class, or an idx file of
+            images (with the file of labels next to it).
         image_size: side length in pixels; images are downscaled to central squares of this size, in
             which each pixel is the mean of the area that it covers. Null keeps the size of the
             images, which must then be squares of equal size.

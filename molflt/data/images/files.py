@@ -1,14 +1,14 @@
-"""Labeled images from idx files, folders of classes, and Hugging Face data sets."""
+"""Labeled images from idx files and folders of classes."""
 
 from __future__ import annotations
 
 import math
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -17,13 +17,8 @@ from torch.nn import functional as F
 from torch.utils.data import Dataset
 
 from molflt.data.images.augment import center_crop
-from molflt.data.packed import dataset_loader, unpacked
+from molflt.data.packed import unpacked
 from molflt.files import shown
-
-if TYPE_CHECKING:
-    from PIL.Image import Image
-
-__all__ = ["LabeledImages", "fitted", "open_images"]
 
 _MAGIC = {3: b"\0\0\x08\x03", 1: b"\0\0\x08\x01"}  # type (unsigned byte) and number of axes
 _CHUNK = 4096  # images that are resized at once
@@ -34,6 +29,7 @@ _Fit = Callable[[Tensor, str], Tensor]  # takes images (n, channels, height, wid
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")  # Pillow runs programs for some other formats
 
 
+@dataclass(eq=False)
 class LabeledImages(Dataset[tuple[Tensor, Tensor]]):
     """Labeled images of equal size.
 
@@ -48,31 +44,25 @@ class LabeledImages(Dataset[tuple[Tensor, Tensor]]):
         in_memory: True if reading all images is cheap.
 
     Attributes:
+        channels: number of channels of the images.
         size: height and width of the images.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        labels: Tensor,
-        classes: list[str],
-        read: Callable[[int], Tensor],
-        names: Sequence[str] | None = None,
-        in_memory: bool = False,
-    ) -> None:
-        self.path, self.labels, self.classes = path, labels, classes
-        self.read, self.names, self.in_memory = read, names, in_memory
-        self.channels, *sides = read(0).shape
+    path: Path
+    labels: Tensor
+    classes: list[str]
+    read: Callable[[int], Tensor]
+    names: Sequence[str] | None = None
+    in_memory: bool = False
+
+    def __post_init__(self) -> None:
+        self.channels, *sides = self.read(0).shape
         self.size = (sides[0], sides[1])
 
     def __len__(self) -> int:
         return len(self.labels)
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        return self.image(index), self.labels[index]
-
-    def image(self, index: int) -> Tensor:
-        """Returns a uint8 image of shape (channels, height, width)."""
         image = self.read(index)
         if tuple(image.shape[1:]) != self.size:
             name = f"{self.path}, image {index}" if self.names is None else self.names[index]
@@ -80,7 +70,7 @@ class LabeledImages(Dataset[tuple[Tensor, Tensor]]):
                 f"{name}: expected {self.size[0]} x {self.size[1]} pixels, as in the first image; "
                 f"got {image.shape[1]} x {image.shape[2]}; set data.image_size to resize all images"
             )
-        return image
+        return image, self.labels[index]
 
     def squares(self, index: Tensor, side: int) -> LabeledImages:
         """Returns the images at indices `index` (n,), cropped to their central squares."""
@@ -89,18 +79,18 @@ class LabeledImages(Dataset[tuple[Tensor, Tensor]]):
         return LabeledImages(self.path, labels, self.classes, read, in_memory=in_memory)
 
     def _square(self, index: Tensor, side: int, place: int) -> Tensor:
-        return center_crop(self.image(int(index[place])), side)
+        return center_crop(self[int(index[place])][0], side)
 
-    def statistics(self, most: int = 2000) -> tuple[Tensor, Tensor]:
+    def statistics(self) -> tuple[Tensor, Tensor]:
         """Returns the mean and standard deviation of each channel, for images scaled to [0, 1].
 
-        At most `most` evenly spaced images are read. Both tensors have shape (channels,) and type
-        float64; a standard deviation of 0 is replaced by 1.
+        If images are decoded from files, 2000 evenly spaced images are read. Both tensors have
+        shape (channels,) and type float64; a standard deviation of 0 is replaced by 1.
         """
-        count = min(len(self), most)
+        count = len(self) if self.in_memory else min(len(self), 2000)
         levels = torch.zeros(self.channels, 256, dtype=torch.int64)
         for i in range(count):
-            for total, channel in zip(levels, self.image(i * len(self) // count), strict=True):
+            for total, channel in zip(levels, self[i * len(self) // count][0], strict=True):
                 total += torch.bincount(channel.flatten(), minlength=256)
         share = levels.double() / levels.sum(dim=1, keepdim=True)
         level = torch.arange(256, dtype=torch.float64) / 255
@@ -152,21 +142,19 @@ def open_images(
     """Opens labeled images.
 
     Args:
-        source: folder with one subfolder per class, idx file of images, or hf:OWNER/NAME.
+        source: folder with one subfolder per class, or idx file of images.
         labels: idx file of the labels, if its name cannot be derived from the name of the images.
         size: side, in pixels, of the squares to which images are resized; None keeps the sizes.
         classes: names of the classes, in the order of labels.
         box: average over the area of each pixel when resizing, as in `fitted`.
         flat: accept a folder of images without subfolders, as one class.
     """
-    named, fit = str(source).startswith("hf:"), partial(_fit, size=size, box=box)
-    if labels is not None and (named or source.is_dir()):
+    fit = partial(_fit, size=size, box=box)
+    if labels is not None and source.is_dir():
         raise ValueError(
             f"{labels}: a file of labels has no effect with {source}, which contains classes; omit "
             "data.train_labels or data.val_labels"
         )
-    if named:
-        return _open_hub(str(source), classes, fit)
     if source.is_dir():
         # A JPEG that is decoded at a reduced size is not averaged over boxes
         return _open_folder(source, classes, fit, None if box else size, flat)
@@ -214,68 +202,28 @@ def _read_image(files: Sequence[str], draft: int | None, fit: _Fit, index: int) 
     return fit(_decode(files[index], "RGB", draft)[None], files[index])[0]
 
 
-def _open_hub(source: str, classes: Sequence[str] | None, fit: _Fit) -> LabeledImages:
-    load = dataset_loader(source)
-    name, _, split = source.removeprefix("hf:").partition(":")
-    rows = load(name, split=split or "train")
-    columns = rows.features
-    image = [column for column in ("image", "img") if column in columns]
-    label = [column for column in ("label", "fine_label") if column in columns]
-    names = getattr(columns[label[0]], "names", None) if label else None
-    if not image or names is None:
-        raise ValueError(
-            f"{source}: expected columns image and label (classes); got {', '.join(columns)}; use "
-            "a different data set, or convert it to a folder of classes"
-        )
-    labels = torch.tensor(list(rows[label[0]]), dtype=torch.int64)
-    if int(labels.min()) < 0:
-        raise ValueError(
-            f"{source}: expected the class of each image; got label {int(labels.min())} in "
-            f"{int((labels < 0).sum()):,} of {len(labels):,} rows, which may be hidden; use a "
-            "split with labels"
-        )
-    if classes is not None and list(classes) != list(names):
-        raise ValueError(
-            f"{source}: expected the {len(classes)} trained classes; got {len(names)} different "
-            "ones; validate on the same classes"
-        )
-    read = partial(_read_row, rows, image[0], source, fit)
-    return LabeledImages(Path(source), labels, list(names), read)
-
-
-def _read_row(rows: Any, column: str, source: str, fit: _Fit, index: int) -> Tensor:
-    name = f"{source}, row {index}"
-    return fit(_as_bytes(lambda: rows[index][column], name, "RGB")[None], name)[0]
-
-
 def _decode(path: str, mode: str | None, size: int | None = None) -> Tensor:
-    """Reads an image as a uint8 tensor (channels, height, width)."""
+    """Reads an image as a uint8 tensor (channels, height, width).
 
-    def load() -> Image:
-        from PIL import Image
+    `mode` is L or RGB; None keeps gray images gray. JPEG files can be decoded at a reduced size of
+    at least `size` pixels. Raises ValueError for more than 8 bits per channel.
+    """
+    from PIL import Image
 
+    try:
         with Image.open(path, formats=_FORMATS) as image:
             if size is not None:
                 image.draft(mode, (size, size))
             image.load()
-        return image
-
-    return _as_bytes(load, path, mode)
-
-
-def _as_bytes(load: Callable[[], Image], name: str, mode: str | None) -> Tensor:
-    """Returns an image as a uint8 tensor; raises ValueError for more than 8 bits per channel."""
-    try:
-        image = load()
     except Exception as error:  # decoders raise many kinds of errors
         raise ValueError(
-            f"{name}: expected an image; it cannot be decoded ({error}); replace or remove it"
+            f"{path}: expected an image; it cannot be decoded ({error}); replace or remove it"
         ) from None
-    mode = mode or ("L" if image.mode in _GRAY else "RGB")
     if image.mode[0] in _DEEP:
         raise ValueError(
-            f"{name}: expected 8 bits per channel; got mode {image.mode}; convert the image"
+            f"{path}: expected 8 bits per channel; got mode {image.mode}; convert the image"
         )
+    mode = mode or ("L" if image.mode in _GRAY else "RGB")
     pixels = torch.from_numpy(np.array(image.convert(mode)))
     return pixels[None] if mode == "L" else pixels.permute(2, 0, 1)
 

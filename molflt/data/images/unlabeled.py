@@ -14,8 +14,6 @@ from torch.nn import functional as F
 from molflt.data.images.files import _decode, _image_files, _read_file, fitted
 from molflt.files import write_atomically
 
-__all__ = ["read_alike", "read_images", "write_sheet"]
-
 _COLUMNS = 16
 _MARGIN = 2  # pixels between images of the sheet
 _LEAST = 56  # minimum width in pixels of an image on the sheet; smaller images are enlarged

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar, cast
 
@@ -16,9 +16,6 @@ from molflt.data.batches import BatchedData
 from molflt.data.text.sources import _line_blocks, _text_blocks
 from molflt.data.text.tokenizer import TOKENIZER, Tokenizer, TokenizerKind, find_tokenizer
 from molflt.data.text.vocabulary import FIXED, Vocabulary, _Level
-
-__all__ = ["Blocks", "PieceBlocks", "TextData", "TokenBlocks", "TokenizedData"]
-__all__ += ["TokenizedText", "padded_rows", "read_blocks", "read_pieces"]
 
 _MOST_UNKNOWN = 0.5  # a larger share of <unk> indicates the wrong vocabulary
 _NO_TARGET = -1
@@ -98,10 +95,7 @@ class TokenBlocks(Blocks[tuple[Tensor, Tensor]]):
 class TextData(BatchedData[TokenBlocks]):
     """Blocks of a training text, a validation text and an optional test text.
 
-    Each text is a UTF-8 file, plain or compressed (.gz or .xz), or, if the package `datasets` is
-    installed, a Hugging Face data set whose rows are lines:
-    hf:OWNER/NAME[/CONFIG][:SPLIT[.COLUMN]], such as
-    hf:Salesforce/wikitext/wikitext-2-v1:train.text.
+    Each text is a UTF-8 file, plain or compressed (.gz or .xz).
 
     Args:
         train: training text.
@@ -151,16 +145,15 @@ class TextData(BatchedData[TokenBlocks]):
         source, file = self.sources[use], self.vocabulary_file
         if use == "train" and file is None:
             blocks = _text_blocks(source, self.level)
-            self.vocabulary, ids = Vocabulary.count(self.level, blocks, self.min_count)
-            return TokenBlocks(ids, self.length, self.vocabulary.eos, source=source)
-        if use == "train" and file is not None:
+            self.vocabulary = Vocabulary.count(self.level, blocks, self.min_count)
+        elif use == "train" and file is not None:
             self.vocabulary = Vocabulary.from_json(file.read_bytes(), str(file))
             if self.vocabulary.level != self.level:
                 raise ValueError(
                     f"{file}: expected a vocabulary of level {self.level!r}; got "
                     f"{self.vocabulary.level!r}; change data.level"
                 )
-        return read_blocks(source, self.vocabulary, self.length, use, keep_last=use != "train")
+        return read_blocks(source, self.vocabulary, self.length, keep_last=use != "train")
 
     def _described(self, use: str) -> str:
         return self.datasets[use].described(self.sources[use])
@@ -175,14 +168,10 @@ class TextData(BatchedData[TokenBlocks]):
 
 
 def read_blocks(
-    source: str, vocabulary: Vocabulary, length: int, use: str = "val", keep_last: bool = True
+    source: str, vocabulary: Vocabulary, length: int, keep_last: bool = True
 ) -> TokenBlocks:
-    """Reads a text as blocks; warns if most of its tokens are unknown.
-
-    Accepts the same sources as `TextData`. The default split of a Hugging Face data set depends on
-    `use`: "train", "val" or "test".
-    """
-    ids = vocabulary.encode_blocks(_text_blocks(source, vocabulary.level, use))
+    """Reads a text file as blocks; warns if most of its tokens are unknown."""
+    ids = vocabulary.encode_blocks(_text_blocks(source, vocabulary.level))
     if len(ids) and (share := float(np.mean(ids == vocabulary.unk))) > _MOST_UNKNOWN:
         warnings.warn(
             f"{source}: {share:.0%} of the tokens are not in the vocabulary and become <unk>; the "
@@ -308,8 +297,7 @@ class TokenizedData(BatchedData[_Items]):
 class TokenizedText(TokenizedData[PieceBlocks]):
     """Blocks of training, validation and optional test texts, for masked language models.
 
-    Each text is a UTF-8 file, plain or compressed (.gz or .xz), or a Hugging Face data set; see
-    `TextData`.
+    Each text is a UTF-8 file, plain or compressed (.gz or .xz).
 
     Args:
         train: training text.
@@ -348,7 +336,9 @@ class TokenizedText(TokenizedData[PieceBlocks]):
         source = self.sources[use]
         if use == "train":
             self.set_tokenizer(lambda: _line_blocks(source), source)
-        return read_pieces(source, self.tokenizer, self.length, self.next_sentence, use)
+        return read_pieces(
+            source, self.tokenizer, self.length, self.next_sentence, keep_last=use != "train"
+        )
 
     def _described(self, use: str) -> str:
         return self.datasets[use].described(self.sources[use])
@@ -358,20 +348,16 @@ class TokenizedText(TokenizedData[PieceBlocks]):
 
 
 def read_pieces(
-    source: str, tokenizer: Tokenizer, length: int, pairs: bool = False, use: str = "val"
+    source: str, tokenizer: Tokenizer, length: int, pairs: bool = False, keep_last: bool = True
 ) -> PieceBlocks:
-    """Reads a text as blocks; an incomplete last block is dropped only if `use` is "train".
-
-    The source is a file or an hf: name. For a tokenizer of residues, it must contain FASTA records.
-    """
-    blocks = (
-        _line_blocks(source, use, any_bytes=tokenizer.fixed == "byte")
-        if tokenizer.letters is None
-        else cast("Iterable[str]", _text_blocks(source, "protein", use))
-    )
+    """Reads a text file as blocks; for a tokenizer of residues, it must contain FASTA records."""
+    if tokenizer.letters is None:
+        blocks = _line_blocks(source, any_bytes=tokenizer.fixed == "byte")
+    else:
+        blocks = cast("Iterator[str]", _text_blocks(source, "protein"))
     ids = tokenizer.encode_blocks(blocks, source)
     tokenizer.expect_known(ids, source)
-    return PieceBlocks(ids, length, tokenizer, pairs, use != "train", source)
+    return PieceBlocks(ids, length, tokenizer, pairs, keep_last, source)
 
 
 def padded_rows(rows: Sequence[Tensor], value: int) -> Tensor:

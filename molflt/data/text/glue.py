@@ -20,9 +20,6 @@ from molflt.files import natural, shown
 if TYPE_CHECKING:
     from molflt.data.text.tokenizer import TokenizerKind
 
-__all__ = ["GLUE", "TASKS", "Example", "GlueTask", "classes_in", "find_split"]
-__all__ += ["read_examples", "read_splits"]
-
 _VAL_FRACTION = 0.1  # default for tasks without a validation file
 _UNLABELED = "unsup"  # folder of unlabeled reviews in the published data
 _TWO = ("0", "1")

@@ -18,8 +18,6 @@ from molflt.data.text.datamodule import _NO_TARGET, TokenizedData, padded_rows
 from molflt.data.text.sources import _lines
 from molflt.data.text.tokenizer import Tokenizer
 
-__all__ = ["Pairs", "ParallelData", "ParallelText", "paired", "read_lines", "read_parallel"]
-
 _Item = tuple[Tensor, Tensor]
 
 

@@ -18,8 +18,6 @@ from molflt.data.text.datamodule import TokenizedData, padded_rows
 from molflt.data.text.glue import TASKS, Example, classes_in, find_split, read_splits
 from molflt.data.text.tokenizer import Tokenizer, TokenizerKind
 
-__all__ = ["CLASSES", "SentenceData", "Sentences", "TaskName", "padded"]
-
 CLASSES = "classes.json"
 """file in a run that lists the class names in order, or "score" if the labels are scores"""
 

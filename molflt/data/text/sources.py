@@ -1,4 +1,4 @@
-"""Readers for texts from files and Hugging Face data sets."""
+"""Readers for text files."""
 
 from __future__ import annotations
 
@@ -6,15 +6,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from molflt.data.packed import dataset_loader, unpacked
+from molflt.data.packed import unpacked
 from molflt.data.text.vocabulary import RESIDUES, _Level
 from molflt.files import shown
 
 _BLOCK = 2**20  # bytes read at once
-_HF = "hf:"
 _BYTE_ORDER = "\ufeff"
 _LETTERS = frozenset(RESIDUES + RESIDUES.lower())
-_SPLITS = {"train": "train", "val": "validation", "test": "test"}
 
 
 class Record(NamedTuple):
@@ -29,22 +27,22 @@ class Record(NamedTuple):
         return (self.header.split(maxsplit=1) or [""])[0]
 
 
-def _text_blocks(source: str, level: _Level = "word", use: str = "train") -> Iterator[bytes | str]:
+def _text_blocks(source: str, level: _Level = "word") -> Iterator[bytes | str]:
     """Returns a text in pieces that `Vocabulary.encode_blocks` accepts."""
     if level == "byte":
-        return _raw(source, use)
+        return _raw(source)
     if level == "protein":
-        return (f"{record.residues}\n" for record in _records(source, use))
-    blocks = _line_blocks(source, use)
+        return (f"{record.residues}\n" for record in _records(source))
+    blocks = _line_blocks(source)
     if level == "char":
         return blocks
     return (block if block.endswith("\n") else f"{block}\n" for block in blocks)
 
 
-def _line_blocks(source: str, use: str = "train", any_bytes: bool = False) -> Iterator[str]:
-    """Yields pieces of a text that end at line breaks; see `_text_blocks` for the arguments."""
+def _line_blocks(source: str, any_bytes: bool = False) -> Iterator[str]:
+    """Yields pieces of a text that end at line breaks; with `any_bytes`, it need not be UTF-8."""
     done = 0
-    for raw in _raw(source, use):
+    for raw in _raw(source):
         try:
             text = raw.decode(errors="surrogateescape" if any_bytes else "strict")
         except UnicodeDecodeError as error:
@@ -56,16 +54,16 @@ def _line_blocks(source: str, use: str = "train", any_bytes: bool = False) -> It
         done += len(raw)
 
 
-def _lines(source: str, use: str = "train") -> Iterator[str]:
+def _lines(source: str) -> Iterator[str]:
     """Yields the lines of a text; only a line feed ends a line."""
-    for block in _line_blocks(source, use):
+    for block in _line_blocks(source):
         yield from block.removesuffix("\n").split("\n")
 
 
-def _records(source: str, use: str = "train") -> Iterator[Record]:
+def _records(source: str) -> Iterator[Record]:
     header: str | None = None
     parts: list[str] = []
-    for number, line in enumerate(_lines(source, use), 1):
+    for number, line in enumerate(_lines(source), 1):
         text = line.strip()
         if text.startswith(">"):
             if header is not None:
@@ -95,10 +93,7 @@ def _record(header: str, parts: list[str], source: str) -> Record:
     return record
 
 
-def _raw(source: str, use: str) -> Iterator[bytes]:
-    if source.startswith(_HF):
-        yield from _rows(source, use)
-        return
+def _raw(source: str) -> Iterator[bytes]:
     path = Path(source)
     if not path.is_file():
         raise FileNotFoundError(
@@ -107,27 +102,3 @@ def _raw(source: str, use: str) -> Iterator[bytes]:
     with unpacked(path) as file:
         while lines := file.readlines(_BLOCK):
             yield b"".join(lines)
-
-
-def _rows(source: str, use: str) -> Iterator[bytes]:
-    name, _, which = source.removeprefix(_HF).partition(":")
-    split, _, column = which.partition(".")
-    split, column = split or _SPLITS[use], column or "text"
-    load = dataset_loader(source)
-    parts = name.split("/")
-    try:
-        rows = load("/".join(parts[:2]), *parts[2:], split=split)
-    except Exception as error:  # the library raises many kinds of errors
-        raise ValueError(
-            f"{source}: cannot be loaded ({' '.join(str(error).split())}); expected "
-            "hf:OWNER/NAME[/CONFIG][:SPLIT[.COLUMN]]"
-        ) from None
-    if column not in rows.column_names:
-        raise ValueError(
-            f"{source}: expected one of the columns {', '.join(rows.column_names)}; got {column!r}"
-        )
-    for row in rows:
-        text = row[column]
-        if not isinstance(text, str):
-            raise ValueError(f"{source}: expected text in column {column!r}; got {text!r:.80}")
-        yield (text if text.endswith("\n") else f"{text}\n").encode()

@@ -11,8 +11,6 @@ import numpy as np
 from molflt.data.text.sources import Record, _lines, _records
 from molflt.files import atomically, shown
 
-__all__ = ["split"]
-
 _WIDTH = 60  # residues in a line
 _TRAIN = "train"
 

@@ -17,8 +17,6 @@ from molflt.files import shown
 if TYPE_CHECKING:
     import tokenizers
 
-__all__ = ["TOKENIZER", "Tokenizer", "TokenizerKind", "find_tokenizer"]
-
 TOKENIZER = "tokenizer.json"
 """file name of a tokenizer in runs and in published models"""
 
