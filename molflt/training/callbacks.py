@@ -191,7 +191,9 @@ class _LastCheckpoint(Checkpoint):
 
     A checkpoint is saved after the optimizer, the schedule and the averages have completed a step,
     but before the validation that follows. A run killed during a validation therefore repeats it
-    when resumed. Only the checkpoint of the last step is saved after its validation.
+    when resumed. Only the checkpoint of the last step is saved after its validation. The first
+    checkpoint is saved before the first weights and before the last step. A run that has weights
+    but no checkpoint was therefore not interrupted.
 
     Closing a terminal sends SIGHUP. If nohup has disabled this signal, it stays disabled.
 
@@ -223,6 +225,7 @@ class _LastCheckpoint(Checkpoint):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._watch_signals()  # `on_sanity_check_start` is skipped without a sanity check
         self.folder.start_steps(trainer.strategy.root_device.type)
+        self._save_early(trainer)
 
     def _note(self, signum: int, frame: FrameType | None) -> None:
         for number in self._terminals:
@@ -252,6 +255,12 @@ class _LastCheckpoint(Checkpoint):
                 self._save(trainer)
             if signum:
                 raise _Interrupted(signum, step)
+            self._save_early(trainer)
+
+    def _save_early(self, trainer: pl.Trainer) -> None:
+        """Saves a checkpoint before the last step unless a checkpoint exists."""
+        if trainer.global_step == trainer.max_steps - 1 and not self.folder.last.exists():
+            self._save(trainer)
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if not trainer.sanity_checking and trainer.global_step < trainer.max_steps:

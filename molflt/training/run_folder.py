@@ -141,15 +141,21 @@ class RunFolder:
             yield
 
     def _expect_new(self) -> None:
-        found = [self.last, *self.path.glob("checkpoints/*.safetensors")]
+        if self.last.exists():
+            raise FileExistsError(
+                f"{self.path}: contains checkpoints of an earlier run; expected an empty or new "
+                f"folder; resume it with --resume {shlex.quote(str(self.path))}, or choose "
+                "another --run"
+            )
+        weights = self.path.glob("checkpoints/*.safetensors")  # left by a run without last.ckpt
+        found = [path for path in weights if not _precedes_training(path)]
         if not (self.path / _VERSIONS).exists():
-            found.append(self.path / "config.yaml")  # not written by a run
-        for path in found:
-            if path.exists():
-                raise FileExistsError(
-                    f"{path}: exists; expected an empty or new folder; choose another --run, or "
-                    f"resume an earlier run with --resume {shlex.quote(str(self.path))}"
-                )
+            found += self.path.glob("config.yaml")  # not written by a run
+        if found:
+            raise FileExistsError(
+                f"{found[0]}: exists without last.ckpt, from which a run is resumed; expected an "
+                "empty or new folder; choose another --run, or move the file"
+            )
 
     def check_config(self, config: Config) -> None:
         """Stores the configuration; raises ValueError if it would change steps of a resumed run.
@@ -327,6 +333,14 @@ class RunFolder:
         except (OSError, ValueError) as error:
             if ending is None:
                 print(f"{png}: not drawn: {error}", file=sys.stderr)
+
+
+def _precedes_training(path: Path) -> bool:
+    """Returns True for weights from step 0, which are saved before the first checkpoint."""
+    try:
+        return read_header(path).get("step") == "0"
+    except ValueError:
+        return False
 
 
 def _versions() -> dict[str, str | None]:

@@ -126,7 +126,7 @@ NEW: list[tuple[str, Prepare | None, str, str, str]] = [
     (f"--task.redraw_every=2 {PLAIN}", None, "task.redraw_every", "random features", "2"),
     ('--task.lr_factors={{"reedout.*":2}}', None, "task.lr_factors", "readout.*", "reedout.*"),
     ("--data.train_split=absent", None, "split", "", "'absent'"),
-    ("--run={run}", None, "last.ckpt", "--resume", ""),
+    ("--run={run}", None, "contains checkpoints", "--resume", ""),
     ("", foreign, "new/config.yaml", "empty or new folder", ""),
     (
         "--init={folder}/w.safetensors",
