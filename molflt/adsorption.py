@@ -26,7 +26,6 @@ from molflt.data.structures.tags import guess_tags, in_one_piece
 if TYPE_CHECKING:
     from ase import Atoms
 
-__all__ = ["comparable", "cut", "element", "molecule", "placements", "ranked", "sites", "varied"]
 
 _VACUUM, _EMPTY = 4.5, 7.0  # Å: smallest vacuum of a slab; gap too large for a crystal
 _CONTACT, _CONTACT_H = 0.1, 0.5  # Å added to radii for contacts with the slab; the second for H

@@ -26,8 +26,6 @@ from ase.calculators.calculator import PropertyNotImplementedError
 from ase.data import atomic_numbers, covalent_radii
 from ase.md.verlet import VelocityVerlet
 
-__all__ = ["CHECKS", "Row", "certify"]
-
 _TRIED = ["Cu", "O", "C", "H"]
 _NONMETALS = {"H", "C", "N", "O", "F", "P", "S", "Cl", "Se", "Br", "I"}
 _MOLECULES = ["CH3OH", "H2O", "NH3", "CH4", "H2CO", "CO2", "SiH4", "NaCl"]

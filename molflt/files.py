@@ -10,6 +10,7 @@ import json
 import os
 import re
 import reprlib
+import sys
 import tempfile
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -35,9 +36,8 @@ def atomically(path: Path) -> Iterator[Path]:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise _not_written(path, error, "its folder cannot be created") from error
-    part = path.with_name(f".{path.name}.part")
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
-        part.unlink(missing_ok=True)  # left by a killed process
         part.touch()
         mode = part.stat().st_mode
         yield part
@@ -51,6 +51,11 @@ def atomically(path: Path) -> Iterator[Path]:
     finally:
         with suppress(OSError):  # the file was renamed, or the folder is not readable
             part.unlink()
+
+
+def warn(text: str) -> None:
+    """Prints a one-line warning."""
+    print(f"molflt: warning: {text}", file=sys.stderr)
 
 
 def _not_written(path: Path, error: OSError, kept: str) -> OSError:

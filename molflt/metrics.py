@@ -11,8 +11,6 @@ from typing import Literal, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-__all__ = ["EWT_THRESHOLD", "Metric", "locality"]
-
 EWT_THRESHOLD = 0.02
 """error, in eV, below which an energy counts as correct"""
 

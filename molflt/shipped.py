@@ -10,8 +10,6 @@ import difflib
 from importlib.resources import files
 from pathlib import Path
 
-__all__ = ["config_names", "find_config", "shipped"]
-
 
 def shipped(folder: str) -> Path:
     """Returns the folder ``configs`` or ``datasets`` of this package."""

@@ -11,9 +11,9 @@ from tiny_run import SMALL, error_of, printed, python, write_data
 from molflt import __version__, shipped
 from molflt.commands.cli import COMMANDS, Command, main, parser_of
 from molflt.commands.options import parse
-from molflt.commands.train import build_parser
 from molflt.shipped import config_names, find_config
 from molflt.training.recipes import RECIPES
+from molflt.training.start import build_parser
 
 ROOT = Path(__file__).resolve().parents[1]
 

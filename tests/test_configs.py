@@ -14,10 +14,10 @@ from torch_geometric.data import Batch
 
 from molflt.attention import FEATURE_MAPS
 from molflt.commands.schema import config_schema
-from molflt.commands.train import build_parser
 from molflt.graph.regressor import EnergyRegressor
 from molflt.training.limits import LIMITS
 from molflt.training.recipes import RECIPES
+from molflt.training.start import build_parser
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 FILES = sorted(CONFIGS.rglob("*.yaml"))

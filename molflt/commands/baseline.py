@@ -29,12 +29,10 @@ from molflt.data.structures.convert import one_pass
 from molflt.data.structures.sources import files_of, is_one_source
 from molflt.data.structures.store import write_store
 from molflt.evaluation.relaxation import relax_atoms
-from molflt.evaluation.results import warn, write_csv
-from molflt.files import add_row, csv_rows, expect_writable
+from molflt.evaluation.results import write_csv
+from molflt.files import add_row, csv_rows, expect_writable, warn
 from molflt.pretrained.calculator import calculator_named, is_class
 from molflt.training.checkpoint import find_weights, weights_digest
-
-__all__ = ["baseline"]
 
 _PARTS = ("whole", "slab", "adsorbate")
 _made: dict[str, Any] = {}  # calculator of this process, and energies of parts by digest

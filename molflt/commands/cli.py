@@ -26,7 +26,6 @@ from molflt.version import __version__
 if TYPE_CHECKING:
     from jsonargparse import ArgumentParser
 
-__all__ = ["COMMANDS", "GROUPS", "Command", "main", "parser_of"]
 
 _LONGEST = 1000  # maximum number of characters in an error message
 

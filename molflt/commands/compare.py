@@ -13,8 +13,6 @@ from molflt.files import shown, write_atomically
 from molflt.metrics import Metric
 from molflt.plots import further_formats, overlaid_curves
 
-__all__ = ["compare"]
-
 _WIDEST = 28  # maximum number of characters in a cell
 
 

@@ -18,8 +18,6 @@ from molflt.training.config import read_config
 from molflt.training.recipes import Recipe
 from molflt.training.run_folder import draw_curve
 
-__all__ = ["build_parser", "evaluate"]
-
 
 def evaluate(
     run: Path,

@@ -5,11 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from molflt.data.structures.domain import DOMAIN
-from molflt.evaluation.results import warn
+from molflt.files import warn
 from molflt.pretrained import EnergyPredictor, load
 from molflt.training.config import HUB
-
-__all__ = ["export"]
 
 
 def export(

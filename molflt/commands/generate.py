@@ -18,8 +18,6 @@ from molflt.pretrained import ImageWriter, TextWriter, Translator, load
 from molflt.pretrained.tokens import IMAGES
 from molflt.sequence import LanguageModel
 
-__all__ = ["generate"]
-
 
 def generate(
     run: str,

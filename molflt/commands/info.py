@@ -11,8 +11,6 @@ from molflt.training.checkpoint import count_parameters
 from molflt.training.config import read_config
 from molflt.training.run_folder import best_of, read_provenance, read_versions, steps_of
 
-__all__ = ["info"]
-
 
 def info(run: Path, json: bool = False) -> None:
     """Prints a summary of a run: recipe, data, model size, steps, best validation, files.

@@ -17,8 +17,6 @@ from molflt.data.structures.overlaps import equal_structures
 from molflt.data.structures.sources import is_one_source, sources_in
 from molflt.data.structures.summary import Inspected, Purpose, Summary, summarize
 
-__all__ = ["inspect"]
-
 
 def inspect(
     path: Path | Sequence[Path],

@@ -24,15 +24,6 @@ from molflt.training.limits import check_ranges, readable
 if TYPE_CHECKING:
     from jsonargparse import ArgumentParser, Namespace
 
-__all__ = [
-    "did_you_mean",
-    "expect_ending",
-    "normalized",
-    "options_of",
-    "parse",
-    "refuse_idle",
-    "yaml_of",
-]
 
 _POSITION = "model.position_options"
 

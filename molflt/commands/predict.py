@@ -24,14 +24,12 @@ from molflt.data.structures.store import STORE
 from molflt.data.text.parallel import read_lines
 from molflt.evaluation.calibration import uncertainty_of
 from molflt.evaluation.predictions import Predictions, counted_reasons, open_structures
-from molflt.evaluation.results import finite_row, warn, write_csv
+from molflt.evaluation.results import finite_row, write_csv
 from molflt.evaluation.shard_files import ENDINGS, made_of, merge_shards, noted
-from molflt.files import atomically, csv_text, expect_writable, read_header, write_atomically
+from molflt.files import atomically, csv_text, expect_writable, read_header, warn, write_atomically
 from molflt.pretrained import EnergyPredictor, GapFiller, ImageLabeler, SentenceLabeler, load
 from molflt.pretrained.base import Pretrained
 from molflt.training.checkpoint import is_trained
-
-__all__ = ["merge", "predict"]
 
 _Labeler = GapFiller | ImageLabeler | SentenceLabeler
 _OF_ATOMS = (".extxyz", ".traj")

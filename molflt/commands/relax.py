@@ -14,11 +14,8 @@ from molflt.data.structures import Structures
 from molflt.data.structures.ase_fields import drop_labels_, not_held
 from molflt.data.structures.sources import files_of
 from molflt.evaluation.relaxation import OptimizerName, Relaxed, readable_structures, relax_atoms
-from molflt.evaluation.results import warn
-from molflt.files import add_row, appending, atomically, expect_writable
+from molflt.files import add_row, appending, atomically, expect_writable, warn
 from molflt.pretrained.calculator import Calculator
-
-__all__ = ["relax"]
 
 
 def relax(

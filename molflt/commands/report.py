@@ -6,10 +6,7 @@ from pathlib import Path
 
 from molflt.commands.options import expect_ending
 from molflt.evaluation.page import page_of
-from molflt.evaluation.results import warn
-from molflt.files import readable_size, write_atomically
-
-__all__ = ["report"]
+from molflt.files import readable_size, warn, write_atomically
 
 
 def report(run: Path, out: Path | None = None) -> None:

@@ -6,11 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from molflt.commands.train import build_parser
 from molflt.files import write_atomically
 from molflt.training.recipes import DEFAULT, RECIPES
-
-__all__ = ["config_schema", "schema"]
+from molflt.training.start import build_parser
 
 _Schema = dict[str, Any]
 _HEADER = "# yaml-language-server: $schema="

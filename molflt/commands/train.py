@@ -19,10 +19,8 @@ from molflt.metrics import Metric
 from molflt.training.config import Config, absolute
 from molflt.training.recipes import Recipe
 from molflt.training.run_folder import RunFolder, best_of, duration
-from molflt.training.start import Initializer, build_parser, dated_run
+from molflt.training.start import Initializer, dated_run
 from molflt.training.trainer import TrainerOptions
-
-__all__ = ["build_parser", "train"]
 
 _Options = dict[str, Any]
 

@@ -24,11 +24,8 @@ from torch import nn
 from molflt import plots
 from molflt.evaluation.ensemble import EnsembleRegressor
 from molflt.evaluation.predictions import Predictions
-from molflt.evaluation.results import Results, results_table, warn
-from molflt.files import read_json, shown, write_atomically
-
-__all__ = ["CALIBRATION", "EVALUATE", "LEVEL", "ONE_RUN", "Calibration", "assess"]
-__all__ += ["check_calibration_split", "conformal_factor", "is_set_aside", "uncertainty_of"]
+from molflt.evaluation.results import Results, results_table
+from molflt.files import read_json, shown, warn, write_atomically
 
 LEVEL = 0.68
 """Fraction of errors that an uncertainty should cover, as one standard deviation does."""

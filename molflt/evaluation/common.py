@@ -28,10 +28,6 @@ from molflt.tasks.base import Task
 from molflt.training.config import Config
 from molflt.training.recipes import Recipe
 
-__all__ = ["attention_of", "batches", "chosen_splits", "classes_of", "device_of"]
-__all__ += ["draw_encoding", "draw_stack", "evaluate", "expect_finite", "locality_of", "logits_of"]
-__all__ += ["named_images", "named_sources", "tokenizer_of", "total_of", "vocabulary_of"]
-
 _RESTORE = "restore the file that training wrote"
 _Call = tuple[Attention, tuple[Any, ...], dict[str, Any]]
 _Batch = TypeVar("_Batch")

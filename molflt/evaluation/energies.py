@@ -29,18 +29,10 @@ from molflt.evaluation.groups import (
 )
 from molflt.evaluation.predictions import Predictions, infer
 from molflt.evaluation.relaxation import write_relaxed
-from molflt.evaluation.results import (
-    Evaluation,
-    Results,
-    results_table,
-    warn,
-    write_csv,
-)
-from molflt.files import expect_writable, write_atomically
+from molflt.evaluation.results import Evaluation, Results, results_table, write_csv
+from molflt.files import expect_writable, warn, write_atomically
 from molflt.tasks.is2re import IS2RETask
 from molflt.training.config import Config
-
-__all__ = ["evaluate"]
 
 _COLUMNS = {
     "n": ("systems", 0),

@@ -20,8 +20,6 @@ from molflt.training.config import Config, read_config
 if TYPE_CHECKING:
     from torch_geometric.data import Batch
 
-__all__ = ["ENSEMBLE", "EnsembleRegressor", "digest_of", "expect_same_totals"]
-__all__ += ["has_references", "load_ensemble"]
 
 ENSEMBLE = "ensemble"
 """Name of the subfolder of the first run that contains the files of the ensemble."""

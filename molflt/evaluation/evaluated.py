@@ -21,13 +21,12 @@ from molflt.data.structures.sources import exists, is_same
 from molflt.data.structures.splits import VAL_SPLITS
 from molflt.evaluation.ensemble import EnsembleRegressor
 from molflt.evaluation.predictions import check_structures
-from molflt.evaluation.results import is_within, warn
+from molflt.evaluation.results import is_within
+from molflt.files import warn
 from molflt.graph.heads import by_contact
 from molflt.training.config import Config, read_config
 from molflt.training.recipes import Recipe
 from molflt.training.run_folder import read_provenance
-
-__all__ = ["EvaluationData", "warn_of_labels"]
 
 
 def warn_of_labels(split: str, dataset: Structures, faults: Mapping[int, str]) -> None:

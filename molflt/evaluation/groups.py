@@ -11,8 +11,6 @@ from numpy.typing import NDArray
 
 from molflt.evaluation.results import results_table, write_csv
 
-__all__ = ["GroupError", "errors_by_group", "group_tables", "size_ranges", "write_groups"]
-
 _SIZE_RANGES = 6
 _PRINTED = 12
 _COLUMNS = {"n": ("systems", 0), "mae": ("MAE / eV", 4)}

@@ -25,8 +25,6 @@ from molflt.sequence.pixels import LEVELS, PixelModel
 from molflt.tasks.images import ImageTask
 from molflt.training.config import Config
 
-__all__ = ["evaluate", "evaluate_pixels"]
-
 _COLUMNS = {
     "n": ("n", 0),
     "top1_percent": ("top-1 / %", 2),

@@ -25,8 +25,6 @@ from molflt.tasks.language import LanguageTask
 from molflt.tasks.masked import Draws, MaskedTask
 from molflt.training.config import Config
 
-__all__ = ["Residues", "evaluate", "evaluate_masked", "metrics_of", "token_losses"]
-
 _SHOWN = 128  # tokens in the figure of attention matrices
 _COLUMNS = {
     "perplexity": ("perplexity", 2),

@@ -32,9 +32,6 @@ from molflt.optimizers.population_model import PopulationModel
 from molflt.optimizers.problems import UNSEEN, Problem, image_problems
 from molflt.training.config import Config
 
-__all__ = ["Raced", "curve_rows", "evaluate", "evaluate_population", "final_loss", "tasks_of"]
-__all__ += ["tuned_adam"]
-
 _RATES = tuple(round(10 ** (-4 + i / 3), 6) for i in range(10))  # 1e-4 to 0.1
 _END = 0.1  # fraction of the steps, at the end, over which the final loss is averaged
 _ROWS = 200  # maximum number of intervals of a curve in curves.csv

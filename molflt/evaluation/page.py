@@ -23,8 +23,6 @@ from molflt.training.config import defaults, plain
 from molflt.training.run_folder import draw_curve, read_versions
 from molflt.version import __version__
 
-__all__ = ["Page", "page_of"]
-
 _OF_STRUCTURES = ("is2re", "potential")  # recipes whose predictions.csv has a row per structure
 _WORST = 15  # rows in the table of the worst predictions
 _NAMES = {

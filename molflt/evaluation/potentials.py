@@ -18,14 +18,14 @@ from molflt.data.structures.potential_data import SinglePoints
 from molflt.evaluation.evaluated import EvaluationData, warn_of_labels
 from molflt.evaluation.groups import GroupError, errors_by_group, size_ranges, write_groups
 from molflt.evaluation.predictions import Predictions, infer
-from molflt.evaluation.results import Evaluation, Results, results_table, warn, write_csv
+from molflt.evaluation.results import Evaluation, Results, results_table, write_csv
+from molflt.files import warn
 from molflt.tasks.potential import PotentialTask, point_errors
 from molflt.training.config import Config
 
 if TYPE_CHECKING:
     from torch_geometric.data import Batch
 
-__all__ = ["Points", "evaluate", "infer_points"]
 
 _Numbers = NDArray[np.float64]
 

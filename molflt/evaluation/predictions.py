@@ -25,7 +25,8 @@ from molflt.data.structures.parts import element_faults, without
 from molflt.data.structures.sources import Paths
 from molflt.data.structures.tags import Tagged, adsorbates
 from molflt.evaluation.ensemble import EnsembleRegressor, expect_same_totals, has_references
-from molflt.evaluation.results import finite_row, warn
+from molflt.evaluation.results import finite_row
+from molflt.files import warn
 from molflt.graph.geometry import Atoms
 from molflt.graph.heads import by_contact, undescribed
 from molflt.graph.periodic import Auto
@@ -36,8 +37,6 @@ from molflt.memory import within_memory
 if TYPE_CHECKING:
     from torch_geometric.data import Batch, Data
 
-__all__ = ["UNKNOWN", "Predictions", "check_structures", "counted_reasons", "infer"]
-__all__ += ["open_structures", "refuse_undescribed", "warn_of_elements"]
 
 UNKNOWN = "unknown"  # adsorbate and slab of a structure without tags
 _ADSORBATES = "adsorbate_energy"

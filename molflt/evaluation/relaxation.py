@@ -17,16 +17,14 @@ from molflt.data.structures.base import ANY_TAGS, to_atoms
 from molflt.data.structures.overlaps import atoms_coincide, overlaps_of
 from molflt.data.structures.sources import Paths, named
 from molflt.evaluation.predictions import Predictions, open_structures
-from molflt.evaluation.results import Results, results_table, warn
-from molflt.files import atomically
+from molflt.evaluation.results import Results, results_table
+from molflt.files import atomically, warn
 
 if TYPE_CHECKING:
     from ase import Atoms
     from ase.calculators.calculator import Calculator
     from torch_geometric.data import Data
 
-__all__ = ["OptimizerName", "Relaxed", "adwt", "position_error", "readable_structures"]
-__all__ += ["relax_atoms", "write_relaxed"]
 
 OptimizerName = Literal["lbfgs", "bfgs", "fire"]
 _UNMET = "Did not converge"  # error message of FixBondLengths

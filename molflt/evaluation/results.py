@@ -14,15 +14,11 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from molflt.data.structures.base import AS_TRAINED, warn
+from molflt.data.structures.base import AS_TRAINED
 from molflt.files import csv_text, read_json, shown, write_atomically
 from molflt.plots.figure import FORMATS
 from molflt.training.checkpoint import weights_digest
 from molflt.training.config import Config
-
-__all__ = ["FIGURES", "RESULTS", "Evaluation", "Provenance", "Results", "align"]
-__all__ += ["finite_row", "is_within", "provenance_of", "results_table"]
-__all__ += ["run_weights", "warn", "why_of_others", "write_csv", "write_results"]
 
 RESULTS = "results.json"
 """Name of the file with the metrics of each split in the folder of an evaluation."""

@@ -23,9 +23,6 @@ from molflt.training.config import read_config
 from molflt.training.recipes import Recipe
 from molflt.training.run_folder import best_of, duration
 
-__all__ = ["Row", "Run", "differences", "flat_options", "measures_of", "notes", "read_results"]
-__all__ += ["read_rows", "read_runs", "standard_error"]
-
 Row = Mapping[str, str]
 
 

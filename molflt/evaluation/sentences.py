@@ -17,11 +17,10 @@ from molflt.data.text.glue import GLUE, TASKS, Example, read_examples, read_spli
 from molflt.data.text.sentences import Sentences, padded
 from molflt.data.text.tokenizer import Tokenizer
 from molflt.evaluation import common
-from molflt.evaluation.results import Evaluation, Results, results_table, warn, write_csv
+from molflt.evaluation.results import Evaluation, Results, results_table, write_csv
+from molflt.files import warn
 from molflt.sequence.classifier import SequenceClassifier
 from molflt.training.config import Config
-
-__all__ = ["evaluate", "logits_of", "official"]
 
 _Numbers = NDArray[np.float64]
 

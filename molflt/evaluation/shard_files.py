@@ -25,8 +25,6 @@ from molflt.data.structures.oc20 import shards_in
 from molflt.evaluation.ensemble import digest_of
 from molflt.files import csv_rows, csv_text, shown, write_atomically
 
-__all__ = ["ENDINGS", "made_of", "merge_shards", "noted"]
-
 _KEY = "shard"
 _COUNT = re.compile(r"(\d+) of (\d+); ")  # numbers of rows in the shard and in all shards
 _NOTED = re.compile(r' molflt_index=(\d+) molflt_shard="([^"]*)"(?=\s|$)')

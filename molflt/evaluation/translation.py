@@ -23,8 +23,6 @@ from molflt.sequence.encoder_decoder import EncoderDecoder
 from molflt.tasks.translation import TranslationTask
 from molflt.training.config import Config
 
-__all__ = ["Bleu", "bleu", "evaluate", "translate"]
-
 _COLUMNS = {
     "bleu": ("BLEU", 2),
     "chrf": ("chrF", 2),

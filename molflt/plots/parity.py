@@ -15,7 +15,6 @@ from molflt.plots.figure import panels as panels_of
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["calibration", "parity"]
 
 _SHIFTS = [(9.0, 0.0), (-9.0, 0.0), (0.0, 9.0)]  # offsets of labels from their points
 

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from torch_geometric.data import Data
 
-__all__ = ["structure_views"]
-
 
 def structure_views(structures: Mapping[str, Data], file: Path) -> None:
     """Draws records of `molflt.data.structures` from the top and the side; the keys are titles.

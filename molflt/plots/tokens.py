@@ -12,8 +12,6 @@ from numpy.typing import NDArray
 
 from molflt.plots.figure import SERIES, panels
 
-__all__ = ["losses_by_place", "substitutions"]
-
 _BINS = 24
 
 

@@ -31,8 +31,6 @@ from molflt.training.config import HUB, read_config
 from molflt.training.run_folder import KEPT
 from molflt.version import __version__
 
-__all__ = ["Card", "Pretrained", "Trained", "read_trained"]
-
 
 class Trained(NamedTuple):
     """Trained model and its metadata."""

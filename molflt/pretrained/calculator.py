@@ -21,7 +21,7 @@ from molflt.data.structures.ase_fields import total_charge, unused_fields, unuse
 from molflt.data.structures.overlaps import atoms_coincide, overlaps_of
 from molflt.data.structures.records import origin_of
 from molflt.evaluation.predictions import refuse_undescribed, warn_of_elements
-from molflt.evaluation.results import warn
+from molflt.files import warn
 from molflt.graph.heads import undescribed
 from molflt.graph.potential import Potential
 from molflt.memory import within_memory
@@ -30,8 +30,6 @@ from molflt.training.checkpoint import device_named
 
 if TYPE_CHECKING:
     from torch_geometric.data import Data
-
-__all__ = ["Calculator", "calculator_named", "is_class"]
 
 
 def calculator_named(source: str, device: str = "auto") -> Any:

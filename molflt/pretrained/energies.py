@@ -32,8 +32,8 @@ from molflt.evaluation.calibration import (
 )
 from molflt.evaluation.ensemble import ENSEMBLE, EnsembleRegressor
 from molflt.evaluation.predictions import Predictions, infer, open_structures
-from molflt.evaluation.results import finite_row, warn
-from molflt.files import atomically, read_json, shown, write_atomically
+from molflt.evaluation.results import finite_row
+from molflt.files import atomically, read_json, shown, warn, write_atomically
 from molflt.graph import EnergyRegressor
 from molflt.graph.computation import CompiledEnergies, compile_energies
 from molflt.graph.geometry import Geometry
@@ -46,7 +46,6 @@ if TYPE_CHECKING:
     from ase import Atoms
     from torch_geometric.data import Data
 
-__all__ = ["EnergyPredictor", "Prediction"]
 
 _PACKAGE, _RECORD = "energies.pt2", "energies.json"
 _AGAIN = "export the run again, with --compiled true"

@@ -28,9 +28,6 @@ from molflt.sequence.language_model import LanguageModel
 from molflt.sequence.masked import MaskedLanguageModel
 from molflt.sequence.pixels import START, PixelModel
 
-__all__ = ["IMAGES", "GapFiller", "ImageLabeler", "ImageWriter", "Label", "SentenceLabeler"]
-__all__ += ["TextWriter", "Translator"]
-
 IMAGES = 8  # default number of generated images
 
 

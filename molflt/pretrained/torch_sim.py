@@ -21,8 +21,6 @@ except ImportError as error:
 if TYPE_CHECKING:
     from torch_sim.state import SimState
 
-__all__ = ["TorchSimModel"]
-
 
 class TorchSimModel(ModelInterface):
     """Energies, forces and stress from a potential, for functions like `torch_sim.integrate`.

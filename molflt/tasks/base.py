@@ -18,8 +18,6 @@ from torch.optim import Adam, AdamW, Optimizer
 from molflt.attention.checks import at_least_one, not_negative, one_of, positive
 from molflt.metrics import Metric
 
-__all__ = ["Task"]
-
 _Batch = TypeVar("_Batch", contravariant=True)
 _Data = TypeVar("_Data", contravariant=True)
 

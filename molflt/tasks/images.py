@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from molflt.data.images.datamodule import ImageData
     from molflt.image.classifier import ImageClassifier
 
-__all__ = ["ImageTask"]
 
 _Batch = tuple[Tensor, Tensor]
 

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from molflt.attention.checks import not_negative, positive
 from molflt.data.structures import augment
-from molflt.data.structures.base import warn, with_bar
+from molflt.data.structures.base import with_bar
+from molflt.files import warn
 from molflt.metrics import EWT_THRESHOLD, Metric
 from molflt.tasks.base import Task
 from molflt.tasks.structures import OfStructures, expect_same_shape
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
     from molflt.data.structures.datamodule import IS2REData
     from molflt.graph.heads import EnergyReadout
 
-__all__ = ["IS2RETask"]
 
 _AT_ONCE = 32  # number of structures predicted at once
 _LEAST_SCALE = 0.5  # scale of initial predictions below which a warning is issued

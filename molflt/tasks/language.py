@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from molflt.sequence.language_model import LanguageModel
     from molflt.sequence.pixels import PixelModel
 
-__all__ = ["LanguageTask", "PixelTask", "perplexity"]
 
 _Batch = tuple[Tensor, Tensor]
 

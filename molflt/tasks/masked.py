@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from molflt.data.text.datamodule import PieceBlocks, TokenizedText
     from molflt.sequence.masked import MaskedLanguageModel
 
-__all__ = ["Draws", "MaskedTask", "hide", "swap_parts"]
 
 _Batch = tuple[Tensor, Tensor, Tensor]
 

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from molflt.optimizers.coordinate import CoordinateOptimizer
     from molflt.optimizers.population_model import PopulationModel
 
-__all__ = ["OptimizerTask", "PopulationTask"]
 
 _SMALLEST = 1e-12  # lower bound of best values, to avoid the logarithm of 0
 

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
     from molflt.data.structures.potential_data import PotentialData
 
-__all__ = ["PotentialTask", "point_errors"]
 
 _HUBER = 0.01  # width of the quadratic part in normalized units, as in MACE's universal loss
 _FORCE_LABELS = "force_labels_meV_per_A"

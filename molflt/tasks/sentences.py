@@ -15,7 +15,6 @@ from molflt.tasks.base import Task
 if TYPE_CHECKING:
     from molflt.sequence.classifier import SequenceClassifier
 
-__all__ = ["SentenceTask"]
 
 _Batch = tuple[Tensor, Tensor, Tensor, Tensor]
 

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from molflt.data.structures.labels import ElementEnergies
     from molflt.data.structures.potential_data import PotentialData
 
-__all__ = ["OfStructures", "expect_same_shape"]
-
 
 def expect_same_shape(name: str, predicted: Tensor, label: Tensor) -> None:
     """Raises ValueError if predictions and labels differ in shape, to prevent broadcasting."""

@@ -15,7 +15,6 @@ from molflt.tasks.language import perplexity
 if TYPE_CHECKING:
     from molflt.sequence.encoder_decoder import EncoderDecoder
 
-__all__ = ["TranslationTask"]
 
 _Batch = tuple[Tensor, Tensor, Tensor, Tensor]
 

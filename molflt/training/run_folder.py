@@ -138,6 +138,9 @@ class RunFolder:
                 self.checkpoint = read_checkpoint(self.last)
             elif self.writes:
                 self._expect_new()
+            if self.writes:
+                for part in self.path.rglob(".*.part"):  # left by a killed process
+                    part.unlink(missing_ok=True)
             yield
 
     def _expect_new(self) -> None:

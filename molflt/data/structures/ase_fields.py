@@ -13,24 +13,14 @@ import torch
 from numpy.typing import NDArray
 
 from molflt.atoms import Tag
-from molflt.data.structures.base import AS_IT_IS, AnyTags, Reading, Tags, warn
+from molflt.data.structures.base import AS_IT_IS, AnyTags, Reading, Tags
 from molflt.data.structures.records import make_record
-from molflt.files import shown
+from molflt.files import shown, warn
 
 if TYPE_CHECKING:
     from ase import Atoms
     from torch_geometric.data import Data
 
-__all__ = ["Converter", "check_fields", "drop_labels_", "fixed_atoms", "is_energy"]
-__all__ += [
-    "named_options",
-    "not_held",
-    "tags_look_like",
-    "text_sid",
-    "total_charge",
-    "unused_fields",
-    "unused_warning",
-]
 
 _NEAR_ONE = 1e-3
 _DENSEST = 1.0  # Å^3 per atom; metallic hydrogen at 500 GPa has 1.3

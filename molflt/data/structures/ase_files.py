@@ -20,15 +20,14 @@ import numpy as np
 
 from molflt.data.packed import opened, without_packing
 from molflt.data.structures.ase_fields import Converter, text_sid
-from molflt.data.structures.base import Held, Reading, warn
+from molflt.data.structures.base import Held, Reading
 from molflt.data.structures.lmdb_file import LmdbFile
-from molflt.files import shown
+from molflt.files import shown, warn
 
 if TYPE_CHECKING:
     from ase import Atoms
     from ase.io.cif import CIFBlock
 
-__all__ = ["AseStructures", "ase_format", "frames"]
 
 _DATABASES = {".db": "db", ".json": "json", ".aselmdb": "aselmdb"}
 # Extension -> name of the format in ASE

@@ -14,8 +14,6 @@ from molflt.atoms import Tag
 if TYPE_CHECKING:
     from torch_geometric.data import Batch
 
-__all__ = ["interpolate", "random_orthogonal", "repeat", "rotate"]
-
 
 def random_orthogonal(count: int, about: Literal["z", "all"]) -> Tensor:
     """Draws random orthogonal matrices (count, 3, 3); each is a reflection with probability 1/2.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property
@@ -20,8 +19,6 @@ if TYPE_CHECKING:
     from ase import Atoms
     from torch_geometric.data import Data
 
-__all__ = ["ANY_TAGS", "AS_IT_IS", "AS_TRAINED", "AnyTags", "Held", "Reading", "Structures"]
-__all__ += ["Tags", "grouped", "to_atoms", "warn", "with_bar"]
 
 _Item = TypeVar("_Item")
 
@@ -59,11 +56,6 @@ AS_IT_IS = Reading()
 AS_TRAINED = "as trained"
 """value of an option that stands for its value in the training run"""
 ANY_TAGS = Reading(tags="any")
-
-
-def warn(text: str) -> None:
-    """Prints a one-line warning."""
-    print(f"molflt: warning: {text}", file=sys.stderr)
 
 
 def grouped(bad: Iterable[tuple[str, str]], prefix: str = "") -> list[str]:

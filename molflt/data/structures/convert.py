@@ -11,18 +11,16 @@ import numpy as np
 from tqdm import tqdm
 
 from molflt.data.structures import Reading, Structures, open_dataset
-from molflt.data.structures.base import Tags, grouped, warn
+from molflt.data.structures.base import Tags, grouped
 from molflt.data.structures.force_units import MOST_FRAMES, unit_fault
 from molflt.data.structures.labels import label_faults, most_adsorption, point_fault
 from molflt.data.structures.overlaps import atoms_coincide, overlaps_of
 from molflt.data.structures.sources import Paths, files_of, is_one_source, is_same, sources_in
 from molflt.data.structures.store import write_store
-from molflt.files import readable_size
+from molflt.files import readable_size, warn
 
 if TYPE_CHECKING:
     from torch_geometric.data import Data
-
-__all__ = ["convert", "one_pass"]
 
 
 def convert(

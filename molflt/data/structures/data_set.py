@@ -10,8 +10,6 @@ from molflt.data.structures import AS_IT_IS, Reading, Structures, open_dataset
 from molflt.data.structures.parts import split_by_seed
 from molflt.data.structures.sources import is_one_source, split_path
 
-__all__ = ["VAL_FRACTION", "DataSet"]
-
 VAL_FRACTION = 0.1
 """default share of the structures in a single file that are used for validation"""
 

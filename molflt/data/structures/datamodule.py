@@ -42,8 +42,6 @@ from molflt.data.structures.tags import one_tagged
 if TYPE_CHECKING:
     from torch_geometric.data import Batch, Data
 
-__all__ = ["IS2REData"]
-
 
 class IS2REData(BatchedData[Structures]):
     """Batches of structures with relaxed energies.

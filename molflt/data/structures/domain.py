@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
     from molflt.data.structures.base import Structures
 
-__all__ = ["DOMAIN", "Domain", "domain_of", "read_domain"]
 
 DOMAIN = "domain.json"
 """name of the file in the folder of a run"""

@@ -20,9 +20,6 @@ from molflt.data.structures.splits import OC20_ARCHIVE, OC20_FILES, VAL_SPLITS, 
 from molflt.files import atomically, readable_size
 from molflt.lock import FolderLock
 
-__all__ = ["download"]
-
-
 GAME_NET = _Archive(
     base_url="https://raw.githubusercontent.com/ChenglongWang/GAME-Net/"
     "7850f6229061d7b48af7728d2c40b28cf8bb7f9c/benchmarks/ocp/datasets",

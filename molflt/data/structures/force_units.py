@@ -15,13 +15,6 @@ from molflt.data.structures.labels import point_fault
 if TYPE_CHECKING:
     from torch_geometric.data import Data
 
-__all__ = [
-    "MOST_FRAMES",
-    "energy_unit_fault",
-    "force_unit_fault",
-    "stress_unit_fault",
-    "unit_fault",
-]
 
 _Array = NDArray[np.float64]
 

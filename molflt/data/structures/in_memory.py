@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from ase import Atoms
     from torch_geometric.data import Data
 
-__all__ = ["StructuresInMemory", "is_one"]
 
 _EXPECTED = "expected ase.Atoms, PyG Data or Batch, a list of them, or a data set of Data"
 

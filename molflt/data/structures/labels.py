@@ -17,22 +17,6 @@ from molflt.files import shown
 if TYPE_CHECKING:
     from torch_geometric.data import Data
 
-__all__ = [
-    "MOST_ADSORPTION",
-    "ElementEnergies",
-    "EnergyKind",
-    "beyond_rounding",
-    "energy_kind",
-    "expect_elements",
-    "fit_element_energies",
-    "label_faults",
-    "limit_in",
-    "most_adsorption",
-    "other_kind",
-    "per_atom",
-    "point_fault",
-    "read_element_energies",
-]
 
 EnergyKind = Literal["adsorption", "total", "unknown"]
 

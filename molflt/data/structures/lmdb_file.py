@@ -13,8 +13,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["LmdbFile"]
-
 _MAGIC, _VERSION = 0xBEEFC0DE, 1
 _HEADER = struct.Struct("<QHHHH")  # page number, padding, flags, ends of pointers and of free space
 _TABLE = struct.Struct("<IHHQQQQQ")  # page size, flags, depth, pages of 3 kinds, entries, root

@@ -28,7 +28,6 @@ from molflt.data.structures.records import make_record
 if TYPE_CHECKING:
     from torch_geometric.data import Data
 
-__all__ = ["Oc20Lmdb", "shards_in"]
 
 _T = TypeVar("_T")
 _Field: TypeAlias = Tensor | np.number | np.bool_ | int | float | str

@@ -16,8 +16,6 @@ from molflt.data.structures.tags import slab_has_one_tag
 if TYPE_CHECKING:
     from torch_geometric.data import Data
 
-__all__ = ["TOO_NEAR", "Survey", "atoms_coincide", "equal_structures", "fingerprint"]
-__all__ += ["overlaps_of"]
 
 TOO_NEAR = 0.1
 """Distance, in Å, below which atoms count as coinciding. The shortest bond (H2) is 0.74 Å long."""

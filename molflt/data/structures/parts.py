@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from ase import Atoms
     from torch_geometric.data import Data
 
-__all__ = ["Part", "element_faults", "readable", "split_by_seed", "without"]
-
 
 class Part(Structures):
     """Selected structures of a source, or of several concatenated sources.

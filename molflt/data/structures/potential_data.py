@@ -16,8 +16,6 @@ from molflt.data.structures.force_units import unit_fault
 from molflt.data.structures.labels import point_fault
 from molflt.data.structures.parts import Part, without
 
-__all__ = ["PotentialData", "SinglePoints"]
-
 
 class SinglePoints(Part):
     """Structures of a source that have an energy at `pos`, which becomes the target `y_relaxed`.

@@ -17,7 +17,6 @@ from molflt.files import shown
 if TYPE_CHECKING:
     from torch_geometric.data import Data
 
-__all__ = ["make_record", "origin_of"]
 
 _Array: TypeAlias = ArrayLike | Tensor
 _CENTERED = 64.0  # Å; structures closer to the origin are not moved

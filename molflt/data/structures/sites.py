@@ -20,7 +20,6 @@ from scipy.spatial.distance import cdist
 if TYPE_CHECKING:
     from ase import Atoms
 
-__all__ = ["Site", "Tiles", "distinct", "sites", "unit"]
 
 _PROBE = 0.75  # Å
 _TOUCHING = 1.08  # largest distance of a touched atom, relative to its radius plus the probe's

@@ -18,9 +18,6 @@ from molflt.data.structures.splits import OC20_ARCHIVE, SPLITS_IN_ORDER
 from molflt.data.structures.store import StructureStore
 from molflt.files import natural
 
-__all__ = ["SOURCES", "Paths", "exists", "files_of", "is_one_source", "is_same", "is_shards"]
-__all__ += ["named", "source_of", "sources_in", "split_path"]
-
 Paths: TypeAlias = str | Path | Sequence[str | Path]
 
 # The first class that accepts a path opens it.

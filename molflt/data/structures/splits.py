@@ -4,14 +4,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = [
-    "OC20_ARCHIVE",
-    "OC20_FILES",
-    "SPLITS_IN_ORDER",
-    "TEST_SPLITS",
-    "VAL_SPLITS",
-]
-
 VAL_SPLITS = ("val_id", "val_ood_ads", "val_ood_cat", "val_ood_both")
 TEST_SPLITS = ("test_id", "test_ood_ads", "test_ood_cat", "test_ood_both")
 SPLITS_IN_ORDER = ("train", *VAL_SPLITS, *TEST_SPLITS)

@@ -24,7 +24,6 @@ from molflt.files import read_header, save_tensors, shown, verify_tensors
 if TYPE_CHECKING:
     from torch_geometric.data import Data
 
-__all__ = ["STORE", "StructureStore", "write_store"]
 
 STORE, _VERSION = "molflt-structures", "1"
 # column: numpy type, shape of one entry, entries per "atom" or per "structure"

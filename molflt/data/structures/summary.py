@@ -27,7 +27,6 @@ from molflt.data.structures.tags import one_tagged
 if TYPE_CHECKING:
     from torch_geometric.data import Data
 
-__all__ = ["Inspected", "Purpose", "Summary", "summarize"]
 
 Purpose = Literal["potential", "is2re"]
 Statistics = dict[str, float] | None

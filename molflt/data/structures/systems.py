@@ -9,8 +9,6 @@ from typing import NamedTuple
 
 from molflt.files import csv_rows, csv_text, write_atomically
 
-__all__ = ["SYSTEMS", "System", "read_systems", "write_systems"]
-
 SYSTEMS = "systems.csv"
 
 

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from ase import Atoms
     from torch_geometric.data import Data
 
-__all__ = ["Tagged", "adsorbates", "guess_tags", "heights_agree", "in_one_piece", "one_tagged"]
-__all__ += ["sides_agree", "slab_has_one_tag", "touches_image"]
 
 _VACUUM = 4.5  # Å, minimum gap along an axis; layers of layered crystals are closer
 _MOLECULAR = (1, 6, 7, 8, 9, 15, 16, 17, 35, 53)  # H C N O F P S Cl Br I
