@@ -109,9 +109,7 @@ def draw(rows: Rows, measure: str, png: Path) -> None:
     }
     if not panel:
         return
-    counts = sorted({len(found[name]) for name in panel})
-    seeds = "-".join(dict.fromkeys((str(counts[0]), str(counts[-1]))))
-    label = f"{split} {MEASURES[measure][0]}\nmean ± standard deviation, n = {seeds} seeds"
+    label = f"{split} {MEASURES[measure][0]}\nmean ± standard deviation over seeds"
     large_is_good = measure in LARGE_IS_GOOD
     order = sorted(panel, key=lambda name: panel[name][0], reverse=not large_is_good)
     with panels(png, 1, 1, (3.2, 0.3 * len(order)), (3.2, 1.3)) as (_, (axes,)):

@@ -39,14 +39,10 @@ def read_published(path: Path) -> Published:
     """
     arrays = read_arrays(path, ("name",))
     names = arrays["name"].tolist()
-    if len(set(names)) != len(names):
-        raise ValueError(f"{path}: expected unique names of systems; got duplicates")
-    models = {key: array for key, array in arrays.items() if array.dtype.kind == "f"}
-    if not models:
-        raise ValueError(f"{path}: expected energies of at least one model; got {sorted(arrays)}")
     return {
         model: dict(zip(names, array.reshape(len(names), -1), strict=True))
-        for model, array in models.items()
+        for model, array in arrays.items()
+        if array.dtype.kind == "f"
     }
 
 

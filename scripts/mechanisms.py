@@ -1,20 +1,16 @@
 """Generate the table of mechanisms from the dictionaries of the attention core.
 
-    python scripts/mechanisms.py             # print the table
-    python scripts/mechanisms.py --write     # update docs/mechanisms.md
+    python scripts/mechanisms.py > docs/mechanisms.md
 
 Papers, costs and capabilities are attributes of the classes.
 """
 
-import argparse
 from collections.abc import Callable, Mapping
-from pathlib import Path
 
 from kit.rows import markdown
 
 from molflt.attention import FEATURE_MAPS, NODES, POSITIONS, PROJECTIONS, SPECTRA, TOKEN_MIXERS
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "mechanisms.md"
 OPTIONS: dict[str, Mapping[str, Callable[..., object]]] = {
     "feature_map": FEATURE_MAPS,
     "projection": PROJECTIONS,
@@ -29,7 +25,7 @@ The table lists all values of the attention options. N is the number of tokens, 
 features, d the width of a head, and r the number of nodes. For positions, the last column lists the
 supported kinds of attention: "softmax" and "kernelized". Positions with "state" support
 step-by-step decoding with kernelized attention. Feature maps that support "potentials" are smooth
-and have positive sums. `python scripts/mechanisms.py --write` updates this page from the classes.
+and have positive sums. `python scripts/mechanisms.py > docs/mechanisms.md` creates this page.
 """
 
 
@@ -66,14 +62,5 @@ def page() -> str:
     return f"{HEAD}\n{markdown(head, lines)}\n"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--write", action="store_true", help=f"update {PAGE.name}")
-    if parser.parse_args().write:
-        PAGE.write_text(page())
-    else:
-        print(page())
-
-
 if __name__ == "__main__":
-    main()
+    print(page(), end="")

@@ -15,14 +15,14 @@ from typing import Any
 
 import torch
 import yaml
-from kit.pictures import curves, legend, styles_of
+from kit.pictures import curves, styles_of
 from kit.rows import Rows, choose, exponent, markdown, names, pick, upper_half
 from kit.turns import paired
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from tqdm import tqdm
 
-from molflt.plots.figure import picture
+from molflt.plots.figure import legend_outside, picture
 from molflt.sequence.language_model import LanguageModel, LanguageState
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs" / "lm"
@@ -170,4 +170,4 @@ def draw(png: Path, rows: Rows) -> None:
                 for name in styles
             }
             curves(axes, points, styles, xlabel="tokens so far", ylabel=label)
-        legend(figure, panels[0])
+        legend_outside(figure, panels[0], "lower", 4, fontsize="small")

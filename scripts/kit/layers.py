@@ -34,11 +34,11 @@ from torch import Tensor, nn
 from torch_geometric.data import Data
 from tqdm import tqdm
 
-from kit.pictures import curves, legend
+from kit.pictures import curves
 from kit.rows import Row, Rows, choose, exponent, markdown, names, pick, upper_half
 from kit.turns import paired, turns
 from molflt.graph import GraphAttention
-from molflt.plots.figure import picture
+from molflt.plots.figure import legend_outside, picture
 
 VOLUME = 12.0  # Å^3 per atom
 SKIPPED = "skipped"  # start of the note of a skipped pass
@@ -96,7 +96,7 @@ class Study(NamedTuple):
                 line[1].axhline(limit * 1e9 / 2**20, color="gray", linewidth=0.8)
             for axes in grid[-1]:
                 axes.set_xlabel(self.unit)
-            legend(figure, grid[0, 0])
+            legend_outside(figure, grid[0, 0], "lower", 4, fontsize="small")
 
 
 def model_of(*files: str) -> dict[str, Any]:

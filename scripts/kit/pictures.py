@@ -1,14 +1,12 @@
 """Panels of curves in the colors of the package."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from kit.rows import Rows, names, pick
-from molflt.plots.figure import SERIES, legend_outside, picture, plain
+from molflt.plots.figure import SERIES, legend_outside, picture
 
-MOST = 8  # maximum number of entries in a legend
 UNIFORM = "uniform attention"  # all keys have equal weights
 
 
@@ -47,51 +45,6 @@ def curves(
             axes.plot(*zip(*own, strict=True), line, color=SERIES[color], **options)
     axes.set(**{"xscale": "log", "yscale": "log", **labels})
     axes.grid(alpha=0.25)
-
-
-def label_ends(axes: Any, height: float) -> None:
-    """Labels lines at their ends, on the right of a panel; the labels do not overlap.
-
-    Call it after everything else has been drawn. `height` is the height of the panel in inches.
-    """
-    axes.set(xlim=axes.get_xlim(), ylim=axes.get_ylim())
-    at = axes.transData + axes.transAxes.inverted()
-    lines: Any = [line for line in axes.lines if not str(line.get_label()).startswith("_")]
-    ends = [(line, line.get_xydata()[-1]) for line in lines if len(line.get_xydata())]
-    places = [float(at.transform(end)[1]) for _, end in ends]
-    order = sorted(range(len(ends)), key=places.__getitem__)
-    step = min(0.125 / height, 1 / max(1, len(ends) - 1))  # a line of text of 7 points
-    for before, after in pairwise(order):
-        places[after] = max(places[after], places[before] + step)
-    highest = 1.0
-    for one in reversed(order):
-        places[one] = min(places[one], highest)
-        highest = places[one] - step
-    for (line, end), place in zip(ends, places, strict=True):
-        color = line.get_color()
-        arrow = {"arrowstyle": "-", "color": color, "linewidth": 0.5, "relpos": (0, 0.5)}
-        axes.annotate(
-            plain(line.get_label()),
-            end,
-            xytext=(1.03, place),
-            textcoords="axes fraction",
-            va="center",
-            fontsize=7,
-            color=color,
-            arrowprops=arrow,
-            annotation_clip=False,
-        )
-
-
-def legend(figure: Any, axes: Any, columns: int = 4) -> None:
-    """Draws one legend below all panels, or labels the line ends if the legend would be long."""
-    if len(axes.get_legend_handles_labels()[1]) <= MOST:
-        legend_outside(figure, axes, "lower", columns, fontsize="small")
-        return
-    figure.set_figwidth(1.45 * figure.get_figwidth())
-    rows = axes.get_gridspec().nrows
-    for panel in figure.axes:
-        label_ends(panel, 0.75 * figure.get_figheight() / rows)
 
 
 def error_panels(

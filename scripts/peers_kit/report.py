@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from kit.pictures import curves, legend
+from kit.pictures import curves
 from kit.rows import Rows, markdown, mean_sd, names, pick, write_csv
 from kit.runs import publish
 from numpy.typing import NDArray
@@ -17,7 +17,7 @@ from molflt.data.structures.systems import SYSTEMS
 from molflt.evaluation.predictions import open_structures
 from molflt.evaluation.runs import read_rows
 from molflt.metrics import EWT_THRESHOLD
-from molflt.plots.figure import GREY, picture, plain_numbers
+from molflt.plots.figure import GREY, legend_outside, picture, plain_numbers
 from peers_kit.models import FITS
 
 Results = Sequence[Mapping[str, Any]]
@@ -161,7 +161,7 @@ def _draw(png: Path, points: Curves, xlabel: str, split: str, median: float | No
             plain_numbers(axis, wide=False)
         if median is not None:
             axes.axhline(median, color=GREY, linestyle=":", label="median")
-        legend(figure, axes)
+        legend_outside(figure, axes, "lower", 4, fontsize="small")
 
 
 def differences(results: Results, first: str, alike: Sequence[str] = ()) -> str:
