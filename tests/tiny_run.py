@@ -26,7 +26,7 @@ from safetensors.torch import load_file
 from torch_geometric.data import Batch, Data
 
 from molflt.commands.cli import main
-from molflt.commands.train import build_parser, train
+from molflt.commands.train import train
 from molflt.data.structures import open_dataset
 from molflt.data.structures.records import make_record
 from molflt.data.structures.store import write_store
@@ -34,6 +34,7 @@ from molflt.graph import Potential
 from molflt.training import run_folder
 from molflt.training.checkpoint import load_run
 from molflt.training.loop import _LightningTask
+from molflt.training.start import build_parser
 
 SMALL = [
     "--model.dim=16",
