@@ -20,6 +20,7 @@ from molflt.training.config import Config, absolute
 from molflt.training.recipes import Recipe
 from molflt.training.run_folder import RunFolder, best_of, duration
 from molflt.training.start import Initializer, dated_run
+from molflt.training.start import build_parser as build_parser  # of this command
 from molflt.training.trainer import TrainerOptions
 
 _Options = dict[str, Any]
