@@ -265,6 +265,7 @@ def test_info_describes_a_run(shared_run, shared_data, capsys) -> None:
     assert found["parameters"] == sum(learned)
     for part in ("data", "model"):  # the text omits null
         found[part] = {key: value for key, value in found[part].items() if value is not None}
+    found["best"]["value"] = pytest.approx(found["best"]["value"], rel=1e-5)
     assert yaml.safe_load(printed(capsys, "info", shared_run).out) == found
 
 
