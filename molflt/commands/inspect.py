@@ -1,4 +1,4 @@
-"""``molflt data inspect``: a summary of structures as YAML, JSON and a figure."""
+"""``molflt data inspect``: a summary of structures as YAML or JSON."""
 
 from __future__ import annotations
 
