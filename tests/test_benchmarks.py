@@ -1,8 +1,6 @@
 """scripts/run.py: every benchmark runs, and writes rows, a table and a picture."""
 
-import importlib.util
 import json
-import math
 import os
 import re
 import shlex
@@ -15,12 +13,11 @@ from ase.build import add_adsorbate, fcc111
 from ase.io import write
 from data.oc20_files import old_record, write_lmdb
 from script_files import SCRIPTS, benchmark, load_script  # makes the kit importable
-from tiny_run import python
 from torch import nn
 from torch_geometric.data import Batch
 
-from kit import layers, turns  # isort: skip
-from kit.rows import Rows, exponent, pick  # isort: skip
+from kit import layers  # isort: skip
+from kit.rows import Rows, exponent  # isort: skip
 
 ROOT = SCRIPTS.parent
 RESULTS = ROOT / "docs" / "results"
@@ -31,8 +28,8 @@ HISTORY = {"arena", "beam", "dimers", "kernel_error", "layers", "long_range", "m
 HISTORY |= {"patches", "precision", "sampling"}
 STORED = sorted({path.stem for path in RESULTS.glob("*.csv")} - HISTORY)
 MEMORY = {"scaling", "atoms"}
-# Trains in subprocesses, which other tests cover; only the weekly workflow runs it.
-LONG = {"interruptions"} if not os.environ.get("MOLFLT_FULL") else set()
+# Only the weekly workflow runs these: they train, predict or build BERT-base in other processes.
+LONG = set() if os.environ.get("MOLFLT_FULL") else {"interruptions", "large_cells", "pretraining"}
 needs_linux = pytest.mark.skipif(
     not os.access("/proc/self/clear_refs", os.W_OK), reason="peak memory is read from Linux's /proc"
 )
@@ -184,33 +181,6 @@ def test_agreement_of_labels_by_hand() -> None:
 MECHANISMS = ["softmax", "performer", "rfa-gate-gaussian", "flt-local"]
 
 
-@needs_linux
-def test_growth_measures_allocated_memory() -> None:
-    """A separate process allocates 3 blocks of 40 MiB, at most 2 of them at a time."""
-    code = (
-        "import kit.layers, torch\n"
-        "def work():\n"
-        "    blocks = [torch.ones(10 * 2**20) for _ in range(2)]\n"
-        "    blocks.pop()\n"
-        "    blocks.append(torch.ones(10 * 2**20))\n"
-        "print(kit.layers.growth(work))"
-    )
-    path = os.pathsep.join([str(SCRIPTS), str(SCRIPTS.parent)])
-    grown = python("-c", code, **layers.ALLOCATOR, PYTHONPATH=path)
-    assert 79 < float(grown.stdout) < 90
-
-
-def test_works_take_turns_and_ratios_are_within_rounds() -> None:
-    seen: list[str] = []
-    ticks = iter(range(100))
-    works = {"a": lambda: seen.append("a"), "b": lambda: seen.append("b")}
-    times = turns.turns(works, {"a": 2, "b": 1}, lambda: float(next(ticks)))
-    assert seen == ["a", "a", "b", "a"] and times == {"a": [1.0, 1.0], "b": [1.0]}
-    assert turns.paired([1.0, 10.0, 2.0], [2.0, 20.0, 1.0]) == 0.5
-    assert exponent([(n, 3.0 * n**1.5) for n in (1, 10, 100)]) == pytest.approx(1.5)
-    assert math.isnan(exponent([(5, 1.0)]))
-
-
 def test_bytes_are_those_of_the_states_and_only_softmax_has_more_for_more_tokens() -> None:
     """States contain float32 sums (m, d + 1) and scales (m or 1) per head and layer, or K and V.
 
@@ -226,21 +196,6 @@ def test_bytes_are_those_of_the_states_and_only_softmax_has_more_for_more_tokens
     for row in benchmark("decoding").measure((6, 12, 24), tuple(MECHANISMS), rounds=1):
         assert row["state_bytes"] == expected[row["mechanism"]](row["position"]), row
         assert row["rounds"] == 1 and row["median_ms"] > 0
-
-
-def test_growth_of_a_token_is_that_of_ratios() -> None:
-    """The machine is 10 times slower in the second round, and time grows as n^2 from n = 10 on."""
-    script = benchmark("decoding")
-    times = {
-        (name, n): [[slow * cost * n**2] * 3 for slow in (1, 10)]
-        for name, cost in (("softmax", 3.0), ("linear", 1.0))
-        for n in (10, 20, 40)
-    }
-    found = script.rows_of(times, dict.fromkeys(times, 2048))
-    own = pick(found, mechanism="linear")
-    assert script.growth(own) == pytest.approx(2)
-    assert [row["ratio"] for row in own] == [1, 4, 16]
-    assert [row["softmax_ratio"] for row in own] == [3, 3, 3]
 
 
 # --- a machine with a GPU ------------------------------------------------------------------------
@@ -264,20 +219,3 @@ def test_numbers_and_resume_are_written_and_not_replaced(tmp_path, monkeypatch, 
     monkeypatch.setattr(script, "resume", lambda *_: 0.0)
     assert script.main([*words[:-1], str(tmp_path / "wrong")]) == 1
     assert "additive" in capsys.readouterr().err
-
-
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
-def test_triton_kernels_in_the_interpreter(monkeypatch):
-    script = load_script("gpu")
-    monkeypatch.setattr(script, "GRAPHS", (5, 1))
-    few = {**script.LAYERS["triton"], "position_options": {"num_nodes": 2}}
-    monkeypatch.setattr(script, "LAYERS", {"triton": few})
-    monkeypatch.setattr(script, "MODELS", {})
-    rows = list(script.numbers("cpu", tiny=False))
-    assert len(rows) == len(script.BOUNDS)
-    assert all(0 < row["difference"] < script.BOUNDS[row["precision"]] for row in rows)
-    costs = list(script.kernels("cpu", tiny=True))
-    assert {(row["mixing"], row["backward"]) for row in costs} >= {("triton", True), ("auto", True)}
-    found = {"numbers": rows, "kernels": costs, "resume": 0.0}
-    found |= {"device": "CPU", "torch": "", "molflt": "", "without_kernels": ""}
-    assert "| triton |" in script.page(found)

@@ -97,14 +97,6 @@ def test_placements_are_relaxed_and_ranked(tmp_path, capsys):
     assert "no-root: expected NAME=ROOT" in capsys.readouterr().err
 
 
-def test_the_share_counts_pairs_whose_best_is_among_the_top_five():
-    script, energy = load_script("placements"), np.tile(np.arange(8) * 0.06, 2)
-    pair = np.repeat([0, 1], 8)
-    assert script.share(pair, energy, energy) == 1.0
-    # the top five of pair 1 are its five worst, 0.18 eV or more from its best
-    assert script.share(pair, energy, np.where(pair == 1, -energy, energy)) == 0.5
-
-
 # --- other sizes ----------------------------------------------------------------------------------
 
 
@@ -141,6 +133,13 @@ def test_structures_of_other_sizes():
     (both,) = found["AB"]
     ends = both.positions[-8:-2], both.positions[-2:]
     assert 10.0 <= get_distances(*ends, both.cell, both.pbc)[1].min() < 13.0
+    # changes of a model that sums atoms
+    energy = {name: sizes.energies(Sum(), part) for name, part in found.items()}
+    means = {name: np.abs(values).mean() for name, values in sizes.changes(energy).items()}
+    expected = {"2x1": 0.27, "2x2": 0.81, "3x3": 2.16, "3x3 - 2x2": 1.35, "whole": 0.5}
+    expected |= {"slab": 1.27, "8 Å": 2.73, "12 Å": 2.73, "20 Å": np.nan, "vacuum": 0.0}
+    expected["two"] = 1.0 + 9 * 0.27
+    assert means == pytest.approx(expected, nan_ok=True)
 
 
 class Sum(nn.Module):
@@ -152,16 +151,6 @@ class Sum(nn.Module):
         if (batch.cell[:, 2, 2] > 30).any():
             raise ValueError("too high")
         return {"energy": energy.index_add(0, batch.batch, atoms)}
-
-
-def test_changes_of_a_model_that_sums_atoms():
-    found = sizes.build([sizes.separate(slab_with(name)) for name in ("CH3OH", "CO")])
-    energy = {name: sizes.energies(Sum(), part) for name, part in found.items()}
-    means = {name: np.abs(values).mean() for name, values in sizes.changes(energy).items()}
-    expected = {"2x1": 0.27, "2x2": 0.81, "3x3": 2.16, "3x3 - 2x2": 1.35, "whole": 0.5}
-    expected |= {"slab": 1.27, "8 Å": 2.73, "12 Å": 2.73, "20 Å": np.nan, "vacuum": 0.0}
-    expected["two"] = 1.0 + 9 * 0.27
-    assert means == pytest.approx(expected, nan_ok=True)
 
 
 def record(name: str, sid: int):

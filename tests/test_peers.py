@@ -159,15 +159,15 @@ def test_a_comparison_is_written(tmp_path, monkeypatch, capsys) -> None:
     data.mkdir()
     words = ["--data", str(write_data(data)), "--out", str(out), "--minutes", "0.002"]
     words += ["--evaluations", "2", "--models", "median", str(tmp_path / "small.yaml")]
-    words += ["--seeds", "2", "--fractions", "1", "0.5", "--"]
+    words += ["--seeds", "1", "--fractions", "1", "0.5", "--"]
     assert peers.main([*words, *(word for word in SMALL if "trainer" not in word)]) == 0
-    assert len(done) == 8
+    assert len(done) == 4
     text = capsys.readouterr().out
     assert text.strip() == (out / "comparison.md").read_text().strip()
-    assert text.count("| median | 2 | – | – | – |") == 2
-    assert text.count("| small | 2 |") == 2 and "50% of the training set" in text
+    assert text.count("| median | 1 | – | – | – |") == 2
+    assert text.count("| small | 1 |") == 2 and "50% of the training set" in text
     assert all((out / f"error-{name}.png").stat().st_size > 1000 for name in ("cpu", "size"))
-    result = json.loads((out / "jobs" / "small_0.002min_1_seed1.json").read_text())
+    result = json.loads((out / "jobs" / "small_0.002min_1_seed0.json").read_text())
     used, longest = result["cpu_seconds"], result["longest_step_seconds"]
     assert used - longest < 0.12 <= used and result["steps"] >= 1
     own = result["splits"]["val_id"]
@@ -241,17 +241,6 @@ def test_the_page_matches_the_archived_runs(
             of_seeds = report.mean_sd(own[:1] if same else own, 3)
             cells.append(each if folder == "parts" else of_seeds)
         assert f"| {' | '.join(cells)} |" in text, model
-
-
-def test_descriptors_do_not_change_with_the_crystal() -> None:
-    own = crystal()
-    elements = sorted(set(data_of(own).atomic_numbers.tolist()))
-    first = ridge.descriptors(data_of(own), elements)
-    for other in same_crystals(own):
-        found = ridge.descriptors(data_of(other), elements)
-        np.testing.assert_allclose(found, first, rtol=1e-6, atol=1e-9)
-    moved = {**own, "pos": own["pos"] + np.eye(4)[:, 2:3] * 0.2}
-    assert np.abs(ridge.descriptors(data_of(moved), elements) - first).max() > 1e-3
 
 
 def test_kernel_ridge_learns_by_cross_validation(tmp_path: Path) -> None:

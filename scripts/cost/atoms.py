@@ -38,7 +38,10 @@ STUDY = layers.Study(
     clock=time.perf_counter,
 )
 MILLION = [(name, 1_000_000, False, TRAINING) for name in ("performer", "additive")]
-QUICK = {"sizes": (500, 1000), "rounds": 1}
+QUICK = {
+    **{"sizes": (500, 1000), "rounds": 1},
+    "mechanisms": ("multiplicative", "softmax, exact mask"),
+}
 measure = partial(
     layers.measure_layers,
     STUDY,

@@ -32,7 +32,7 @@ STUDY = layers.Study(
 ENDS, MESHES = (1000, 100_000), ("mesh", "mesh, 8 features")
 LARGE = [(name, ENDS[1], False, TRAINING) for name in MESHES]
 LARGE.append(("mesh, 8 features", 1_000_000, False, FORWARD))
-QUICK = {"sizes": (100, 200), "rounds": 1}
+QUICK = {"sizes": (100, 200), "rounds": 1, "mechanisms": ("mesh",)}
 measure = partial(
     layers.measure_layers,
     STUDY,

@@ -106,7 +106,7 @@ STUDY = layers.Study(
 )
 QUICK = {
     **{"sizes": (512, 1024), "rounds": 1, "passes": (layers.TRAINING,)},
-    "mechanisms": ("flt", "softmax, Toeplitz bias", "PyG performer, relu"),
+    "mechanisms": ("flt", "softmax, Toeplitz bias"),
 }
 measure = partial(layers.measure_layers, STUDY, sizes=(512, 1024, 2048, 4096, FAR))
 draw = STUDY.draw
