@@ -13,13 +13,11 @@ from ase.calculators.singlepoint import SinglePointCalculator
 from ase.io import write
 from recipe_runs import trained
 from script_files import load_script
-from tiny_run import on_slab, structures, write_data
+from tiny_run import on_slab
 
 from molflt.attention import FEATURE_MAPS
 from molflt.commands import cli
 from molflt.commands.options import normalized, options_of
-from molflt.data.batches import Shard
-from molflt.data.structures.store import write_store
 from molflt.training.recipes import RECIPES
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -135,19 +133,19 @@ def test_commands_exist_with_their_options(line: str) -> None:
     normalized(words, cli.parser_of(path, words))
 
 
-def test_configurations_in_commands_exist() -> None:
+def test_named_configurations_keys_and_targets_exist() -> None:
     named = set(re.findall(r"--config[ =](\S+)", "\n".join(commands())))
     files = {name: (ROOT / name, ROOT / "configs" / f"{name}.yaml") for name in named}
     assert len(named) > 20
     assert not [name for name, paths in files.items() if not any(p.exists() for p in paths)]
-
-
-def test_keys_named_in_the_documentation_exist() -> None:
     parsers = [cli.parser_of(("train",), ["--recipe", recipe]) for recipe in RECIPES]
     known = {name for parser in parsers for name in options_of(parser)}
     pages = "\n".join(page.read_text() for page in PAGES)
     named = set(re.findall(r"--(?:model|data|task|trainer)\.[a-z]\w*", pages))
     assert named and named <= known
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.M))
+    named = set(" ".join(re.findall(r"^make ([a-z ]+?)(?: +#.*)?$", pages, re.M)).split())
+    assert {"demo", "test"} <= named <= targets
 
 
 def anchors(page: Path) -> set[str]:
@@ -167,79 +165,6 @@ def test_relative_links_lead_somewhere() -> None:
         if not (target.suffix == ".md" and target.exists() and anchor in anchors(target)):
             wrong.append(f"{page}: {link}#{anchor}" if anchor else f"{page}: {link}")
     assert links and not wrong
-
-
-def test_make_targets_exist() -> None:
-    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.M))
-    pages = "\n".join(page.read_text() for page in PAGES)
-    named = set(" ".join(re.findall(r"^make ([a-z ]+?)(?: +#.*)?$", pages, re.M)).split())
-    assert {"demo", "test"} <= named <= targets
-
-
-# --- docs/commands.md ----------------------------------------------------------------------------
-
-SHORT = ["--trainer.max_steps=1", "--trainer.val_every=1", "--trainer.checkpoint_every=1"]
-SMALL = ["--model.dim=16", "--model.heads=2", "--model.ffn_dim=16", "--data.batch_size=4"]
-NAMES = {"DIR": "data", "PATH": "structures.extxyz", "SRC": "structures.extxyz"}
-NAMES |= {"DST": "converted.safetensors", "FOLDER": "exported", "many.lmdb": "many.extxyz"}
-NAMES |= {"5000": "1"}
-DEMO = ["--data.root=data", "--data.batch_size=32"]  # one step sees all elements
-SPLITS = ("val_ood_ads", "val_ood_cat", "val_ood_both")
-# commands that need other data
-ELSEWHERE = ("data download", "lm/wikitext2", "runs/lm", "image/", "runs/vit")
-
-
-def lines() -> list[list[str]]:
-    """Returns the words of each command on structures."""
-    blocks = re.findall(
-        r"^```\n(.*?)^```", (ROOT / "docs" / "commands.md").read_text(), re.M | re.S
-    )
-    found = [line.partition(" #")[0] for line in "".join(blocks).splitlines()]
-    kept = [line for line in found if line and not any(word in line for word in ELSEWHERE)]
-    return [[NAMES.get(word, word) for word in shlex.split(line)[1:]] for line in kept]
-
-
-def run(words: list[str]) -> None:
-    if words[0] == "train" and "--resume" not in words:
-        words = [*words, *(SMALL if "--init" not in words else SMALL[-1:])]
-        words += [*SHORT, *(DEMO if "demo" in words else [])]
-    if words[:2] == ["data", "make"]:
-        words = ["data", "make", "made", *words[3:], "--val", "1", "--workers", "1"]
-    if words[0] == "relax":  # finding a minimum depends on rounding
-        words = [*words, "--fmax=1000"]
-    assert cli.main(words) == 0, words
-
-
-@pytest.fixture
-def reader(potential_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    atoms = on_slab()
-    for name, count in {"mine": 6, "structures": 2, "many": 9, "slab": 1}.items():
-        frames = [atoms.copy() for _ in range(count)]
-        for seed, frame in enumerate(frames):
-            frame.rattle(0.05, seed=seed)
-            frame.info["y_relaxed"] = -1.0 - 0.1 * seed
-        write(tmp_path / f"{name}.extxyz", frames)
-    write_data(tmp_path / "data")
-    for seed, split in enumerate(SPLITS, 2):
-        write_store(tmp_path / "data" / f"{split}.safetensors", structures(8, seed, 1000 * seed))
-    monkeypatch.chdir(tmp_path)
-    shutil.copytree(potential_run, "runs/potential")
-    run(["train", "--config", "demo", "--run", "runs/mine2", "--seed", "1"])
-    return tmp_path
-
-
-def test_commands_of_the_page(reader: Path) -> None:
-    done = []
-    for words in lines():
-        if words[0] == "merge":  # the page shows one shard of eight
-            for number in (n for n in range(1, 9) if not Shard(n, 8).path(Path(words[1])).exists()):
-                run([*done[-1][:-1], f"{number}/8"])
-        if "--shard" in words:  # few structures here
-            words = [*words[:-2], "--batch_size=1", *words[-2:]]
-        run(words)
-        done.append(words)
-    assert len(done) >= 16 and (reader / "energies.csv").exists()
-    assert {"train", "evaluate", "predict", "merge", "relax", "data"} <= {w[0] for w in done}
 
 
 # --- docs/mechanisms.md ---------------------------------------------------------------------------
