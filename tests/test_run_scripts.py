@@ -1,51 +1,87 @@
 """Scripts that train and evaluate in other processes, which the tests replace."""
 
 import json
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from data.game_net_files import content, write_archive
-from script_files import Trainings, cells, load_script, words_in, write_evaluation
+from script_files import cells, load_script
 from tiny_run import table
 
 from molflt.data.structures.splits import VAL_SPLITS
 from molflt.data.structures.systems import System, read_systems, write_systems
 from molflt.training import run_folder
 
+Commands = list[list[str]]  # words after `python -m molflt`
+
+
+def words_in(folder: Path) -> list[str]:
+    """Writes a configuration, and returns the options of a script that uses folders in `folder`."""
+    (folder / "c.yaml").write_text("seed: 0\n")
+    options = {"config": "c.yaml", "data": "data", "out": "out"}
+    return [word for name, path in options.items() for word in (f"--{name}", str(folder / path))]
+
+
+def write_evaluation(run: Path, rows: Iterable[tuple[str, int, float, float]]) -> None:
+    """Writes predictions.csv with (split, sid, energy, label) in each row, and results.json."""
+    lines = ["split,sid,energy_eV,target_eV", *(",".join(map(str, row)) for row in rows)]
+    (run / "predictions.csv").write_text("\n".join(lines))
+    (run / "results.json").write_text("{}")
+
+
+def trainings_of(monkeypatch, evaluate: Callable[[Path, Commands], None]) -> Commands:
+    """Replaces `subprocess.run` in all scripts, and returns a list of its commands.
+
+    Args:
+        monkeypatch: pytest's fixture.
+        evaluate: function of a run and all commands that writes the files of an evaluation.
+    """
+    commands: Commands = []
+
+    def run(command: list[str], **_: object) -> SimpleNamespace:
+        commands.append(command[3:])
+        if command[3] == "evaluate":
+            evaluate(Path(command[4]), commands)
+        return SimpleNamespace(returncode=0)
+
+    monkeypatch.setattr("kit.runs.subprocess", SimpleNamespace(run=run))
+    return commands
+
+
 COMPARE = load_script("compare")
 
 
-class Comparisons(Trainings):
-    def evaluate(self, run: Path) -> None:
-        seed = int(run.name.removeprefix("seed"))
-        rows = {"split": {"speed": 2.0, "n": 3}}
-        if run.parent.name.startswith("tokens"):
-            overflowed = "diverged" in run.parent.name and seed == 1
-            row = {"perplexity": None if overflowed else 30.0 + 2 * seed, "nearest": None}
-            rows = {"val": row, "test": row}
-        elif run.parent.name in ("flt", "performer"):
-            mae = {"flt": 0.2, "performer": 0.5}[run.parent.name] + 0.01 * seed
-            row = {"mae_eV": mae, "ewt_percent": 4.0 * seed, "baseline_mae_eV": 1.1, "n": 9}
-            rows = dict.fromkeys(VAL_SPLITS, row)
-            energies = {7: 0.03 * seed, 9: 0.03 * seed - 0.02}  # for a label of 0
-            found = [(split, sid, e, 0) for split in VAL_SPLITS for sid, e in energies.items()]
-            write_evaluation(run, found)
-        (run / "results.json").write_text(json.dumps(rows))
+def compared(run: Path, _: Commands) -> None:
+    seed = int(run.name.removeprefix("seed"))
+    if run.parent.name.startswith("tokens"):
+        overflowed = "diverged" in run.parent.name and seed == 1
+        row = {"perplexity": None if overflowed else 30.0 + 2 * seed, "nearest": None}
+        rows = {"val": row, "test": row}
+    else:
+        mae = {"flt": 0.2, "performer": 0.5}[run.parent.name] + 0.01 * seed
+        row = {"mae_eV": mae, "ewt_percent": 4.0 * seed, "baseline_mae_eV": 1.1, "n": 9}
+        rows = dict.fromkeys(VAL_SPLITS, row)
+        energies = {7: 0.03 * seed, 9: 0.03 * seed - 0.02}  # for a label of 0
+        found = [(split, sid, e, 0) for split in VAL_SPLITS for sid, e in energies.items()]
+        write_evaluation(run, found)
+    (run / "results.json").write_text(json.dumps(rows))
 
 
 @pytest.fixture
-def trainings(monkeypatch) -> Trainings:
+def trainings(monkeypatch) -> Commands:
     monkeypatch.setattr(COMPARE, "read_config", lambda run: {})
     monkeypatch.setattr(COMPARE, "count_parameters", lambda run, config: 10)
     monkeypatch.setattr(run_folder, "read_checkpoint", lambda path: {})
-    return Comparisons().replace(monkeypatch)
+    return trainings_of(monkeypatch, compared)
 
 
 @pytest.fixture
 def words(tmp_path: Path) -> list[str]:
     (tmp_path / "c.yaml").write_text("seed: 0\n")
-    for name in ("tokens", "tokens-diverged", "other"):
+    for name in ("tokens", "tokens-diverged"):
         (tmp_path / f"{name}.yaml").write_text("model: {}\n")
     options = ["--config", str(tmp_path / "c.yaml"), "--out", str(tmp_path / "out")]
     variants = [f"configs/atoms/{name}.yaml" for name in ("flt", "performer")]
@@ -55,8 +91,8 @@ def words(tmp_path: Path) -> list[str]:
 def test_mean_and_spread(trainings, words, tmp_path, capsys) -> None:
     more = ["--trainer.max_steps=7", "--init=runs/{variant}/seed{seed}"]
     assert COMPARE.main([*words, "--", *more]) == 0
-    assert len(trainings.commands) == 12
-    first = trainings.commands[0]
+    assert len(trainings) == 12
+    first = trainings[0]
     assert first[0] == "train" and {"--trainer.max_steps=7", "--seed=0"} < {*first}
     assert {"--init=runs/flt/seed0", "configs/atoms/flt.yaml"} < {*first}
     text = capsys.readouterr().out
@@ -75,7 +111,7 @@ def test_variants_are_files_with_changes(trainings, words, tmp_path, capsys) -> 
     variants = [file, f"{file},model.heads=2,model.position_options.num_nodes=8"]
     variants.append(str(tmp_path / "tokens-diverged.yaml"))
     assert COMPARE.main([*words[:4], "--variants", *variants, "--seeds", "0", "1"]) == 0
-    trained = [c for c in trainings.commands if c[0] == "train"]
+    trained = [c for c in trainings if c[0] == "train"]
     changes = ["--model.heads=2", "--model.position_options.num_nodes=8"]
     assert trained[1][-5:-1] == ["--config", file, *changes]
     text = capsys.readouterr().out
@@ -98,10 +134,9 @@ ENERGIES = {  # folder -> sid -> eV
 }
 
 
-class Folds(Trainings):
-    def evaluate(self, run: Path) -> None:
-        rows = [("test_id", sid, energy, LABELS[sid]) for sid, energy in ENERGIES[run.name].items()]
-        write_evaluation(run, [("val_id", 9, 100.0, 0.0), *rows])
+def of_folds(run: Path, _: Commands) -> None:
+    rows = [("test_id", sid, energy, LABELS[sid]) for sid, energy in ENERGIES[run.name].items()]
+    write_evaluation(run, [("val_id", 9, 100.0, 0.0), *rows])
 
 
 def test_single_models_and_ensembles_with_published_ones(monkeypatch, tmp_path, capsys):
@@ -111,13 +146,13 @@ def test_single_models_and_ensembles_with_published_ones(monkeypatch, tmp_path, 
         (folder / "train.safetensors").touch()
         systems = [System(sid, f"s{sid}", "m", f"family{sid % 2}", "Cu") for sid in own]
         write_systems(folder, [("test_id", systems)])
-    trainings, path = Folds().replace(monkeypatch), tmp_path / "published.npz"
+    trainings, path = trainings_of(monkeypatch, of_folds), tmp_path / "published.npz"
     order = [4, 3, 2, 1]
     other = np.array([[LABELS[sid] + 0.4, LABELS[sid] - 0.2] for sid in order])
     np.savez(path, name=np.array([f"s{sid}" for sid in order]), other=other, fold=np.arange(4))
     words = [*words_in(tmp_path), "--published", str(path), "--", "--trainer.max_steps=7"]
     assert FOLDS.main(words) == 0
-    train = next(words for words in trainings.commands if words[0] == "train")
+    train = next(words for words in trainings if words[0] == "train")
     assert train[0] == "train" and "--trainer.max_steps=7" in train and "--seed=0" in train
     assert any(word.startswith("--data.root=") for word in train)
     text = capsys.readouterr().out
@@ -143,28 +178,26 @@ def split_of(folder: Path) -> dict[int, str]:
     return {int(row["sid"]): row["split"] for row in table(folder / "systems.csv")}
 
 
-class Groups(Trainings):
+def of_groups(run: Path, commands: Commands) -> None:
     """Replaces evaluations; errors are known for each split and twice as large on Cu."""
-
-    def evaluate(self, run: Path) -> None:
-        root = next(
-            word.partition("=")[2]
-            for words in self.commands
-            for word in words
-            if str(run) in words and word.startswith("--data.root=")
-        )
-        systems, rows = read_systems(Path(root)), []
-        for sid, split in split_of(Path(root)).items():
-            if split in OFF:
-                off = OFF[split] * (1 + (systems[sid].metal == "Cu"))
-                rows.append((split, sid, -1.0 + off, -1.0))
-        write_evaluation(run, rows)
+    root = next(
+        word.partition("=")[2]
+        for words in commands
+        for word in words
+        if str(run) in words and word.startswith("--data.root=")
+    )
+    systems, rows = read_systems(Path(root)), []
+    for sid, split in split_of(Path(root)).items():
+        if split in OFF:
+            off = OFF[split] * (1 + (systems[sid].metal == "Cu"))
+            rows.append((split, sid, -1.0 + off, -1.0))
+    write_evaluation(run, rows)
 
 
 def test_each_system_is_new_once_by_family_and_once_by_metal(monkeypatch, tmp_path, capsys):
     pytest.importorskip("sklearn", reason="kernel ridge needs scikit-learn, extra bench")
     write_archive(tmp_path / "FG.tar.xz", content())
-    Groups().replace(monkeypatch)
+    trainings_of(monkeypatch, of_groups)
     words = [str(tmp_path / "FG.tar.xz"), *words_in(tmp_path)]
     assert HELD_OUT.main([*words, "--groups", "2", "--seeds", "0", "1"]) == 0
     new = {"val_ood_ads": [], "val_ood_cat": [], "val_ood_both": []}
@@ -198,23 +231,21 @@ def test_each_system_is_new_once_by_family_and_once_by_metal(monkeypatch, tmp_pa
 # --- learned optimizers ---------------------------------------------------------------------------
 
 
-class Evaluated(Trainings):
+def of_optimizers(run: Path, _: Commands) -> None:
     """Writes a final loss and a curve for each run; seed 1 of lstm has diverged."""
-
-    def evaluate(self, run: Path) -> None:
-        diverged = run == run.parent / "seed1" and run.parent.name == "lstm"
-        end = None if diverged else 10.0 ** -int(run.name[-1])
-        (run / "results.json").write_text(json.dumps({"factorization": {"final_loss": end}}))
-        rows = [f"factorization,run,,0,{step},{2 - step / 9}" for step in (0.5, 2.5, 4.5)]
-        (run / "curves.csv").write_text("\n".join(["task,optimizer,tuned,repeat,step,loss", *rows]))
+    diverged = run == run.parent / "seed1" and run.parent.name == "lstm"
+    end = None if diverged else 10.0 ** -int(run.name[-1])
+    (run / "results.json").write_text(json.dumps({"factorization": {"final_loss": end}}))
+    rows = [f"factorization,run,,0,{step},{2 - step / 9}" for step in (0.5, 2.5, 4.5)]
+    (run / "curves.csv").write_text("\n".join(["task,optimizer,tuned,repeat,step,loss", *rows]))
 
 
 def test_the_table_and_a_second_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    script, trainings = load_script("optimizers"), Evaluated().replace(monkeypatch)
+    script, trainings = load_script("optimizers"), trainings_of(monkeypatch, of_optimizers)
     words = ["--out", str(tmp_path), "--memories", "flt", "lstm", "--seeds", "0", "1"]
     words += ["--tasks", "factorization", "--steps", "6", "--repeats", "2"]
     assert script.main(words) == 0
-    evaluated = [own for own in trainings.commands if own[0] == "evaluate"]
+    evaluated = [own for own in trainings if own[0] == "evaluate"]
     assert len(evaluated) == 4 and evaluated[0][2:] == [
         *("--steps", "6", "--repeats", "2", "--rates=[]", "--tasks", "factorization")
     ]
@@ -224,7 +255,7 @@ def test_the_table_and_a_second_start(tmp_path: Path, monkeypatch: pytest.Monkey
     rows = table(tmp_path / "optimizers.csv")
     adam = [row for row in rows if row["optimizer"] == "Adam, tuned"]
     assert len(adam) == 2 * 6 and len(rows) == len(adam) + 4 * 3
-    trainings.commands.clear()
+    trainings.clear()
     monkeypatch.setattr(script, "tuned_adam", None)
-    assert script.main(words) == 0 and not trainings.commands
+    assert script.main(words) == 0 and not trainings
     assert script.main([*words, "--repeats", "3"]) == 2  # existing results have other options
