@@ -71,9 +71,6 @@ def test_domains_without_tags_take_structures_without_tags() -> None:
     assert TRAINED.kind == "adsorption" and TRAINED.beyond_labels(99.0)
     potential = TRAINED.without_tags()  # its energies grow with the size of the structure
     assert potential.kind == "unknown" and potential.beyond_labels(99.0) == ""
-
-
-def test_training_structures_are_inside_the_domain() -> None:
     records = [record("KKKK", tags=False), record("KKKK", "HO"), record("CCCC", pbc=(0, 0, 0))]
     own = domain(*records)
     assert [own.outside(one) for one in records] == [[], [], []]

@@ -18,56 +18,37 @@ from molflt.data.structures.splits import OC20_ARCHIVE
 INNER = OC20_ARCHIVE.inner
 
 
-class Server:
+class Handler(BaseHTTPRequestHandler):
     """Serves one archive; can cut connections or ignore ranges, and records requested ranges."""
 
-    def __init__(self):
-        self.content = b""
-        self.name = OC20_ARCHIVE.name
-        self.cut = []  # bytes to send before dropping the connection, one entry per request
-        self.ranges = True
-        self.asked = []
-        outer = self
+    def do_GET(self):
+        server, wanted = self.server, self.headers.get("Range")
+        server.asked.append(wanted)
+        if self.path != f"/data/{server.name}":
+            self.send_error(404)
+            return
+        part = bool(wanted) and server.ranges
+        body = server.content[int(wanted[6:-1]) if part else 0 :]  # bytes=START-
+        self.send_response(206 if part else 200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body[: server.cut.pop(0)] if server.cut else body)
 
-        class Handler(BaseHTTPRequestHandler):
-            def do_GET(self):
-                wanted = self.headers.get("Range")
-                outer.asked.append(wanted)
-                if wanted and outer.ranges:
-                    start = int(wanted.removeprefix("bytes=").rstrip("-"))
-                    self.answer(206, outer.content[start:])
-                else:
-                    self.answer(200, outer.content)
-
-            def answer(self, status, body):
-                if self.path != f"/data/{outer.name}":
-                    self.send_error(404)
-                    return
-                self.send_response(status)
-                self.send_header("Content-Length", str(len(body)))
-                self.end_headers()
-                self.wfile.write(body[: outer.cut.pop(0)] if outer.cut else body)
-
-            def log_message(self, *args):
-                pass
-
-        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self.http.server_port}/data"
-        self.thread = threading.Thread(target=self.http.serve_forever, args=(0.01,), daemon=True)
-        self.thread.start()
-
-    def close(self):
-        self.http.shutdown()
-        self.http.server_close()
+    def log_message(self, *args):
+        pass
 
 
 @pytest.fixture
 def server(tmp_path, monkeypatch):
     monkeypatch.setattr(module.time, "sleep", lambda seconds: None)
-    running = Server()
-    running.content = archive(tmp_path)
-    yield running
-    running.close()
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as running:
+        running.name, running.content = OC20_ARCHIVE.name, archive(tmp_path)
+        running.ranges, running.asked = True, []
+        running.cut = []  # bytes to send before dropping the connection, one entry per request
+        running.url = f"http://127.0.0.1:{running.server_port}/data"
+        threading.Thread(target=running.serve_forever, args=(0.01,), daemon=True).start()
+        yield running
+        running.shutdown()
 
 
 def archive(tmp_path, names=("10k/train", "all/val_id", "all/val_ood_ads"), extra=()):

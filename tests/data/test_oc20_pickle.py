@@ -104,7 +104,7 @@ def test_types_of_tensors(dtype):
         assert torch.equal(found[name], tensor) and found[name].dtype == tensor.dtype
 
 
-def test_plain_numpy_scalars_are_read():
+def test_numpy_scalars_and_new_pyg_records_are_read():
     changes = {"y_relaxed": np.float64(-1.25), "y_init": np.float32(0.5)}
     changes |= {"natoms": np.int64(7), "sid": np.int32(5)}
     decoded = _decode_record(old_record(0, **changes), "f")
@@ -112,9 +112,6 @@ def test_plain_numpy_scalars_are_read():
         assert decoded[name] == value and decoded[name].dtype == value.dtype
     decoded = _decode_record(old_record(0, sid=np.array(9, dtype=">i4")[()]), "f")
     assert decoded["sid"] == 9
-
-
-def test_new_pyg_records():
     decoded = _decode_record(pickle.dumps(Data(**fields(2))), "f")
     assert sorted(decoded) == sorted(fields(2))
     for name, value in fields(2).items():

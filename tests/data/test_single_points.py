@@ -80,18 +80,6 @@ def test_other_names(tmp_path):
     np.testing.assert_allclose(record.stress[0], stress, atol=1e-6)
 
 
-def test_stores_keep_them_and_do_without(tmp_path):
-    frames = copper(3)
-    del frames[1].calc.results["forces"], frames[2].calc.results["stress"]
-    ase.io.write(tmp_path / "a.traj", frames)
-    store = tmp_path / "a.safetensors"
-    assert main(["data", "convert", str(tmp_path / "a.traj"), str(store)]) == 0
-    for a, b in zip(open_dataset(tmp_path / "a.traj"), open_dataset(store), strict=True):
-        for name in ("energy", "forces", "stress"):
-            torch.testing.assert_close(a[name], b[name], rtol=0, atol=0, equal_nan=True)
-    assert "pos_relaxed" not in open_dataset(store).columns
-
-
 def test_s2ef_files(tmp_path):
     forces = torch.arange(21.0).reshape(7, 3) / 10
     y = {"y": -3.5, "force": forces, "y_relaxed": None, "y_init": None, "pos_relaxed": None}

@@ -195,12 +195,9 @@ def test_molecules_on_both_sides_have_surface_atoms_there() -> None:
     domain = replace(Domain.of(StructuresInMemory([record.clone()])), zero=(True, True))
     assert domain.refusal(record) == ""
     record.tags[(record.tags == 1) & (record.pos[:, 2] < record.pos[:, 2].mean())] = 0
-    assert "without surface atoms" in domain.refusal(
-        record
-    )  # the energy of one molecule would be 0
-
-
-def test_desorbed_molecules_are_on_no_side() -> None:
+    # otherwise the energy of one molecule would be 0
+    assert "without surface atoms" in domain.refusal(record)
+    # desorbed molecules are on no side
     atoms = above(SLAB, "CO", height=9.0)[0]
     record = Tagged(StructuresInMemory(atoms, ANY_TAGS))[0]
     record.tags[-2:] = 2
