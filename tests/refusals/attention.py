@@ -61,10 +61,23 @@ ODD = torch.tensor([[[0.0], [1.5], [2.0]]])
 BEYOND = torch.tensor([[[0.0], [-1.0], [2.0]]])
 MASK = torch.ones(1, 5, dtype=torch.bool)
 CELL, PERIODIC = 7 * torch.eye(3).repeat(2, 1, 1), torch.tensor([[1, 1, 1], [1, 1, 0]]).bool()
+HUGE = Lattice.of(1e4 * CELL, PERIODIC | True)
+ONES, KERNEL = ShellWeights(2, torch.ones(3)), torch.zeros(HEADS, 8)
+P = position()
+MADE, TURNS = P("linear", R, R), RotaryPosition(8)("", line(4), line(4))
+UNIT = {"normalize_qk": True}
 BIAS = Bias(torch.zeros(1, HEADS, 5, 5))
 PROJECTED = Projected(torch.ones(1, 2, 5, 3), torch.ones(1, 2, 5, 1))
 PHI = Features(torch.ones(1, HEADS, 4, 2))
 FLAT = torch.stack((CELL[0], torch.tensor([[7.0, 0, 0], [14.0, 1e-9, 0], [0, 0, 8.0]])))
+
+
+def softmax(position: Any = None) -> Attention:
+    return layer(position, mixing="softmax")
+
+
+def toeplitz_layer(**options: Any) -> Attention:
+    return layer(position("toeplitz"), causal=True, **options)
 
 
 def cells(*words: str, **change: Any) -> Refusal:
@@ -108,7 +121,7 @@ ROWS = [
     refused(lambda: layer(dropout=2.0), "dropout", "[0, 1)", "2.0"),
     refused(lambda: layer(floor=-1.0), "floor", "at least 0", "-1.0"),
     refused(lambda: layer("spectral"), "position", "make_position", "'spectral'", TypeError),
-    refused(lambda: layer(position("toeplitz"), causal=True, gate=True), "gate", "state", "Toep"),
+    refused(lambda: toeplitz_layer(gate=True), "gate", "state", "Toep"),
     refused(lambda: layer(mixing="triton"), "mixing='triton'", "multiplicative", "NoneType"),
     refused(lambda: layer(position(), mixing="triton"), "mixing='triton'", "linear", "Spectral"),
     refused(lambda: layer(gate=True), "gate=True", "causal=True"),
@@ -119,19 +132,10 @@ ROWS = [
     refused(lambda: layer(normalize="unmasked"), "normalize", "no effect"),
     # inputs of a layer
     refused(lambda: layer()(X, encoding=BIAS), "Bias", "softmax", "'linear'"),
-    refused(lambda: layer(mixing="softmax").sums(X), "softmax", "weights()"),
-    refused(
-        lambda: layer(position())(X, R, encoding=position()("linear", R, R)), "positions", "one"
-    ),
-    refused(
-        lambda: layer(mixing="softmax")(X[:, :4], encoding=BIAS), "encoding", "4 queries", "(5, 5)"
-    ),
-    refused(
-        lambda: layer(mixing="softmax")(X, encoding=RotaryPosition(8)("", line(4), line(4))),
-        "encoding",
-        "4 positions",
-        "5 tokens",
-    ),
+    refused(lambda: softmax().sums(X), "softmax", "weights()"),
+    refused(lambda: layer(position())(X, R, encoding=MADE), "positions", "one"),
+    refused(lambda: softmax()(X[:, :4], encoding=BIAS), "encoding", "4 queries", "(5, 5)"),
+    refused(lambda: softmax()(X, encoding=TURNS), "encoding", "4 positions", "5 tokens"),
     refused(lambda: layer(position())(X, R[..., 0]), "positions", "(batch", "(1, 5)"),
     refused(lambda: layer()(X, key_mask=MASK[:, :3]), "key_mask", "(1, 5)", "(1, 3)"),
     refused(lambda: layer()(X, key_weight=-X[..., 0]), "key_weight", "finite", "-1"),
@@ -139,9 +143,7 @@ ROWS = [
     refused(lambda: layer()(X, R), "positions", "position="),
     refused(lambda: layer(causal=True)(X, context=X), "context", "causal=False"),
     refused(lambda: layer(position())(X), "SpectralPosition", "(batch, tokens, 3)"),
-    refused(
-        lambda: layer(position("toeplitz"), causal=True).decode(X, line()), "Toeplitz", "spectral"
-    ),
+    refused(lambda: toeplitz_layer().decode(X, line()), "Toeplitz", "spectral"),
     # stacks
     refused(lambda: stack(num_feature=3), "'num_feature'", "num_features", error=TypeError),
     refused(lambda: stack(mixer="fourier", causal=True), "mixer", "causal=False", "True"),
@@ -151,12 +153,7 @@ ROWS = [
     refused(lambda: stack(mixer="fourier").decode(X), "FourierMixer", "causal attention"),
     refused(lambda: stack(mixer="dense"), "max_tokens", "mixer_options", "'dense'"),
     refused(lambda: stack(mixer="fourier", attention_layers=1), "attention_layers", "0 to 0", "1"),
-    refused(
-        lambda: stack_of(p := position(), layer(p), layer(p, mixing="softmax")),
-        "SpectralPosition",
-        "kind",
-        "linear and softmax",
-    ),
+    refused(lambda: stack_of(P, layer(P), softmax(P)), "Spectral", "kind", "linear and softmax"),
     # feature maps
     polynomial("degree", "2 or 3", "4", degree=4),
     polynomial("num_features=153", "18 to 152", num_features=153),
@@ -164,24 +161,15 @@ ROWS = [
     # conversion of weights
     refused(lambda: convert_weights_(torch.nn.Linear(3, 3), layer()), "Linear and Attention"),
     refused(converted({"heads": 4}, {}), "scaling", "2 in the target", "heads=4"),
-    refused(
-        converted({"normalize_qk": True, "learn_temperature": True}, {"normalize_qk": True}),
-        "learn_temperature=True",
-    ),
+    refused(converted({**UNIT, "learn_temperature": True}, UNIT), "learn_temperature=True"),
     # token mixers
-    refused(
-        lambda: TOKEN_MIXERS["dense"](DIM, 4)(X, key_mask=MASK), "max_tokens=4", "at most", "5"
-    ),
+    refused(lambda: TOKEN_MIXERS["dense"](DIM, 4)(X), "max_tokens=4", "at most", "5"),
     refused(lambda: TOKEN_MIXERS["fourier"](DIM)(X[0]), "x", "(batch, tokens, 16)", "(5, 16)"),
     # positions by name
     refused(lambda: position(width=1.0), "width", "num_gaussians"),
-    refused(
-        lambda: position(nodes="shells", node_max_frequency=1.0), "node_diameter", "ShellNodes"
-    ),
+    refused(lambda: position(nodes="shells"), "node_diameter", "ShellNodes"),
     refused(lambda: position(sampled=False).factors(R, R), "GraphNodes"),
-    refused(
-        lambda: position(spectrum="shell_weights", nodes="sobol"), "nodes='shells'", "", "'sobol'"
-    ),
+    refused(lambda: position(spectrum="shell_weights", nodes="sobol"), "nodes='shells'", "sobol"),
     refused(lambda: position("toeplitz", radius=3), "radius", "max_tokens", "'toeplitz'"),
     refused(lambda: position(sampled=False, num_nodes=8), "num_nodes", "no effect", "softmax"),
     # positions on a grid
@@ -200,18 +188,10 @@ ROWS = [
     refused(lambda: ToeplitzPosition(2, shape=(4, 3, 2)), "shape", "two sides", "(4, 3, 2)"),
     refused(lambda: RotaryPosition(5, 3), "head_dim", "at least 6", "5"),
     refused(lambda: RotaryPosition(8).width(16), "head_dim=8", "same", "16"),
-    refused(
-        lambda: toeplitz(PHI, PHI, PHI.materialize(), torch.zeros(HEADS, 8)),
-        *("log_kernel", "(heads, 7)", "(2, 8)"),
-    ),
+    refused(lambda: toeplitz(PHI, PHI, PHI.materialize(), KERNEL), "(heads, 7)", "(2, 8)"),
     refused(lambda: LowRankPosition(2, max_tokens=8, rank=9), "rank=9", "max_tokens=8"),
     refused(lambda: position("low_rank")("linear", BEYOND, BEYOND), "positions", "[0, 9)", "-1"),
-    refused(
-        lambda: ConvSPE(2, 3, max_tokens=8)("linear", ODD, ODD),
-        "positions",
-        "integers",
-        "fractions",
-    ),
+    refused(lambda: ConvSPE(2, 3, max_tokens=8)("linear", ODD, ODD), "integers", "fractions"),
     # spectra and nodes
     shells("degree", "at most 131", "133", 100.0, 1.0),
     shells("dim", "1, 2 or 3", "4", 5.0, 0.3, dim=4),
@@ -234,20 +214,11 @@ ROWS = [
     refused(lambda: suggest_nodes(2.5, 1.0, widest=0.5), "widest", "width=1", "0.5"),
     refused(lambda: suggest_nodes(2.5, 1.0, 1e-7), "tol", "1e-6", "1e-07"),
     refused(lambda: suggest_nodes(10.0, 1.0, 3e-2), "tol", "0.035", "0.03"),
-    refused(
-        lambda: Mesh.of(Lattice.of(1e4 * CELL, PERIODIC | True), 0, 0.3, 5),
-        "mesh points",
-        "graph 0",
-    ),
+    refused(lambda: Mesh.of(HUGE, 0, 0.3, 5), "mesh points", "graph 0"),
     # cells
     cells("extent", "free_extent", "None", extent=None),
     cells("extent", "non-negative", "-4", extent=torch.tensor([[0, 0, 0], [0, 0, -4.0]])),
-    refused(
-        lambda: SpectralPosition(ShellWeights(2, torch.ones(3)), weighted_shells()),
-        "ShellWeights",
-        "radii of the shells",
-        "3 radii",
-    ),
+    refused(lambda: SpectralPosition(ONES, weighted_shells()), "radii of the shells", "3 radii"),
     refused(lambda: Decoder(16, 2, 2, refinements=2), "refinements", "remove", "2"),
     refused(lambda: GaussianBias(2, 8, std_range=(-1.0, 3.0)), "std_range", "above 0", "-1.0"),
     cells("max_frequency", "reduce", "graph", max_frequency=1e4),

@@ -16,12 +16,7 @@ COORDINATE: list[tuple[dict[str, Any], str, str, str]] = [
     ({"states": 4}, "states=4", "no effect", "memory='attention'"),
     ({"position_scale": 0.1}, "position_scale=0.1", "no effect", "position='none'"),
     ({"window": 4}, "window=4", "mixing='softmax'", ""),
-    (
-        {"position": "toeplitz", "position_options": {"max_tokens": 9}},
-        "position",
-        "spectral",
-        "toeplitz",
-    ),
+    ({"position": "toeplitz", "position_options": {"max_tokens": 9}}, "position", "", "toeplitz"),
 ]
 
 
