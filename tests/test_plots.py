@@ -100,21 +100,6 @@ def test_parity_names_the_largest_errors(tmp_path: Path, figures) -> None:
     assert not any(one.overlaps(other) for i, one in enumerate(found) for other in found[:i])
 
 
-def test_pictures_in_further_formats(tmp_path: Path) -> None:
-    pair = {"val_id": (np.zeros(3), np.ones(3))}
-    with plots.further_formats(["svg", "pdf"]) as written:
-        plots.parity(pair, tmp_path / "p.png")
-    files = [tmp_path / f"p.{kind}" for kind in ("png", "svg", "pdf")]
-    assert written == files[1:]
-    starts = [file.read_bytes()[:5] for file in files]
-    assert starts == [PNG[:5], b"<?xml", b"%PDF-"]
-    for name in ("again.svg", "ahead.svg"):
-        plots.parity(pair, tmp_path / name)
-    assert len(list(tmp_path.iterdir())) == 5
-    same = [(tmp_path / name).read_bytes() for name in ("again.svg", "ahead.svg")]
-    assert same[0] == same[1]  # no date, no random names
-
-
 def test_attention_matrices_show_the_weights(tmp_path: Path, figures) -> None:
     position = spectral(GaussianMixture, 6, 1, amplitude=1.0)
     layer = Attention(24, 6, mixing="softmax", causal=True, position=position).double()
@@ -155,27 +140,8 @@ def test_large_attention_matrices_are_averaged_over_blocks(tmp_path: Path, figur
     assert dots > 0.9 * len(shown)
 
 
-@pytest.mark.parametrize(
-    ("values", "kind", "limits"),
-    [
-        ([[0.9, 0.01, 0.01, 0.08]], "Normalize", (0.0, 0.9)),
-        ([[0.97, 0.01, 0.01, 0.01]], "LogNorm", (0.01, 0.97)),
-        ([[1.0, 1e-9, 1e-3, 0.0]], "LogNorm", (1e-4, 1.0)),
-        ([[0.5, 0.5]], "Normalize", (0.0, 0.5)),
-        ([[1.5, -0.5]], "Normalize", (-1.5, 1.5)),
-        ([[0.0, 0.0]], "Normalize", (0.0, 1.0)),
-    ],
-)
-def test_scales_of_weights(tmp_path: Path, figures, values, kind, limits) -> None:
-    plots.attention_matrices([values], tmp_path / "a.png")
-    axes, bar = figures[0].axes
-    norm = axes.images[0].norm
-    assert type(norm).__name__ == kind
-    np.testing.assert_allclose((norm.vmin, norm.vmax), limits, rtol=1e-12)
-    assert ("gray" in bar.get_ylabel()) == (0.0 in np.ravel(values))
-
-
 def test_rpe_profiles(tmp_path: Path, figures) -> None:
+    """Without a radial profile, the bias is drawn along the first axis."""
     heads = 17
     position = SpectralPosition(GaussianBasis(heads, 8), GaussianNodes(heads, 4))
     model = SimpleNamespace(stack=SimpleNamespace(position=position))
@@ -190,10 +156,6 @@ def test_rpe_profiles(tmp_path: Path, figures) -> None:
         torch.as_tensor(curve.get_ydata()).float(), position.radial_profile(r)[-1].detach()
     )
 
-
-def test_rpe_profiles_of_a_position(tmp_path: Path, figures) -> None:
-    """Without a radial profile, the bias is drawn along the first axis."""
-
     class Tilted(Position):
         dim = 3
 
@@ -202,9 +164,9 @@ def test_rpe_profiles_of_a_position(tmp_path: Path, figures) -> None:
             return Bias((z[..., 0] - 2 * z[..., 1])[:, None])
 
     plots.rpe_profiles(Tilted(), tmp_path / "b.png", r_max=3.0, unit="nm")
-    curve = figures[0].axes[0].lines[1]
+    curve = figures[1].axes[0].lines[1]
     np.testing.assert_allclose(curve.get_ydata(), curve.get_xdata())
-    assert curve.get_xdata()[-1] == 3.0 and "nm" in figures[0].get_supxlabel()
+    assert curve.get_xdata()[-1] == 3.0 and "nm" in figures[1].get_supxlabel()
 
 
 def test_rpe_curves_have_offsets_of_both_signs(tmp_path: Path, figures) -> None:
