@@ -126,16 +126,13 @@ def test_placements_are_ready_for_calculations() -> None:
     assert Counter(placements(slab, "H2O")[0].get_tags()) == {0: 4, 1: 12, 2: 3}
     shared = placements(slab, "H2O", share=(0.2, 0.3))[0]
     assert Counter(shared.get_tags()) == {0: 12, 1: 4, 2: 3}
-
-
-def test_slabs_fixed_in_the_middle() -> None:
     slab = fcc111("Cu", (2, 2, 5), vacuum=6)
     slab.set_constraint(FixAtoms(indices=range(8, 12)))
     del slab[-1]
     assert len(placements(slab, "CO")) > 0
 
 
-def test_radicals_and_files_with_placeholder_cells(tmp_path: Path) -> None:
+def test_molecules_are_read_from_files_without_their_cell(tmp_path: Path) -> None:
     methyl, slab = molecule("CH3"), fcc111("Cu", (2, 2, 3), vacuum=8)
     expected = keys(placements(slab, "CH3"))
     methyl.info["multiplicity"] = 2
@@ -143,10 +140,14 @@ def test_radicals_and_files_with_placeholder_cells(tmp_path: Path) -> None:
     methyl.pbc = True
     write(tmp_path / "methyl.extxyz", methyl)
     assert keys(placements(slab, tmp_path / "methyl.extxyz")) == expected
-
-
-def test_any_element_is_a_molecule() -> None:
-    assert placements(fcc111("Cu", (2, 2, 3), vacuum=8), "Pt")[0].numbers[-1] == 78
+    whole = molecule("CH3OH", cell=[9, 9, 9], pbc=True)
+    whole.info["charge"] = -1
+    write(tmp_path / "whole.extxyz", whole)
+    whole.translate([8, 0, 4])
+    whole.wrap()
+    write(tmp_path / "wrapped.extxyz", whole)
+    found = [placements(slab, tmp_path / f"{name}.extxyz") for name in ("whole", "wrapped")]
+    assert keys(found[0]) == keys(found[1]) and found[0][0].info["charge"] == -1
 
 
 @pytest.mark.parametrize("tags", [4 * [0] + 12 * [1], 4 * [1] + 8 * [0] + 4 * [1], 16 * [1]])
@@ -156,17 +157,6 @@ def test_tags_and_charge_of_a_slab_are_kept(tags: list[int]) -> None:
     slab.info["charge"] = 1.0
     one = placements(slab, Atoms("CO", [[0, 0, 0], [0, 0, 1.1]], info={"charge": 1}))[0]
     assert [*one.get_tags()] == [*tags, 2, 2] and one.info["charge"] == 2
-
-
-def test_molecules_are_read_from_files_in_one_piece(tmp_path: Path) -> None:
-    whole, slab = molecule("CH3OH", cell=[9, 9, 9], pbc=True), fcc111("Cu", (2, 2, 3), vacuum=8)
-    whole.info["charge"] = -1
-    write(tmp_path / "whole.extxyz", whole)
-    whole.translate([8, 0, 4])
-    whole.wrap()
-    write(tmp_path / "wrapped.extxyz", whole)
-    found = [placements(slab, tmp_path / f"{name}.extxyz") for name in ("whole", "wrapped")]
-    assert keys(found[0]) == keys(found[1]) and found[0][0].info["charge"] == -1
 
 
 def test_cutting_rhombohedral_crystals() -> None:

@@ -8,7 +8,7 @@ import pytest
 import yaml
 from tiny_run import SMALL, error_of, printed, python, write_data
 
-from molflt import __version__, shipped
+from molflt import __version__
 from molflt.commands.cli import COMMANDS, Command, main, parser_of
 from molflt.commands.options import parse
 from molflt.shipped import config_names, find_config
@@ -46,14 +46,11 @@ def test_words_become_arguments(line: str, expected: dict[str, Any]) -> None:
     assert {key: found[key] for key in expected} == expected
 
 
-def test_words_win_over_a_configuration(tmp_path) -> None:
+def test_words_win_over_a_configuration(tmp_path, capsys) -> None:
     (tmp_path / "c.yaml").write_text("seed: 3\nmodel: {heads: 4, dropout: 1e-3}\ndata: {root: x}")
     found = parsed(f"train --config {tmp_path}/c.yaml --model.heads 6 --model.normalize-qk")
     expected = {"seed": 3, "model.heads": 6, "model.dropout": 1e-3, "model.normalize_qk": True}
     assert {key: found[key] for key in expected} == expected
-
-
-def test_a_printed_configuration_can_be_read(capsys, tmp_path) -> None:
     words = ("train", "--data.root=x", "--model.heads", "4", "--print-config")
     (tmp_path / "c.yaml").write_text(printed(capsys, *words).out)
     assert parsed(f"train --config {tmp_path}/c.yaml")["model.heads"] == 4
@@ -134,16 +131,6 @@ def test_every_configuration_has_a_name(tmp_path, monkeypatch) -> None:
         assert find_config(name) == ROOT / "configs" / f"{name}.yaml"
     (tmp_path / "demo").write_text("seed: 7\n")  # a file takes precedence over a name
     assert options("--config", "demo", "--data.root=x").seed == 7
-
-
-def test_configurations_of_an_installed_package(tmp_path, monkeypatch) -> None:
-    package = tmp_path / "site-packages" / "molflt"
-    configs = package / "shipped" / "configs"
-    configs.mkdir(parents=True)
-    (configs / "demo.yaml").write_text("data: {root: ../datasets/some}\n")
-    monkeypatch.setattr(shipped, "files", lambda _: package)
-    assert config_names() == ["demo"]
-    assert options("--config=demo").data.root == package / "shipped" / "datasets" / "some"
 
 
 def test_paths_are_relative_to_the_configuration_that_names_them(tmp_path, monkeypatch) -> None:

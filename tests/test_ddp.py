@@ -44,16 +44,13 @@ def both(tmp_path_factory):
     return folder / "one", folder / "two"
 
 
-def test_validation_counts_each_system_once(both):
+def test_two_processes_train_on_twice_as_many_systems_and_validate_each_once(both):
+    """Seven steps of two batches have the same mean error as 14 steps of one batch."""
     for run in both:
         assert [row["step"] for row in table(run / "metrics.csv", "val_mae_eV")] == ["4", "7"]
     for key in ("val_mae_eV", "val_ewt_percent", "val_mse_eV2"):
         one, two = (logged(run, key) for run in both)
         assert two == pytest.approx(one, rel=1e-9)
-
-
-def test_two_processes_train_on_twice_as_many_systems(both):
-    """Seven steps of two batches have the same mean error as 14 steps of one batch."""
     one, two = both
     assert last_state(two)["global_step"] == 7
     weights = {name: last_state(run)["state_dict"] for name, run in (("one", one), ("two", two))}

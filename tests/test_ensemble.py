@@ -14,7 +14,7 @@ from molflt.commands.cli import main
 from molflt.commands.evaluate import evaluate
 from molflt.data.structures import open_dataset
 from molflt.data.structures.store import write_store
-from molflt.evaluation.calibration import LEVEL, Calibration, conformal_factor, is_set_aside
+from molflt.evaluation.calibration import LEVEL, Calibration, is_set_aside
 
 pytestmark = pytest.mark.usefixtures("undrawn")
 SMALL = "val_ood_cat"
@@ -243,23 +243,6 @@ def test_small_sets_calibrate_on_average(n: int, off: float) -> None:
         calibration = Calibration.fit(*drawn("laplace", n, seed), "s", MEMBERS)
         found.append(coverage(calibration, *drawn("laplace", 300, seed + 5000)))
     assert np.mean(found) == pytest.approx(LEVEL, abs=off)
-
-
-def test_the_factor_is_the_conformal_rank() -> None:
-    scores = np.random.default_rng(0).permutation(np.arange(1.0, 25.0))  # 25 * 0.68 = 17
-    assert conformal_factor(scores) == 17
-    assert conformal_factor(scores, 0.7) == 18  # 17.5 is rounded up
-    assert conformal_factor(scores, 0.95) == 24
-
-
-def test_halves_depend_only_on_the_sid() -> None:
-    sids = np.arange(100_000, 104_000)
-    half = is_set_aside(sids)
-    assert half.mean() == pytest.approx(0.5, abs=0.03)
-    order = np.random.default_rng(0).permutation(len(sids))[:50]
-    assert (is_set_aside(sids[order]) == half[order]).all()
-    for step in (2, 3, 7):  # no pattern in the numbers
-        assert half[::step].mean() == pytest.approx(0.5, abs=0.06)
 
 
 def test_picture_shows_coverage_and_binned_errors(tmp_path, monkeypatch) -> None:

@@ -15,16 +15,13 @@ WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 CHANGELOG = (ROOT / "CHANGELOG.md").read_text()
 
 
-def test_the_top_of_the_changelog_is_the_version() -> None:
+def test_the_changelog_begins_with_the_version_and_has_each_group_once() -> None:
     heads = re.findall(r"^## (.+)$", CHANGELOG, re.M)
     assert heads[0] == "Unreleased"
     version, date = re.fullmatch(r"(\d+\.\d+\.\d+) \((\d{4}-\d\d-\d\d)\)", heads[1]).groups()
     assert version == __version__
     cited = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert (cited["version"], cited["date-released"]) == (version, date)
-
-
-def test_the_changelog_has_each_group_once_per_version() -> None:
     for section in re.split(r"^## ", CHANGELOG, flags=re.M)[1:]:
         groups = re.findall(r"^### (.+)$", section, re.M)
         known = ["Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"]

@@ -13,7 +13,7 @@ from molflt.data.text.datamodule import read_pieces
 from molflt.data.text.sources import _records
 from molflt.data.text.vocabulary import AMINO_ACIDS, RESIDUES
 from molflt.evaluation.common import tokenizer_of, vocabulary_of
-from molflt.evaluation.language import Residues, _blosum, correlation, draw_substitutions
+from molflt.evaluation.language import _blosum, correlation, draw_substitutions
 from molflt.sequence.heads import _PlainHead
 from molflt.tasks.masked import Draws, MaskedTask
 from molflt.training.checkpoint import load_run
@@ -94,14 +94,6 @@ def test_judged_residues_are_always_masked(tmp_path) -> None:
     rare = MaskedTask(model, mask_rate=0.01)
     with pytest.raises(ValueError, match="short"):  # its perplexity would be 1, the best value
         rare.expect_gaps(read_pieces(str(short), tokenizer, 33), "short")
-
-
-def test_the_baseline_is_a_distribution_over_possible_tokens() -> None:
-    possible = np.array([False, True, True, True])
-    found = Residues(__file__, lambda: np.array([0, 0, 0, 2, 2, 1]), possible)
-    judged = found.judge(None, None, np.array([2, 2, 3]))
-    assert judged["unigram_perplexity"] == pytest.approx((4 * 6) ** (1 / 3), rel=1e-15)
-    assert judged["unigram_accuracy_percent"] == pytest.approx(200 / 3, rel=1e-15)
 
 
 def test_blosum62_embeddings_correlate_with_blosum62(tmp_path: Path, monkeypatch) -> None:

@@ -74,12 +74,8 @@ class Page(HTMLParser):
         return [own for name, own in self.elements if name == tag]
 
 
-def test_nothing_is_missing_from_a_complete_run(run, capsys) -> None:
-    assert page_of(run) == page_of(run)
-    assert capsys.readouterr().err == ""
-
-
-def test_complete_run(runs, whole) -> None:
+def test_complete_run(runs, whole, capsys) -> None:
+    assert page_of(runs / "narrow") == whole and capsys.readouterr().err == ""
     page = Page(whole)
     assert page.words["h1"] == ["Run narrow"]
     names = ["Overview", "Results", "Training", "Figures of the evaluation"]
@@ -94,10 +90,7 @@ def test_complete_run(runs, whole) -> None:
     assert "MAE / eV ↓" in page.words["th"] and "EwT / % ↑" in page.words["th"]
     assert all(caption for caption in page.words["caption"])
     assert len(page.words["caption"]) == len(page.all("table"))
-
-
-def test_the_page_is_self_contained(whole) -> None:
-    page = Page(whole)
+    # the page is self-contained
     images = page.all("img")
     assert len(images) == 3  # curve, parity, encoding
     assert all(own["alt"] and len(own["alt"]) > 30 for own in images)
@@ -108,10 +101,7 @@ def test_the_page_is_self_contained(whole) -> None:
     assert "url(" not in page.words["style"][0] and "@import" not in page.words["style"][0]
     (policy,) = [own["content"] for own in page.all("meta") if own.get("http-equiv")]
     assert policy == "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
-
-
-def test_worst_predictions_have_the_largest_errors(runs, whole) -> None:
-    page = Page(whole)
+    # the worst predictions have the largest errors
     rows = table(runs / "narrow" / "predictions.csv")
     rows.sort(key=lambda row: -abs(float(row["error_eV"])))
     place = page.words["th"].index(f"{rows[0]['adsorbate']} on {rows[0]['slab']}")
@@ -199,10 +189,7 @@ def test_the_table_contains_differences_and_results(runs, capsys):
     assert rows["parameters"] == count
     assert rows["steps"] == ["8", "8"] and all(cell.endswith(" s") for cell in rows["time"])
     assert "different" not in text and "not evaluated" not in text
-
-
-def test_the_best_of_a_row_has_a_star(runs, capsys):
-    rows = rows_of(compare(capsys, runs / "narrow", runs / "wide"))
+    # the best of a row has a star
     found = [json.loads((runs / name / "results.json").read_text()) for name in ("narrow", "wide")]
     for split in ("val_id", "train"):
         values = [one[split]["mae_eV"] for one in found]

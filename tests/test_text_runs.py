@@ -23,8 +23,8 @@ from molflt.data.text.vocabulary import LISTOPS as SYMBOLS
 from molflt.data.text.vocabulary import Vocabulary
 from molflt.evaluation import translation
 from molflt.evaluation.sentences import official
-from molflt.sequence import EncoderDecoder, MaskedLanguageModel, SequenceClassifier
-from molflt.tasks.masked import Draws, MaskedTask, hide, swap_parts
+from molflt.sequence import EncoderDecoder, SequenceClassifier
+from molflt.tasks.masked import Draws, hide, swap_parts
 from molflt.tasks.sentences import SentenceTask
 from molflt.training.checkpoint import load_run
 
@@ -157,26 +157,6 @@ def test_half_of_the_pairs_get_another_second_part() -> None:
     assert not seen[8, 5] and label[8] == 1
     one = swap_parts(tokens[:1], types[:1], there[:1], torch.zeros(1))
     assert torch.equal(one[0], tokens[:1]) and one[2].item() == 0  # nothing to swap with
-
-
-def test_sums_of_batches_add_up() -> None:
-    model = MaskedLanguageModel(30, dim=16, heads=2, layers=1, max_length=12).eval()
-    model.set_special(4, [0, 1, 2, 3])
-    task = MaskedTask(model, mask_rate=0.5)
-    tokens = torch.randint(5, 30, (6, 12))
-    batch = (tokens, torch.zeros_like(tokens), torch.ones_like(tokens).bool())
-    whole = task.judge(batch)
-    parts = [task.judge(tuple(part[i : i + 2] for part in batch)) for i in (0, 2, 4)]
-    total = torch.stack([sum(p) for p in zip(*parts, strict=True)])
-    torch.testing.assert_close(total, torch.stack([*whole]))
-    draws = Draws.of_content(tokens, batch[2])
-    seen, targets = hide(tokens, batch[2], draws.tokens, model.mask_id, model.ordinary, 0.5)
-    log_p = model.log_probabilities(model(seen))[targets >= 0].detach()
-    wanted = targets[targets >= 0]
-    nats = -float(log_p.gather(1, wanted[:, None]).sum())
-    assert float(whole.nats) == pytest.approx(nats, rel=1e-5)
-    assert whole.right == (log_p.argmax(1) == wanted).sum() and whole.gaps == len(wanted)
-    assert "next_sentence_percent" not in whole.metrics()
 
 
 def test_masked_words_are_predicted(tmp_path, capsys) -> None:
