@@ -1,5 +1,4 @@
 import json
-import shutil
 from pathlib import Path
 
 import numpy as np
@@ -123,17 +122,6 @@ def test_members_of_one_kind_of_totals_make_an_ensemble(data, run, tmp_path, cap
     write(tmp_path / "in.extxyz", atoms)
     said = printed(capsys, "predict", run, tmp_path / "in.extxyz", "--also", again).err
     assert said.count("in.extxyz: no reference energy of N, which the training split") == 1
-
-
-def test_a_resumed_run_keeps_its_references(run, tmp_path, capsys) -> None:
-    folder = shutil.copytree(run, tmp_path / "run")
-    before, kept = load_run(run, "last")[0], (folder / "references.json").read_bytes()
-    line = error_of(capsys, "train", "--resume", str(folder), "--task.references=none")
-    assert "task.references is 'fit'; got 'none' with --resume" in line
-    assert main(["train", "--resume", str(folder), "--trainer.max_steps=42"]) == 0
-    after, _ = load_run(folder, "last")
-    assert torch.equal(before.element_energies, after.element_energies)
-    assert (folder / "references.json").read_bytes() == kept
 
 
 def test_total_energies_require_references(data, tmp_path, capsys) -> None:

@@ -291,18 +291,6 @@ def test_accumulated_batches_are_one_large_batch(data, tmp_path, monkeypatch):
     assert last_state(tmp_path / "parts")["global_step"] == 7
 
 
-def test_accumulating_run_resumes_to_the_bit(data, tmp_path):
-    words = ["--model.dropout=0.2", "--task.redraw_every=3", "--trainer.ema_decay=0.9"]
-    words += ["--trainer.accumulate=4", "--trainer.val_every=4", "--task.schedule=inverse_sqrt"]
-    words += ["--task.position_weight=1", "--task.position_weight_final=1"]  # not of max_steps
-    start(data, tmp_path / "whole", *words, "--trainer.max_steps=9")
-    start(data, tmp_path / "parts", *words, "--trainer.max_steps=5")
-    assert resume(tmp_path / "parts", "--trainer.max_steps=9") == 0
-    assert_same_state(tmp_path / "parts", tmp_path / "whole")
-    last, other = (logged(tmp_path / name, "val_mae_eV")[-1] for name in ("parts", "whole"))
-    assert last == other
-
-
 PATIENT = ["--trainer.max_steps=40", "--trainer.val_every=2", "--trainer.patience=3"]
 # the first steps are so large that later steps do not improve the error
 WORSE = ["--model.readout=all", "--task.lr=3"]
