@@ -29,22 +29,6 @@ def test_the_changelog_begins_with_the_version_and_has_each_group_once() -> None
         assert all(one < other for one, other in pairwise(places)), groups
 
 
-def test_the_citation_has_the_required_keys() -> None:
-    """Checks the keys that CFF 1.2.0 requires; each paper appears once."""
-    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text())
-    assert {"cff-version", "message", "title", "authors"} <= cited.keys()
-    assert cited["cff-version"] == "1.2.0" and cited["type"] == "software"
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert cited["license"] == project["license"]
-    assert cited["authors"] == [{"name": "The molflt developers"}]
-    for paper in cited["references"]:
-        assert {"type", "title", "authors", "year", "url"} <= paper.keys()
-        assert all(person.keys() == {"given-names", "family-names"} for person in paper["authors"])
-    papers = [paper["url"].rpartition("/")[2] for paper in cited["references"]]
-    readme = (ROOT / "README.md").read_text().partition("## Sources")[2]
-    assert sorted(papers) == sorted(set(re.findall(r"arxiv\.org/abs/([\d.]+)", readme)))
-
-
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.name)
 def test_workflows_have_few_rights_and_call_what_exists(path: Path) -> None:
     """Only the publishing job may do more than read."""
