@@ -95,7 +95,7 @@ def test_molecules_touch_without_overlaps_and_keep_their_shape(slab: Atoms) -> N
     slab.pbc = True
     own = molecule("CH3OH")
     radii = covalent_radii[own.numbers] + np.where(own.numbers == 1, 0.5, 0.1)
-    for one in placements(slab, own, rotation=60):
+    for one in placements(slab, own, rotation=120):
         placed = one[one.get_tags() == 2]
         placed.pbc = False
         np.testing.assert_allclose(placed.get_all_distances(), own.get_all_distances(), atol=1e-9)

@@ -142,7 +142,7 @@ def test_large_attention_matrices_are_averaged_over_blocks(tmp_path: Path, figur
 
 def test_rpe_profiles(tmp_path: Path, figures) -> None:
     """Without a radial profile, the bias is drawn along the first axis."""
-    heads = 17
+    heads = 5
     position = SpectralPosition(GaussianBasis(heads, 8), GaussianNodes(heads, 4))
     model = SimpleNamespace(stack=SimpleNamespace(position=position))
     plots.rpe_profiles(model, tmp_path / "f.png", r_max=6.0)

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from shared_files import shared
 from token_files import pixels, write_folder, write_idx
 from torch import Tensor
 
@@ -22,18 +21,6 @@ from molflt.data.images.augment import (
 from molflt.data.images.datamodule import ImageData, PixelData
 from molflt.data.images.files import open_images
 from molflt.data.images.unlabeled import read_alike
-
-
-def test_fashion_mnist() -> None:
-    uses = ("train", "t10k")
-    train, test = (shared("fashion_mnist", f"{use}-images-idx3-ubyte.gz") for use in uses)
-    data = ImageData(train, test)
-    assert data.sizes() == {"classes": 10, "channels": 1, "image_size": 28}
-    assert data.datasets["train"].labels.bincount().tolist() == [6000] * 10
-    assert data.datasets["val"].labels.bincount().tolist() == [1000] * 10
-    assert data.datasets["train"].labels[:5].tolist() == [9, 0, 0, 3, 0]
-    mean, std = data.datasets["train"].statistics()
-    assert abs(mean.item() - 0.2860) < 4e-3 and abs(std.item() - 0.3530) < 4e-3
 
 
 def test_folders_are_classes_in_order(tmp_path: Path) -> None:

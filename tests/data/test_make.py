@@ -15,7 +15,6 @@ from kit.runs import digest
 from make_data import make
 from making import calculators, slabs
 from making import systems as make_systems
-from tiny_run import table
 
 from molflt.data.structures.base import to_atoms
 from molflt.data.structures.splits import VAL_SPLITS
@@ -126,25 +125,6 @@ SPLITS = ("train", *VAL_SPLITS)
 def sample() -> dict[str, list]:
     stores = {s: StructureStore(SAMPLE / f"{s}.safetensors") for s in SPLITS}
     return {split: [store[i] for i in range(len(store))] for split, store in stores.items()}
-
-
-def test_splits_have_their_sizes_and_every_system_its_name_once(sample) -> None:
-    settings = json.loads((SAMPLE / "made.json").read_text())
-    left = {int(row["sid"]): row for row in table(SAMPLE / "systems.csv")}
-    systems = len(left)
-    assert {s: len(r) for s, r in sample.items()} == {
-        s: settings["train" if s == "train" else "val"] for s in SPLITS
-    }
-    for split, records in sample.items():
-        for record in records:
-            row = left.pop(record.sid)
-            assert row["split"] == split
-            adsorbate = Atoms(record.atomic_numbers[record.tags == 2].numpy())
-            expected = Atoms(row["adsorbate"]).get_chemical_formula()
-            assert adsorbate.get_chemical_formula() == expected
-    assert not left
-    starts = {r.pos.numpy().tobytes() for records in sample.values() for r in records}
-    assert len(starts) == systems, "no system occurs twice"
 
 
 def test_the_card_matches_the_files(sample) -> None:
