@@ -198,9 +198,11 @@ class GraphEncoding(nn.Module):
         if near is None and alone is None:
             return _Found(nodes, on_mesh=large)
         cutoff = 0.0 if near is None else near.cutoff
-        around = self.periodic.neighborhood(geometry)
-        if around is not geometry or neighbors is None:
-            neighbors = neighbor_list(around, cutoff) if cutoff else None
+        if not self.periodic.lattice:
+            neighbors = None
+            geometry = geometry._replace(pbc=torch.zeros_like(geometry.pbc))
+        if neighbors is None and cutoff:
+            neighbors = neighbor_list(geometry, cutoff)
         return _Found(nodes, alone, NearPairs.of(geometry, neighbors, alone), large)
 
     def _columns(self, geometry: Geometry, found: _Found) -> Tensor | None:

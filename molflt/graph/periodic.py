@@ -40,7 +40,8 @@ class Open:
     Attributes:
         needs_cell: True if the scheme reads the cell, which is then required for periodic
             structures.
-        lattice: True if the scheme computes nodes for each batch and the position has no nodes.
+        lattice: True if the scheme computes nodes for each batch and the position has no nodes;
+            images are then also neighbors.
     """
 
     needs_cell: ClassVar[bool] = False
@@ -55,7 +56,7 @@ class Open:
 
     def dense(self, geometry: Geometry) -> DenseAtoms:
         """Returns atoms and keys in the format that attention expects."""
-        return DenseAtoms.of(geometry)
+        return DenseAtoms.of(geometry, self.lattice)
 
     def nodes(
         self, geometry: Geometry, position: SpectralPosition, left_out: Tensor | None = None
@@ -69,10 +70,6 @@ class Open:
     def images(self, geometry: Geometry) -> Tensor | None:
         """Estimates the number of images per atom of each graph: (graphs,), or None if unused."""
         return None
-
-    def neighborhood(self, geometry: Geometry) -> Geometry:
-        """Returns the geometry in which to search for the near-field pairs."""
-        return geometry._replace(pbc=torch.zeros_like(geometry.pbc))
 
     def without_nodes(self, geometry: Geometry) -> Tensor | None:
         """Returns a mask of graphs whose far field uses pairs, not nodes: (graphs,) or None."""
@@ -273,9 +270,6 @@ class Reciprocal(Open):
                 f"{type(position.spectrum).__name__}; use one of {', '.join(known)}"
             )
 
-    def dense(self, geometry: Geometry) -> DenseAtoms:
-        return DenseAtoms.of(geometry, lattice=True)
-
     def nodes(
         self, geometry: Geometry, position: SpectralPosition, left_out: Tensor | None = None
     ) -> GraphNodes | None:
@@ -295,9 +289,6 @@ class Reciprocal(Open):
         if not self.smooth:
             return None
         return images_are_far(geometry, _ALONE) & (geometry.ptr.diff() <= _MOST_PAIRED)
-
-    def neighborhood(self, geometry: Geometry) -> Geometry:
-        return geometry  # images are also neighbors
 
     def far(
         self,
@@ -327,9 +318,6 @@ class Near(Reciprocal):
     ) -> GraphNodes:
         nothing = geometry.pos.new_zeros(geometry.graphs, 1, 3, dtype=torch.float64)
         return GraphNodes(nothing, nothing[..., 0])
-
-    def without_nodes(self, geometry: Geometry) -> None:
-        return None
 
     far = Open.far
 
@@ -401,11 +389,6 @@ class OnMesh(Auto):
 
     def on_mesh(self, geometry: Geometry) -> Tensor:
         return torch.ones_like(geometry.ptr[1:], dtype=torch.bool)
-
-    def nodes(
-        self, geometry: Geometry, position: SpectralPosition, left_out: Tensor | None = None
-    ) -> None:
-        return None
 
 
 def _lattice(geometry: Geometry) -> Lattice:
