@@ -8,18 +8,6 @@ from torch import Tensor
 
 from molflt.atoms import MAX_ATOMIC_NUMBER
 
-DESCRIPTORS = (
-    "period",
-    "group",
-    "covalent radius, Å",
-    "electronegativity",
-    "s electrons",
-    "p electrons",
-    "d electrons",
-    "f electrons",
-)
-"""Columns of `descriptors`."""
-
 _NOBLE = (0, 2, 10, 18, 36, 54, 86, 118)
 
 # Electronegativities of elements 1 to 103 on Pauling's scale; nan if no bonds are known.
@@ -57,9 +45,10 @@ def _valence(number: int) -> tuple[int, int, int, int]:
 def descriptors() -> Tensor:
     """Returns a float32 table (119, 8) of element descriptors; row indices are atomic numbers.
 
-    Every column has mean 0 and standard deviation 1 over the elements for which all descriptors are
-    known. The rows of number 0 and of elements without known bonds (helium, neon, argon, and
-    elements from 104 on) are NaN.
+    Columns are period, group, covalent radius, electronegativity, and the numbers of s, p, d and f
+    electrons, with mean 0 and standard deviation 1 over the elements for which all are known. The
+    rows of number 0 and of elements without known bonds (helium, neon, argon, and elements from 104
+    on) are NaN.
 
     Sources: covalent radii from Cordero et al., doi:10.1039/b801115j, as in ASE;
     electronegativities on Pauling's scale from the CRC Handbook of Chemistry and Physics.
@@ -67,7 +56,7 @@ def descriptors() -> Tensor:
     from ase.data import covalent_radii  # imported here: reading signatures must not load ASE
 
     # in NumPy, because torch computes no values when a model is built on the meta device
-    rows = np.full((MAX_ATOMIC_NUMBER + 1, len(DESCRIPTORS)), np.nan)
+    rows = np.full((MAX_ATOMIC_NUMBER + 1, 8), np.nan)
     for number, scale in enumerate(map(float, _ELECTRONEGATIVITY.split()), start=1):
         own = (*period_and_group(number), covalent_radii[number], scale, *_valence(number))
         if not math.isnan(scale):

@@ -11,7 +11,6 @@ nodes. Energies do not depend on the split or on the choice of the cell.
 import math
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -43,15 +42,6 @@ _TRANSIENT = 2**21  # largest number of waves in one chunk of nodes
 _START = 0.02  # factor of the initial charges; energies are then a few meV per atom
 _REACH = 5.0  # Å, largest distance between atoms that exchange charge
 _LEAST = 1e-12  # added to each weight of the total charge; if all weights are 0, shares are equal
-
-
-class LongRangeEnergy(NamedTuple):
-    """Sharp and smooth parts of energies, each float64 (graphs,) in eV; and latent charges."""
-
-    near: Tensor
-    far: Tensor
-    charges: Tensor
-    """(atoms, powers, channels); charges of p = 1 are in units of e"""
 
 
 class ChargeShare(nn.Module):
@@ -169,14 +159,18 @@ class LongRange(nn.Module):
             found[:, self.powers.index(1), 0] += self.share(h, geometry)
         return found
 
-    def forward(self, h: Tensor, geometry: Geometry) -> LongRangeEnergy:
-        """Computes energies and charges from features (atoms, dim)."""
+    def forward(self, h: Tensor, geometry: Geometry) -> tuple[Tensor, Tensor, Tensor]:
+        """Maps features (atoms, dim) to energies and charges.
+
+        Returns the sharp and smooth parts of the energies, each float64 (graphs,) in eV, and
+        `charges`.
+        """
         neighbors = neighbor_list(geometry, self.cutoff)
         charges, options = self.charges(h, geometry, neighbors), (self.cutoff, self.smearing)
         near, far = inverse_power_sums(charges, geometry, self.powers, *options, neighbors)
         strength = COULOMB * self.signs.double()
         near, far = ((x * strength).sum(dim=(1, 2)) for x in (near, far))
-        return LongRangeEnergy(near, far, charges)
+        return near, far, charges
 
     extra_repr = options_of
 

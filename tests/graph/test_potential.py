@@ -360,7 +360,7 @@ def test_weights_of_earlier_versions_keep_their_charges():
 def test_parts_of_an_energy():
     model, batch = charged((1, 6)), Batch.from_data_list([data(salt()), data(ethanol())])
     out, found = model(batch), model.parts(batch)
-    charges = model.long_range(out["embedding"], Geometry.of_data(batch)).charges
+    *_, charges = model.long_range(out["embedding"], Geometry.of_data(batch))
     assert found.keys() == {"local", "near", "far"}
     for name, part in found.items():
         assert part.dtype == torch.float64 and float(part.abs().min()) > 1e-3
