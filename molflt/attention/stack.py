@@ -31,6 +31,16 @@ else:
 ACTIVATIONS = {"gelu": "none", "gelu_tanh": "tanh"}  # torch's names for the approximations
 
 
+class Redrawn(nn.Module):
+    """Base class for models whose parts have random features."""
+
+    def redraw_(self, generator: torch.Generator | None = None) -> None:
+        """Draws new random features in place; use the same seed on every rank."""
+        for part in self.children():
+            if hasattr(part, "redraw_"):
+                cast(Any, part).redraw_(generator)
+
+
 class Block(nn.Module):
     """Transformer block: token mixing and a feed-forward network.
 

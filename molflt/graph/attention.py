@@ -5,19 +5,20 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from molflt.attention.checks import at_least_one, known_names, tensors
 from molflt.attention.features import FeatureMapName
 from molflt.attention.layer import Attention
 from molflt.attention.numerics import at_least_float32
 from molflt.attention.positions.base import MixingName
+from molflt.attention.stack import Redrawn
 from molflt.graph.encoding import GraphEncoding, GraphPositionName, _encode, _make_encoding
 from molflt.graph.geometry import Geometry
 from molflt.graph.periodic import Open
 
 
-class GraphAttention(nn.Module):
+class GraphAttention(Redrawn):
     """Attention of each atom to all atoms of its graph, in O(atoms) time, for any PyG model.
 
     The additive form is FLT (`arXiv:2302.01925 <https://arxiv.org/abs/2302.01925>`_) with the
@@ -91,12 +92,6 @@ class GraphAttention(nn.Module):
         self.load_state_dict(self._again().state_dict())
 
     _reset_parameters = reset_parameters  # name used by PyG's GPSConv
-
-    def redraw_(self, generator: torch.Generator | None = None) -> None:
-        """Draws new random features in place; use the same seed on every rank."""
-        self.attention.redraw_(generator)
-        if self.encoding is not None:
-            self.encoding.redraw_(generator)
 
     def forward(
         self,

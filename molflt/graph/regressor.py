@@ -7,14 +7,14 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from molflt.atoms import MAX_ATOMIC_NUMBER, Tag
 from molflt.attention import Attention, Stack
 from molflt.attention.checks import at_least_one, known_names, no_effect, not_negative, positive
 from molflt.attention.features import FeatureMapName
 from molflt.attention.positions.base import MixingName
-from molflt.attention.stack import ATTENTION
+from molflt.attention.stack import ATTENTION, Redrawn
 from molflt.graph.encoding import GraphEncoding, GraphPositionName, _encode, _make_encoding
 from molflt.graph.geometry import Atoms, Geometry
 from molflt.graph.heads import AtomEmbedding, EnergyReadout, MessagePairs, PositionHead, ReadoutName
@@ -28,7 +28,7 @@ _MAX_MOVE = 1.0  # Å; training diverges with unbounded moves
 _ENERGIES = ("energy_mean", "energy_std", "element_energies")  # buffers in float64
 
 
-class EnergyRegressor(nn.Module):
+class EnergyRegressor(Redrawn):
     """Transformer that predicts the relaxed energy of an initial structure.
 
     The model has element and tag embeddings, attention blocks with a relative encoding that is
@@ -325,12 +325,6 @@ class EnergyRegressor(nn.Module):
         field = None if self.encoding is None else self.encoding.near_field
         shared = field is not None and field.cutoff == self.neighbor_cutoff
         return neighbors if shared else None
-
-    def redraw_(self, generator: torch.Generator | None = None) -> None:
-        """Draws new random features in place; use the same seed on every rank."""
-        self.stack.redraw_(generator)
-        if self.encoding is not None:
-            self.encoding.redraw_(generator)
 
 
 def _among(x: Tensor, kept: Tensor) -> Tensor:

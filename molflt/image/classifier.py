@@ -19,11 +19,12 @@ from molflt.attention.checks import (
 from molflt.attention.numerics import at_least_float32
 from molflt.attention.positions import PositionName, known_options
 from molflt.attention.positions.base import ABSOLUTE, sinusoids
+from molflt.attention.stack import Redrawn
 
 _MARGIN = 0.25  # interpolation and noise may leave [0, 1] by this much
 
 
-class ImageClassifier(nn.Module):
+class ImageClassifier(Redrawn):
     """Vision Transformer (ViT) with optional relative encodings of patch positions.
 
     The model consists of a linear embedding of non-overlapping patches, an absolute encoding of
@@ -203,10 +204,6 @@ class ImageClassifier(nn.Module):
 
     if TYPE_CHECKING:  # torch declares that calls return Any
         __call__ = forward
-
-    def redraw_(self, generator: torch.Generator | None = None) -> None:
-        """Draws new random features in place; see `molflt.attention.Stack.redraw_`."""
-        self.stack.redraw_(generator)
 
     def extra_repr(self) -> str:
         return f"image_size={self.image_size}, patch_size={self.patch_size}, pool={self.pool!r}"

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from molflt.attention.checks import at_least_one, no_effect, one_of, positive
+from molflt.attention.stack import Redrawn
 from molflt.optimizers.memories import (
     AttentionMemory,
     Memory,
@@ -47,7 +48,7 @@ class Observed(NamedTuple):
     """as in `OptimizerState`"""
 
 
-class CoordinateOptimizer(nn.Module):
+class CoordinateOptimizer(Redrawn):
     """Maps gradients (coordinates,) to updates (coordinates,), independently for each coordinate.
 
     The features of a gradient are its logarithm and sign (arXiv:1606.04474, appendix A), the
@@ -151,10 +152,6 @@ class CoordinateOptimizer(nn.Module):
         """Computes the update and the next memory state for an observed gradient."""
         hidden, memory = self.memory.step(self.take_in(seen.features), memory, start)
         return self._decide(hidden, seen.direction), memory
-
-    def redraw_(self, generator: torch.Generator | None = None) -> None:
-        """Draws new random features in place, if the memory uses them."""
-        self.memory.redraw_(generator)
 
     def _decide(self, hidden: Tensor, direction: Tensor) -> Tensor:
         own, rate = self.head(hidden).to(direction.dtype).unbind(dim=-1)

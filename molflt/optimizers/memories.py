@@ -17,13 +17,13 @@ from molflt.attention.features import FEATURE_MAPS, FeatureMapName
 from molflt.attention.layer import DEFAULT_MAP
 from molflt.attention.mixing.causal import DecodeState, KeyValues, State
 from molflt.attention.positions import PositionName, known_options
-from molflt.attention.stack import Block, StackState
+from molflt.attention.stack import Block, Redrawn, StackState
 
 MemoryState = tuple[Tensor, ...]
 """tensors of shape (coordinates, ...); empty at the start"""
 
 
-class Memory(nn.Module, ABC):
+class Memory(Redrawn, ABC):
     """Base class for causal maps from a sequence of features to one hidden vector per step.
 
     Each coordinate has a separate sequence. `forward` processes a whole sequence, and `step`
@@ -44,9 +44,6 @@ class Memory(nn.Module, ABC):
     @abstractmethod
     def step(self, x: Tensor, state: MemoryState, start: int) -> tuple[Tensor, MemoryState]:
         """Computes the hidden vector (coordinates, dim) of one step and the next state."""
-
-    def redraw_(self, generator: torch.Generator | None = None) -> None:
-        """Draws new random features in place, if the memory uses them."""
 
 
 class AttentionMemory(Memory):
@@ -178,9 +175,6 @@ class AttentionMemory(Memory):
         )
         seen = self._positions(0, state[0].shape[2], state[0]) if self.softmax else None
         return StackState(seen, blocks)
-
-    def redraw_(self, generator: torch.Generator | None = None) -> None:
-        self.stack.redraw_(generator)
 
 
 class RecurrentMemory(Memory):

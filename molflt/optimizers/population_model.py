@@ -21,6 +21,7 @@ from molflt.attention.features import FeatureMapName
 from molflt.attention.positions.base import MixingName, differences
 from molflt.attention.positions.spectral import GraphNodes, SpectralPosition
 from molflt.attention.spectra import GaussianBasis
+from molflt.attention.stack import Redrawn
 
 _TINY = 1e-150  # smallest spread whose square does not underflow
 _WIDTHS = (0.2, 2.0)  # widths of the mask, in units of the population's radius
@@ -90,7 +91,7 @@ class PopulationMask(SpectralPosition):
         return GraphNodes(xi, (-log_rp).exp())
 
 
-class PopulationModel(nn.Module):
+class PopulationModel(Redrawn):
     """Learned steps of a population of members with positions in R^d.
 
     Each member keeps its best position p_i. Its token consists of ranks of values, distances in
@@ -265,11 +266,6 @@ class PopulationModel(nn.Module):
         pressure = (self.log_pressure.exp() * rank.to(x)).clamp(max=80.0)  # keeps weights above 0
         weight = (-pressure).exp().nan_to_num(1.0)  # NaN if the model has diverged
         return x, self.read.weights(x, encoding=encoding, key_weight=weight)
-
-    def redraw_(self, generator: torch.Generator | None = None) -> None:
-        """Draws new random features in place; see `molflt.attention.Stack.redraw_`."""
-        self.stack.redraw_(generator)
-        self.read.redraw_(generator)
 
     if TYPE_CHECKING:  # torch declares Any as the result of a call
         __call__ = forward

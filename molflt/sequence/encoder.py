@@ -2,12 +2,11 @@
 
 from typing import Any, Literal
 
-import torch
 from torch import Tensor, nn
 
 from molflt.attention import TOKEN_MIXERS, Attention, Stack
 from molflt.attention.checks import at_least_one, known_names, tensors, whole
-from molflt.attention.stack import MixerName
+from molflt.attention.stack import MixerName, Redrawn
 from molflt.sequence.places import TokenModel, embedding, expect_first
 
 _STD = 0.02  # standard deviation of embeddings, as in BERT
@@ -105,7 +104,7 @@ class TokenEncoder(TokenModel):
         return self.stack(x, self._positions(index), key_mask=key_mask)
 
 
-class EncoderModel(nn.Module):
+class EncoderModel(Redrawn):
     """Base class for models that consist of an encoder and output layers."""
 
     def __init__(self, vocabulary: int | None, **encoder: Any) -> None:
@@ -117,7 +116,3 @@ class EncoderModel(nn.Module):
     def vocabulary(self) -> int:
         """Number of token ids."""
         return self.encoder.vocabulary
-
-    def redraw_(self, generator: torch.Generator | None = None) -> None:
-        """Draws new random features in place; use the same seed on every rank."""
-        self.encoder.redraw_(generator)

@@ -6,7 +6,7 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import Tensor, nn
 
-from molflt.attention import Attention, Decoder, Position, Stack
+from molflt.attention import Attention, Position, Stack
 from molflt.attention.checks import (
     at_hand,
     at_least_one,
@@ -20,9 +20,10 @@ from molflt.attention.checks import (
 from molflt.attention.keys import check_mask
 from molflt.attention.positions import PositionName, known_options
 from molflt.attention.positions.base import ABSOLUTE, sinusoids
+from molflt.attention.stack import Redrawn
 
 
-class TokenModel(nn.Module):
+class TokenModel(Redrawn):
     """Base class for token sequence models: a stack of blocks applied to embeddings and positions.
 
     Relative encodings use the position index times `position_scale`. Subclasses build the
@@ -121,12 +122,6 @@ class TokenModel(nn.Module):
         if self.places is not None:
             limits.append(self.places.num_embeddings)
         return min(limits, default=None)
-
-    def redraw_(self, generator: torch.Generator | None = None) -> None:
-        """Draws new random features in place; use the same seed on every rank."""
-        for part in self.children():
-            if isinstance(part, Stack | Decoder):
-                part.redraw_(generator)
 
     def _ids(self, name: str, tokens: Tensor, start: int = 0) -> tuple[Tensor, Tensor]:
         """Checks ids (batch, n); returns them and their indices (n,), which begin at `start`."""
