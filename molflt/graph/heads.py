@@ -23,6 +23,7 @@ _WAVES = 64  # number of functions of descriptors
 _WAVE_NUMBER = 0.3  # wave number per standard deviation; keeps elements of a group close
 _DROPPED = 0.5  # fraction of elements whose vectors a training step drops
 _ONSET = 0.8  # fraction of the cutoff at which contacts start to fade
+_HIDDEN, _NUM_BASIS = 64, 16  # of the position head: width of the pair network, radial basis
 _NUM_ELEMENTS = MAX_ATOMIC_NUMBER + 1  # 0 is not used
 
 # flags (slab, adsorbate), True if these atoms count by contact
@@ -110,11 +111,11 @@ class AtomEmbedding(nn.Module):
     def __init__(
         self,
         dim: int,
-        num_basis: int = 0,
-        cutoff: float = 6.0,
-        descriptors: bool = False,
-        messages: int = 0,
-        message_pairs: MessagePairs = "all",
+        num_basis: int,
+        cutoff: float,
+        descriptors: bool,
+        messages: int,
+        message_pairs: MessagePairs,
     ) -> None:
         super().__init__()
         one_of("message_pairs", message_pairs, get_args(MessagePairs))
@@ -252,21 +253,16 @@ class PositionHead(nn.Module):
     invariant. Pairs fade smoothly at the cutoff.
 
     Args:
-        hidden: width of the pair network.
-        num_basis: size of the radial basis b.
         cutoff: radius of the neighborhood, in Å.
     """
 
-    def __init__(
-        self, dim: int, hidden: int = 64, num_basis: int = 16, cutoff: float = 5.0
-    ) -> None:
+    def __init__(self, dim: int, cutoff: float) -> None:
         super().__init__()
-        self.num_basis = num_basis
         self.cutoff = cutoff
-        self.from_center = nn.Linear(dim, hidden)
-        self.from_neighbor = nn.Linear(dim, hidden, bias=False)
-        self.from_distance = nn.Linear(num_basis, hidden, bias=False)
-        self.weight = nn.Linear(hidden, num_basis, bias=False)
+        self.from_center = nn.Linear(dim, _HIDDEN)
+        self.from_neighbor = nn.Linear(dim, _HIDDEN, bias=False)
+        self.from_distance = nn.Linear(_NUM_BASIS, _HIDDEN, bias=False)
+        self.weight = nn.Linear(_HIDDEN, _NUM_BASIS, bias=False)
         nn.init.zeros_(self.weight.weight)  # initially nothing moves
 
     def forward(self, h: Tensor, neighbors: Neighbors) -> Tensor:
@@ -276,7 +272,7 @@ class PositionHead(nn.Module):
 
     def _moves(self, pairs: Neighbors, from_center: Tensor, from_neighbor: Tensor) -> Tensor:
         center, neighbor, vector, distance = pairs
-        basis = radial_bumps(distance, self.num_basis, self.cutoff).to(from_center.dtype)
+        basis = radial_bumps(distance, _NUM_BASIS, self.cutoff).to(from_center.dtype)
         # For many pairs, each additional tensor costs as much as the computation.
         ends = from_center.index_select(0, center)
         ends = ends.add_(from_neighbor.index_select(0, neighbor))

@@ -151,7 +151,7 @@ class Potential(EnergyRegressor):
         with torch.inference_mode(False), torch.enable_grad():
             strained, pos, strain = _strained(batch)
             parts, others = self._parts(strained)
-            energy = _sum(parts)
+            energy = torch.stack(list(parts.values())).sum(dim=0)
             wanted = [pos] if strain is None else [pos, strain]
             with torch.autocast(pos.device.type, enabled=False):  # in the precision of `forward`
                 found = torch.autograd.grad(
@@ -168,10 +168,6 @@ class Potential(EnergyRegressor):
                 stress = virial / torch.where(there, volume[:, None, None], 1.0)
                 out["stress"] = torch.where(there, stress, torch.nan)
         return out if self.training else {name: x.detach() for name, x in out.items()}
-
-    def energy(self, batch: "Data") -> Tensor:
-        """Returns only the energies, which are differentiable: (graphs,) float64, in eV."""
-        return _sum(self.parts(batch))
 
     def parts(self, batch: "Data") -> dict[str, Tensor]:
         """Returns differentiable contributions to the energies, each float64 (graphs,), in eV.
@@ -204,10 +200,6 @@ class Potential(EnergyRegressor):
             share = _CHARGE_UNIT * self.charge_share(tokens, geometry)
             tokens = tokens + share[:, None].to(tokens.dtype) * self.charge_vector
         return super()._refine(geometry, tokens, neighbors, fixed)
-
-
-def _sum(parts: Mapping[str, Tensor]) -> Tensor:
-    return torch.stack(list(parts.values())).sum(dim=0)
 
 
 def _strained(batch: "Data") -> tuple["Data", Tensor, Tensor | None]:

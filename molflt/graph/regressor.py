@@ -197,7 +197,7 @@ class EnergyRegressor(Redrawn):
         self.descriptors, self.subsurface, self.move_atoms = descriptors, subsurface, move_atoms
         self.stack, self.readout = blocks, EnergyReadout(dim, readout, cutoff)
         self.sees_neighbors = self.embedding.sees_neighbors or self.readout.sees_neighbors
-        self.position_head = PositionHead(dim, cutoff=cutoff) if position_head else None
+        self.position_head = PositionHead(dim, cutoff) if position_head else None
         for name, start in (("energy_mean", torch.zeros), ("energy_std", torch.ones)):
             self.register_buffer(name, start((), dtype=torch.float64))
         references = torch.zeros(MAX_ATOMIC_NUMBER + 1, dtype=torch.float64)
