@@ -278,7 +278,7 @@ class GraphEncoding(nn.Module):
         """
         if not isinstance(self.position, MultiplicativePosition):
             return self.position.radial_profile(distance)
-        kernel = self.periodic.radial_profile(self.position, distance)
+        kernel = self.periodic.profile(self.position, distance, float(distance.max()))
         if self.near_field is not None:
             vector = F.pad(distance[None, :, None], (0, 2))
             near = self.near_field.spectrum.mask(vector)[0].exp()

@@ -103,9 +103,9 @@ class Open:
         assert factors is not None
         return products(*factors, near.pairs())
 
-    def radial_profile(self, position: MultiplicativePosition, distance: Tensor) -> Tensor:
-        """Returns the kernel h (heads, n) of one image at the given distances (n,), in Å."""
-        return position.radial_profile(distance).exp()
+    def profile(self, position: MultiplicativePosition, r: Tensor, farthest: float) -> Tensor:
+        """Returns the exact kernel h (heads, n) of one image at distances (n,), in Å."""
+        return position.radial_profile(r).exp()
 
     def __repr__(self) -> str:
         options = ", ".join(f"{name}={value:g}" for name, value in vars(self).items() if value)
@@ -297,12 +297,9 @@ class Reciprocal(Open):
         near: NearPairs,
         farthest: float,
     ) -> Tensor:
-        return self._mask(position, distances(near.vector), farthest)
+        return self.profile(position, distances(near.vector), farthest)
 
-    def radial_profile(self, position: MultiplicativePosition, distance: Tensor) -> Tensor:
-        return self._mask(position, distance, float(distance.max()))
-
-    def _mask(self, position: MultiplicativePosition, r: Tensor, farthest: float) -> Tensor:
+    def profile(self, position: MultiplicativePosition, r: Tensor, farthest: float) -> Tensor:
         return tapered_mask(position.spectrum, r, self.max_frequency, position.taper, farthest)
 
 
@@ -321,8 +318,8 @@ class Near(Reciprocal):
 
     far = Open.far
 
-    def radial_profile(self, position: MultiplicativePosition, distance: Tensor) -> Tensor:
-        return distance.new_zeros(position.spectrum.heads, len(distance))
+    def profile(self, position: MultiplicativePosition, r: Tensor, farthest: float) -> Tensor:
+        return r.new_zeros(position.spectrum.heads, len(r))
 
 
 class Auto(Reciprocal):
