@@ -186,7 +186,7 @@ def energy(model: Potential, atoms: Atoms, charge: float = 0.0) -> float:
 def latent(model: Potential, atoms: Atoms, charge: float = 0.0) -> Tensor:
     """Returns the charges of p = 1, (atoms, channels)."""
     found = []
-    hook = model.long_range.register_forward_hook(lambda *got: found.append(got[2].charges))
+    hook = model.long_range.register_forward_hook(lambda *got: found.append(got[2][2]))
     model(data(atoms, **total(charge)))
     hook.remove()
     return found[0][:, 0].detach()
