@@ -39,11 +39,9 @@ def read_published(path: Path) -> Published:
     """
     arrays = read_arrays(path, ("name",))
     names = arrays["name"].tolist()
-    return {
-        model: dict(zip(names, array.reshape(len(names), -1), strict=True))
-        for model, array in arrays.items()
-        if array.dtype.kind == "f"
-    }
+    energies = {model: own for model, own in arrays.items() if own.dtype.kind == "f"}
+    rows = {model: own.reshape(len(names), -1) for model, own in energies.items()}
+    return {model: dict(zip(names, own, strict=True)) for model, own in rows.items()}
 
 
 def collect(out: Path, folders: list[Path]) -> Rows:
