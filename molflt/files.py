@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     import numpy as np
     from torch import Tensor
 
+_FULL = (errno.ENOSPC, getattr(errno, "EDQUOT", None))
 _BLANK = b"0" * 64  # placeholder of the digest while it is computed
 
 
@@ -53,13 +54,31 @@ def atomically(path: Path) -> Iterator[Path]:
             part.unlink()
 
 
+def clear_parts(folder: Path) -> None:
+    """Removes unfinished files left by killed processes from a folder."""
+    for part in folder.glob(".*.part"):
+        pid = part.name.split(".")[-2]
+        if pid.isdecimal() and not _is_alive(int(pid)):
+            part.unlink(missing_ok=True)
+
+
+def _is_alive(pid: int) -> bool:
+    with suppress(PermissionError):
+        try:
+            if os.name == "posix":  # elsewhere os.kill(pid, 0) would end the process
+                os.kill(pid, 0)
+        except (ProcessLookupError, OverflowError):
+            return False
+    return True
+
+
 def warn(text: str) -> None:
     """Prints a one-line warning."""
     print(f"molflt: warning: {text}", file=sys.stderr)
 
 
 def _not_written(path: Path, error: OSError, kept: str) -> OSError:
-    advice = "free some space" if error.errno == errno.ENOSPC else "choose another name or folder"
+    advice = "free some space" if error.errno in _FULL else "choose another name or folder"
     return OSError(f"{path}: could not be written ({error.strerror or error}); {kept}; {advice}")
 
 

@@ -40,6 +40,8 @@ def read_published(path: Path) -> Published:
     arrays = read_arrays(path, ("name",))
     names = arrays["name"].tolist()
     energies = {model: own for model, own in arrays.items() if own.dtype.kind == "f"}
+    if len(set(names)) < len(names) or {len(own) for own in energies.values()} != {len(names)}:
+        raise ValueError(f"{path}: expected unique names and energies of shape (n,) or (n, k)")
     rows = {model: own.reshape(len(names), -1) for model, own in energies.items()}
     return {model: dict(zip(names, own, strict=True)) for model, own in rows.items()}
 

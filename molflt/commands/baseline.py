@@ -107,6 +107,7 @@ def baseline(
             add_row(table, row, first=not rows)
             rows[int(row["index"])] = row
             bar.update()
+    _made.clear()
     energies = [float(rows[i]["baseline_eV"] or math.nan) for i in range(len(dataset))]
     if absent := [rows[i] for i in range(len(dataset)) if not rows[i]["baseline_eV"]]:
         warn(
@@ -209,7 +210,7 @@ def _shared(
     spawn = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(workers, spawn, initializer=_begin, initargs=(make, threads))
     try:
-        while some := list(islice(jobs, 32 * workers)):
+        while some := list(islice(jobs, 4 * workers)):
             yield from pool.map(compute, some)
     finally:
         pool.shutdown(cancel_futures=True)

@@ -23,7 +23,7 @@ _Indices = NDArray[np.int64]
 Fingerprint = dict[str, int | str]
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class SizeBucketedBatchSampler(Sampler[list[int]]):
     """Divides a data set into batches; an epoch contains every structure once.
 

@@ -271,7 +271,7 @@ def _calibrating(found: Mapping[str, Predictions], learned: str) -> str | None:
     if chosen := next((name for name, count in counts.items() if count >= _LEAST), None):
         return chosen
     least = f"at least {_LEAST} systems with labels and without new elements"
-    known = ", ".join(f"{name} has {count}" for name, count in counts.items()) or "no labels"
+    known = ", ".join(f"{count} in {name}" for name, count in counts.items()) or "no labels"
     known += f"; {learned}, the training split, is excluded" if learned in found else ""
     warn(
         f"the uncertainty is not calibrated, and only the spread, spread_eV, is reported: expected "

@@ -57,13 +57,13 @@ def chosen_splits(
 def named_sources(
     own: Mapping[str, object], splits: list[str] | None = None, data: Path | None = None
 ) -> dict[str, str]:
-    """Returns the texts to evaluate keyed by the name of the split or file.
+    """Returns the texts to evaluate, keyed by the name of the split or file.
 
     Args:
         own: data options of the run.
         splits: any of train, val and test; by default val, and test if the run has a test split.
-        data: a different text to evaluate: a file; for translations, the path of
-            the two files without the language extensions.
+        data: a different text to evaluate: a file; for translations, the path of the two files
+            without the language extensions.
     """
     named = {name: str(own[name]) for name in ("train", "val", "test") if own[name]}
     usual = [name for name in named if name != "train"]

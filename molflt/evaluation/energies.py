@@ -17,7 +17,7 @@ from molflt import plots
 from molflt.data.structures import Structures
 from molflt.data.structures.base import AS_TRAINED, Tags
 from molflt.data.structures.labels import label_faults, limit_in
-from molflt.data.structures.splits import TEST_SPLITS
+from molflt.data.structures.splits import OC20_FILES, TEST_SPLITS
 from molflt.evaluation.calibration import assess, check_calibration_split
 from molflt.evaluation.evaluated import EvaluationData, warn_of_labels
 from molflt.evaluation.groups import (
@@ -193,6 +193,10 @@ def _write_arrays(path: Path, found: Mapping[str, Predictions]) -> None:
     arrays: dict[str, NDArray[np.generic]] = {}
     submission = set(found) == set(TEST_SPLITS)
     for split, part in found.items():
+        if submission and len(part.sid) != (most := OC20_FILES[f"all/{split}"].records):
+            warn(
+                f"{path}: {len(part.sid):,} of {most:,} systems of {split}; a submission needs all"
+            )
         name = split.removeprefix("test_") if submission else split
         arrays |= {f"{name}_ids": part.sid.astype(np.str_), f"{name}_energy": part.energy}
     buffer = io.BytesIO()

@@ -104,7 +104,7 @@ def load_ensemble(
         for option, value, expected in (
             ("data.baseline_key", reading.baseline_key or baseline, baseline),
             ("data.tags", reading.tags, data[first].reading.tags),
-            ("model.readout, by contact:", by_contact(model), by_contact(models[0])),
+            ("model.readout=contact:", by_contact(model), by_contact(models[0])),
         ):
             if value != expected:
                 raise ValueError(

@@ -16,7 +16,7 @@ from jinja2 import Environment
 
 from molflt.evaluation.results import FIGURES, RESULTS
 from molflt.evaluation.runs import Run, flat_options, standard_error
-from molflt.files import shown
+from molflt.files import shown, verify_tensors
 from molflt.metrics import Metric
 from molflt.plots.figure import DPI
 from molflt.training.config import defaults, plain
@@ -59,6 +59,8 @@ class Page:
             for name, lost in _EXPECTED.items()
             if not (path / name).is_file()
         ]
+        if (best := path / "checkpoints" / "best.safetensors").is_file():
+            self.attempt(lambda: verify_tensors(best), False)
         most = int(str(run.config["trainer"]["max_steps"]))
         if run.step is not None and run.step < most and "stopped" not in run.own:
             done = f"{run.step:,} of {most:,} steps are done"
@@ -162,15 +164,16 @@ def _results(page: Page) -> list[_Part]:
             for split, row in run.results.items()
         ]
         rows.append([_heading(name, metrics), *cells])
-    text = "Metrics by split (results.json); ↓ lower is better, ↑ higher is better; "
-    text += "± is the standard error over the systems."
+    text = "Metrics by split (results.json); ↓ lower is better, ↑ higher is better"
+    text += "; ± standard error over the systems." if " ± " in str(rows) else "."
     return _table(["metric", *run.results], rows, text) if rows else []
 
 
 def _training(page: Page) -> list[_Part]:
     if not page.run.columns:
         return []
-    text = "Loss, metrics and learning rate against the step. The star marks the best weights."
+    text = "Loss, metrics and learning rate against the step."
+    text += " The star marks the best weights." if page.run.best else ""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "curve.png"
         draw_curve(page.path, file, page.run.metrics)

@@ -28,6 +28,7 @@ _SPLITS = ("train", "val", "test")  # usual prefixes of split names
 _READING = ("energy_key", "tags", "forces_key", "stress_key")  # options for reading the data
 _TABLES = ["predictions.npz", "predictions.csv", "errors_by_group.csv", "translations-*.txt"]
 _TABLES += ["curves.csv", "best_values.csv"]
+_EARLIER = ["errors.png", "confusion.png", "wrong.png", "published.csv", "published.png"]
 
 FIGURES = {
     "parity": "Predicted against labeled energies, with one panel per split. The largest "
@@ -141,7 +142,7 @@ def write_results(
     for name, content in {RESULTS: known, _NOTE: note}.items():
         files[name] = f"{json.dumps(content, indent=2, allow_nan=False)}\n".encode()
     figures = [f"{name}.{ending}" for name in FIGURES for ending in FORMATS]
-    for name in (*figures, *_TABLES, RESULTS, _NOTE):
+    for name in (*figures, *_TABLES, *_EARLIER, RESULTS, _NOTE):
         for path in [*out.glob(name)]:
             path.unlink()
     for name, content in files.items():  # results.json is written after the files it belongs to

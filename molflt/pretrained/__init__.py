@@ -53,6 +53,8 @@ def load(
         An object with the methods of the trained task, for instance an `EnergyPredictor`. Its
         static type is Any; `EnergyPredictor.from_pretrained(source)` returns an `EnergyPredictor`.
     """
+    if isinstance(also, str | Path):
+        raise ValueError(f"also={also!r}: expected a list of runs; write [{str(also)!r}]")
     if compiled and device != "cpu":
         raise ValueError(f"compiled=True requires the CPU; got device={device!r}")
     if compiled and str(source).startswith(HUB):

@@ -51,9 +51,16 @@ class TextWriter(Pretrained):
         """The vocabulary of the training text."""
         return vocabulary_of(self.trained.content, self.model.vocabulary)
 
-    def generate(self, prompt: str = "", *args: Any, **options: Any) -> str:
+    def generate(
+        self,
+        prompt: str = "",
+        tokens: int = 100,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        seed: int = 0,
+    ) -> str:
         """Returns the prompt and its continuation; see `stream` for the options."""
-        return "".join(self.stream(prompt, *args, **options))
+        return "".join(self.stream(prompt, tokens, temperature, top_k, seed))
 
     def stream(
         self,

@@ -23,6 +23,7 @@ from molflt.data.batches import Fingerprint
 from molflt.data.structures.domain import DOMAIN
 from molflt.files import (
     append,
+    clear_parts,
     read_header,
     read_json,
     shown,
@@ -139,8 +140,8 @@ class RunFolder:
             elif self.writes:
                 self._expect_new()
             if self.writes:
-                for part in self.path.rglob(".*.part"):  # left by a killed process
-                    part.unlink(missing_ok=True)
+                for folder in (self.path, self.last.parent):
+                    clear_parts(folder)
             yield
 
     def _expect_new(self) -> None:

@@ -38,7 +38,7 @@ def test_length_key(tmp_path, length):
     ("length", "message"),
     [
         (9, "key 'length' says 9 records; got 2; keys '2' to '8' missing"),
-        (0, "the LMDB has no records; .* got 3 other keys, and length 0"),
+        (0, "the LMDB has no records; .* got 3 keys and length 0"),
     ],
 )
 def test_invalid_lengths_are_refused(tmp_path, length, message):

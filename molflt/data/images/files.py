@@ -29,7 +29,7 @@ _Fit = Callable[[Tensor, str], Tensor]  # takes images (n, channels, height, wid
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")  # Pillow runs programs for some other formats
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class LabeledImages(Dataset[tuple[Tensor, Tensor]]):
     """Labeled images of equal size.
 

@@ -166,7 +166,7 @@ def _fetch(url: str, part: Path, unpacked: int) -> None:
         except HTTPError as error:
             if error.code == 416:  # nothing is missing
                 return
-            if error.code < 500:
+            if error.code < 500 and error.code not in (408, 429):  # temporary
                 advice = "check the address, which --base_url sets"
                 raise OSError(f"{url}: cannot be downloaded; {error}; {advice}") from None
             problem = error

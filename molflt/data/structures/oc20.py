@@ -283,7 +283,7 @@ class Oc20Lmdb(Structures):
         if not below:
             raise ValueError(
                 f"{shard.path}: the LMDB has no records; expected integer keys starting at '0'; "
-                f"got {len(shard)} other keys, and length {length}"
+                f"got {len(shard)} keys and length {length}; download or copy the file again"
             )
         ends = [] if end is None else [-1, *below, end]
         gaps = [(a + 1, b - 1) for a, b in itertools.pairwise(ends) if b - a > 1]

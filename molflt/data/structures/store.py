@@ -19,7 +19,7 @@ import torch
 
 from molflt.data.structures.base import Structures
 from molflt.data.structures.records import make_record
-from molflt.files import read_header, save_tensors, shown, verify_tensors
+from molflt.files import clear_parts, read_header, save_tensors, shown, verify_tensors
 
 if TYPE_CHECKING:
     from torch_geometric.data import Data
@@ -97,6 +97,7 @@ def write_store(
     named = {place: names[index] for place, index in places if names[index] is not None}
     header = {"names": json.dumps(named)} if named else {}
     header |= {"format": STORE, "version": _VERSION, "source": source}
+    clear_parts(path.parent)  # left by interrupted conversions
     save_tensors(path, columns, header)
     return int(kept.sum())
 
