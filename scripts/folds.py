@@ -42,8 +42,9 @@ def read_published(path: Path) -> Published:
     energies = {model: own for model, own in arrays.items() if own.dtype.kind == "f"}
     if len(set(names)) < len(names) or {len(own) for own in energies.values()} != {len(names)}:
         raise ValueError(f"{path}: expected unique names and energies of shape (n,) or (n, k)")
-    rows = {model: own.reshape(len(names), -1) for model, own in energies.items()}
-    return {model: dict(zip(names, own, strict=True)) for model, own in rows.items()}
+    return {
+        m: dict(zip(names, e.reshape(len(names), -1), strict=True)) for m, e in energies.items()
+    }
 
 
 def collect(out: Path, folders: list[Path]) -> Rows:
