@@ -31,11 +31,9 @@ Published = dict[str, dict[str, np.ndarray]]  # energies (training runs,) in eV 
 
 
 def read_published(path: Path) -> Published:
-    """Reads published energies from an npz file.
+    """Reads an npz file with `name` (n,), and energies in eV for each model: (n,) or (n, k).
 
-    The file contains the array ``name`` (n,), with the names of n systems, and an array for each
-    model, with predicted energies in eV: (n,), or (n, k) for k training runs. Arrays that are not
-    floating point are ignored.
+    n is the number of systems, and k is the number of training runs.
     """
     arrays = read_arrays(path, ("name",))
     names = arrays["name"].tolist()
