@@ -60,8 +60,7 @@ def test_records_are_read_plain_and_compressed(tmp_path, name):
 
 def test_vocabulary_and_tokenizer_agree(tmp_path):
     blocks = list(_text_blocks(str(packed(tmp_path / "a.fasta", GOOD)), "protein"))
-    vocabulary = Vocabulary.count("protein", blocks)
-    ids = vocabulary.encode_blocks(blocks)
+    vocabulary, ids = Vocabulary.count("protein", blocks)
     assert vocabulary.decode(ids) == "MKVLU\nWX\n" and vocabulary.unk is None
     assert ids.tolist() == [RESIDUES.index(x) if x in RESIDUES else 25 for x in "MKVLU.WX."]
     assert vocabulary.encode("mkv").tolist() == ids[:3].tolist()

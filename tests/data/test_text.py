@@ -18,12 +18,7 @@ WORDS += ["a", "b", "<unk>", "b", "<eos>", "ä", "b", "c", "<eos>"]
 
 
 def read(path: Path | str, level: str = "word") -> tuple[Vocabulary, np.ndarray]:
-    return counted(level, [*_text_blocks(str(path), level)])
-
-
-def counted(level: str, blocks: list[str], min_count: int = 1) -> tuple[Vocabulary, np.ndarray]:
-    vocabulary = Vocabulary.count(level, blocks, min_count)
-    return vocabulary, vocabulary.encode_blocks(blocks)
+    return Vocabulary.count(level, _text_blocks(str(path), level))
 
 
 @pytest.mark.parametrize("name", ["t.txt", "t.xz"])
@@ -62,7 +57,7 @@ def test_characters_and_bytes(tmp_path, level):
 @pytest.mark.parametrize("level", ["word", "char", "byte", "protein"])
 def test_vocabularies_survive_json_and_pickle(level):
     text = "MKV\nWX\n" if level == "protein" else '"ä"\n\u2028 😀 \\ \x00'
-    vocabulary = Vocabulary.count(level, [text])
+    vocabulary, _ = Vocabulary.count(level, [text])
     found = Vocabulary.from_json(vocabulary.to_json())
     assert (found.level, found.tokens) == (level, vocabulary.tokens)
     assert pickle.loads(pickle.dumps(found)).ids == vocabulary.ids  # for worker processes
@@ -107,7 +102,7 @@ def test_data_module(tmp_path):
 
 
 def test_rare_tokens_and_unknown_validation_texts(tmp_path):
-    vocabulary, ids = counted("word", ["a a b c c c\n"], min_count=2)
+    vocabulary, ids = Vocabulary.count("word", ["a a b c c c\n"], min_count=2)
     assert vocabulary.tokens == ["c", "a", "<eos>", "<unk>"]
     assert vocabulary.decode(ids) == "a a <unk> c c c\n"
     assert vocabulary.encode("b z a").tolist() == [3, 3, 1]

@@ -145,8 +145,9 @@ class TextData(BatchedData[TokenBlocks]):
         source, file = self.sources[use], self.vocabulary_file
         if use == "train" and file is None:
             blocks = _text_blocks(source, self.level)
-            self.vocabulary = Vocabulary.count(self.level, blocks, self.min_count)
-        elif use == "train" and file is not None:
+            self.vocabulary, ids = Vocabulary.count(self.level, blocks, self.min_count)
+            return TokenBlocks(ids, self.length, self.vocabulary.eos, source=source)
+        if use == "train" and file is not None:
             self.vocabulary = Vocabulary.from_json(file.read_bytes(), str(file))
             if self.vocabulary.level != self.level:
                 raise ValueError(

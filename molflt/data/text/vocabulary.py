@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import repeat
-from typing import Any, Literal, cast, get_args
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from typing import Literal, cast, get_args
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from molflt.files import shown
@@ -69,40 +69,45 @@ class Vocabulary:
         return len(self.tokens)
 
     @classmethod
-    def count(cls, level: _Level, blocks: Iterable[bytes | str], min_count: int = 1) -> Vocabulary:
-        """Returns the vocabulary of a text; see `encode_blocks` for `blocks`.
+    def count(
+        cls, level: _Level, blocks: Iterable[bytes | str], min_count: int = 1
+    ) -> tuple[Vocabulary, np.ndarray]:
+        """Returns the vocabulary of a text and the int32 ids of its tokens, of shape (tokens,).
 
-        Tokens with fewer than `min_count` occurrences count as <unk>.
+        See `encode_blocks` for `blocks`. Tokens with fewer than `min_count` occurrences become
+        <unk>.
         """
         if level in _FIXED_LEVELS:
-            return cls(level, _FIXED_LEVELS[level])
-        found: Counter[str] = Counter()
-        for block in blocks:
-            found.update(_tokens(level, block))
-        kept = {token: n for token, n in found.items() if n >= min_count or token == _EOS}
+            found = cls(level, _FIXED_LEVELS[level])
+            return found, found.encode_blocks(blocks)
+        seen: defaultdict[str, int] = defaultdict()
+        seen.default_factory = seen.__len__  # numbers new tokens consecutively
+        ids = _joined(_numbers(level, seen.__getitem__, block) for block in blocks)
+        counts = np.bincount(ids, minlength=len(seen)).tolist()
+        pairs = zip(seen, counts, strict=True)
+        kept = {token: count for token, count in pairs if count >= min_count or token == _EOS}
         kept.setdefault(_EOS, 0)
-        kept[_UNK] = kept.get(_UNK, 0) + found.total() - sum(kept.values())
-        return cls(level, sorted(kept, key=lambda token: (-kept[token], token)))
+        kept[_UNK] = kept.get(_UNK, 0) + len(ids) - sum(kept.values())
+        vocabulary = cls(level, sorted(kept, key=lambda token: (-kept[token], token)))
+        unknown = vocabulary.ids[_UNK]
+        new = np.array([vocabulary.ids.get(token, unknown) for token in seen], dtype=np.int32)
+        return vocabulary, new[ids]
 
     def encode_blocks(self, blocks: Iterable[bytes | str]) -> np.ndarray:
         """Encodes a text, given in pieces that do not split words, as int32 ids (tokens,).
 
         Pieces are bytes at level "byte", and strings at other levels.
         """
-        parts = [np.empty(0, dtype=np.int32)]
-        for block in blocks:
-            if self.level == "byte":
-                raw = block.encode() if isinstance(block, str) else block
-                parts.append(np.frombuffer(raw, dtype=np.uint8).astype(np.int32))
-                continue
-            tokens = _tokens(self.level, block)
-            if self.unk is None and (unknown := {*tokens} - self.ids.keys()):
-                raise ValueError(
-                    f"{min(unknown)!r} is not a residue; expected the letters {RESIDUES}"
-                )
-            numbers: Iterator[Any] = map(self.ids.get, tokens, repeat(self.unk))
-            parts.append(np.fromiter(numbers, dtype=np.int32, count=len(tokens)))
-        return np.concatenate(parts)
+        if self.level == "byte":
+            raw = (block.encode() if isinstance(block, str) else block for block in blocks)
+            return _joined(np.frombuffer(block, dtype=np.uint8).astype(np.int32) for block in raw)
+        return _joined(_numbers(self.level, self._number, block) for block in blocks)
+
+    def _number(self, token: str) -> int:
+        found = self.ids.get(token, self.unk)
+        if found is None:
+            raise ValueError(f"{token!r} is not a residue; expected the letters {RESIDUES}")
+        return found
 
     def encode(self, text: str) -> Tensor:
         """Encodes a text as int64 ids (tokens,), without appending `<eos>`."""
@@ -141,13 +146,19 @@ class Vocabulary:
             raise ValueError(f"{name}: cannot be read as a JSON vocabulary; {error}") from None
 
 
-def _tokens(level: str, block: bytes | str) -> Sequence[str]:
+def _numbers(level: str, number: Callable[[str], int], block: bytes | str) -> NDArray[np.int32]:
     text = cast(str, block)
     if level == "word":
-        return text.replace("\n", f" {_EOS} ").split()
-    if level == "char":
-        return text
-    return [_EOS if letter == "\n" else letter for letter in text.upper()]
+        tokens: Sequence[str] = text.replace("\n", f" {_EOS} ").split()
+    elif level == "char":
+        tokens = text
+    else:
+        tokens = [_EOS if letter == "\n" else letter for letter in text.upper()]
+    return np.fromiter(map(number, tokens), dtype=np.int32, count=len(tokens))
+
+
+def _joined(parts: Iterable[NDArray[np.int32]]) -> NDArray[np.int32]:
+    return np.concatenate([np.empty(0, dtype=np.int32), *parts])
 
 
 def text_of(content: bytes) -> str:
