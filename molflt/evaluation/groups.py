@@ -47,11 +47,10 @@ def errors_by_group(
     groups = []
     for part, own in (chosen | {"all": np.full(len(error), True)}).items():
         for kind, names in kinds.items():
-            found = [
-                GroupError(part, kind, str(name), int(within.sum()), float(error[within].mean()))
-                for name in np.unique(names[own])
-                if (within := own & (names == name)).any()
-            ]
+            unique, index, n = np.unique(names[own], return_inverse=True, return_counts=True)
+            mae = np.bincount(index, error[own]) / n
+            columns = (column.tolist() for column in (unique, n, mae))
+            found = [GroupError(part, kind, *one) for one in zip(*columns, strict=True)]
             if kind == "natoms":
                 groups += sorted(found, key=lambda one: int(one.group.partition("-")[0]))
             else:
@@ -74,8 +73,10 @@ def size_ranges(natoms: NDArray[np.int64]) -> NDArray[np.str_]:
 
 def write_groups(out: Path, groups: Sequence[GroupError], metric: str) -> None:
     """Writes errors_by_group.csv; `metric` is the name of the MAE column."""
-    rows = [{**one._asdict(), metric: one.mae} for one in groups]
-    write_csv(out / "errors_by_group.csv", [{k: row[k] for k in row if k != "mae"} for row in rows])
+    rows = [one._asdict() for one in groups]
+    for row in rows:
+        row[metric] = row.pop("mae")
+    write_csv(out / "errors_by_group.csv", rows)
 
 
 def group_tables(groups: Sequence[GroupError]) -> str:
