@@ -100,19 +100,10 @@ class LearnedOptimizer(Optimizer):
             loss = None if closure is None else closure()
         for number, group in enumerate(self.param_groups):  # before any parameter changes
             for i, parameter in enumerate(group["params"]):
-                gradient, names = parameter.grad, group.get("param_names")
-                name = names[i] if names else f"parameter {i} of group {number}"
-                if gradient is not None and gradient.layout is not torch.strided:
-                    raise ValueError(
-                        f"the gradient of {name} is sparse; expected a dense gradient; use "
-                        "Embedding(sparse=False); no parameter was changed"
-                    )
-                if gradient is not None and not bool(gradient.isfinite().all()):
-                    raise ValueError(
-                        f"the gradient of {name}, shape {tuple(parameter.shape)}, contains NaN or "
-                        "infinite values; expected finite numbers; check the batch, or clip "
-                        "gradients; no parameter was changed"
-                    )
+                if parameter.grad is not None and (fault := _fault(parameter.grad)):
+                    names = group.get("param_names")
+                    name = names[i] if names else f"parameter {i} of group {number}"
+                    raise ValueError(f"the gradient of {name}, {fault}; no parameter was changed")
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
@@ -138,3 +129,15 @@ class LearnedOptimizer(Optimizer):
         kept["moments"] = torch.cat([state.moments for state in after])
         kept["memory"] = [torch.cat(parts) for parts in memories]
         parameter.add_(torch.cat(updates).view_as(parameter), alpha=lr)
+
+
+def _fault(gradient: Tensor) -> str:
+    """Describes a gradient that is sparse or not finite; returns "" for other gradients."""
+    if gradient.layout is not torch.strided:
+        return "which is sparse, must be dense; use Embedding(sparse=False)"
+    if not bool(gradient.isfinite().all()):
+        return (
+            f"shape {tuple(gradient.shape)}, contains NaN or infinite values; expected finite "
+            "numbers; check the batch, or clip gradients"
+        )
+    return ""
