@@ -123,6 +123,13 @@ def cut(name: str, size: int = 60) -> Callable[[Path], None]:
     return lambda run: (run / name).write_bytes((run / name).read_bytes()[:size])
 
 
+def flipped(run: Path) -> None:
+    """Changes the last byte of the best weights."""
+    content = bytearray((run / "checkpoints/best.safetensors").read_bytes())
+    content[-1] ^= 1
+    (run / "checkpoints/best.safetensors").write_bytes(content)
+
+
 @pytest.mark.parametrize(
     ("damage", "message", "absent"),
     [
@@ -132,6 +139,7 @@ def cut(name: str, size: int = 60) -> Callable[[Path], None]:
         (cut("predictions.csv", 250), "predictions.csv: ", "The worst predictions"),
         (changed("predictions.csv", "natoms", "atoms"), "column 'natoms'", "The worst"),
         (lambda run: (run / "parity.png").write_text("damaged"), "parity.png", ""),
+        (flipped, "best.safetensors: ", ""),
         (lambda run: shutil.rmtree(run / "checkpoints"), "last.ckpt: missing", ""),
     ],
 )

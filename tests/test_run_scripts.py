@@ -139,6 +139,15 @@ def of_folds(run: Path, _: Commands) -> None:
     write_evaluation(run, [("val_id", 9, 100.0, 0.0), *rows])
 
 
+@pytest.mark.parametrize(
+    ("names", "energies"), [("aa", {"m": np.ones(2)}), ("ab", {"m": np.ones((3, 2))}), ("ab", {})]
+)
+def test_published_energies_belong_to_one_system_each(tmp_path, names, energies):
+    np.savez(tmp_path / "p.npz", name=np.array([*names]), **energies)
+    with pytest.raises(ValueError, match=r"p\.npz: expected unique names"):
+        FOLDS.read_published(tmp_path / "p.npz")
+
+
 def test_single_models_and_ensembles_with_published_ones(monkeypatch, tmp_path, capsys):
     for name, own in ENERGIES.items():
         folder = tmp_path / "data" / name

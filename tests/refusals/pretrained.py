@@ -4,6 +4,7 @@ from typing import Any
 import numpy as np
 import torch
 
+import molflt
 from refusals import Refusal, Refused, command, refused
 
 OPTIONS: dict[str, Any] = {"dim": 16, "heads": 2, "layers": 1, "ffn_dim": 16}
@@ -39,6 +40,7 @@ def labeler() -> Any:
 
 
 ROWS = [
+    refused(lambda: molflt.load("a", also="b"), "also='b'", "list of runs"),
     loaded("format", "1", "2", format=2),
     loaded("recipe", "is2re", "'alchemy'", recipe="alchemy"),
     loaded("(119, 16)", "(119, 32)", models=[{**OPTIONS, "dim": 32}]),
