@@ -164,6 +164,14 @@ def test_an_exported_ensemble_contains_its_calibration(energy_runs, run, tmp_pat
     write(tmp_path / "in.traj", atoms())
     assert main(["predict", str(tmp_path / "both"), str(tmp_path / "in.traj"), f"--out={out}"]) == 0
     assert {"spread_eV", "uncertainty_eV"} <= table(out)[0].keys()
+    whole.save_pretrained(tmp_path / "half", half=True)
+    halved = molflt.load(tmp_path / "half").predict(val)
+    change = [abs(one.energy - other.energy) for one, other in zip(found, halved, strict=True)]
+    assert 0 < max(change) < 0.01
+    assert [one.uncertainty for one in halved] == pytest.approx([o.uncertainty for o in found], 0.1)
+    sizes = [(tmp_path / n / "model.safetensors").stat().st_size for n in ("both", "half")]
+    assert 0.5 < sizes[1] / sizes[0] < 0.7
+    assert {w.dtype for w in molflt.load(tmp_path / "half").model.parameters()} == {torch.float32}
 
 
 def test_the_model_card_contains_results_and_training_data(exported, run) -> None:
@@ -210,9 +218,11 @@ def test_the_hub_and_back(exported, tmp_path, monkeypatch, val) -> None:
     monkeypatch.setattr(huggingface_hub.HfApi, "create_repo", lambda *_, **__: Created)
     monkeypatch.setattr(huggingface_hub.HfApi, "upload_folder", upload)
     model = molflt.load(exported)
-    assert model.push_to_hub("me/small") == "https://the/commit"
+    assert model.push_to_hub("me/small", half=True) == "https://the/commit"
     away = {"cache_dir": cache, "local_files_only": True}
     again = EnergyPredictor.from_pretrained("me/small", **away)
+    model.save_pretrained(tmp_path / "half", half=True)
+    model = molflt.load(tmp_path / "half")
     assert [one.energy for one in again.predict(val)] == [one.energy for one in model.predict(val)]
     with pytest.raises(ValueError, match=r"^hf:me/other: .*Hugging Face Hub"):
         EnergyPredictor.from_pretrained("me/other", **away)

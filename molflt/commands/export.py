@@ -19,6 +19,7 @@ def export(
     datasets: list[str] | None = None,
     checkpoint: str | None = None,
     also: list[Path] | None = None,
+    half: bool = False,
     compiled: bool = False,
 ) -> None:
     """Writes the files needed to use a model: model.safetensors, config.json and README.md.
@@ -35,6 +36,8 @@ def export(
         datasets: names of the training data sets on the Hub.
         checkpoint: best (the default), last, or a safetensors file; requires a training run.
         also: further runs that form an ensemble with `run`.
+        half: store weights as float16, in half the space; `molflt predict` uses the rounded weights
+            in float32.
         compiled: also compile the energy prediction for processors like this one, for use with
             `molflt predict FOLDER FILE --compiled true`; requires a C++ compiler and takes minutes.
     """
@@ -55,10 +58,10 @@ def export(
     if compiled and (out.startswith(HUB) or not isinstance(model, EnergyPredictor)):
         raise ValueError(f"{out}: --compiled requires an energy model and a local folder")
     if out.startswith(HUB):
-        print(f"uploaded: {model.push_to_hub(out.removeprefix(HUB))}")
+        print(f"uploaded: {model.push_to_hub(out.removeprefix(HUB), half=half)}")
         return
-    model.save_pretrained(out)
+    model.save_pretrained(out, half)
     if compiled:
-        model.save_compiled(Path(out))
+        EnergyPredictor.from_pretrained(out).save_compiled(Path(out))
     size = (Path(out) / "model.safetensors").stat().st_size
     print(f"{out}: {size / 1e6:.1f} MB; {model.summary}")

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Self
 
+import torch
 import yaml
 from torch import nn
 
@@ -192,9 +193,12 @@ class Pretrained:
         why = self.trained.unmeasured
         return f"{type(self).__name__}({self.summary}{why and f'; not measured: {why}'})"
 
-    def save_pretrained(self, folder: str | Path) -> None:
-        """Writes the model to a folder; raises an error instead of replacing other files."""
-        folder = Path(folder)
+    def save_pretrained(self, folder: str | Path, half: bool = False) -> None:
+        """Writes the model to a folder; raises an error instead of replacing other files.
+
+        `half` stores float32 parameters as float16. Loading converts them back to float32.
+        """
+        folder, weights = Path(folder), self.model.state_dict()
         check_replaceable(folder)
         trained = self.trained
         content = {
@@ -208,7 +212,10 @@ class Pretrained:
             "results": trained.results,
             "files": trained.files,
         }
-        write_exported(folder, self.model.state_dict(), content)
+        if half:
+            parameters = self.model.named_parameters()
+            weights |= {name: own.half() for name, own in parameters if own.dtype == torch.float32}
+        write_exported(folder, weights, content)
         write_atomically(folder / "README.md", self._readme(folder.name).encode())
 
     def _readme(self, name: str) -> str:
@@ -230,7 +237,12 @@ class Pretrained:
         return "\n".join([*lines, "## Measured", "", *_table(self.trained.results), ""])
 
     def push_to_hub(
-        self, repo_id: str, private: bool | None = None, token: str | None = None, **options: Any
+        self,
+        repo_id: str,
+        private: bool | None = None,
+        token: str | None = None,
+        half: bool = False,
+        **options: Any,
     ) -> str:
         """Uploads the model to the Hugging Face Hub and returns the address of the commit.
 
@@ -238,12 +250,13 @@ class Pretrained:
             repo_id: OWNER/NAME; created if it is missing.
             private: make a new repository private.
             token: Hub token; by default the saved login token.
+            half: see :meth:`save_pretrained`.
             options: options of `huggingface_hub.HfApi.upload_folder`, such as commit_message.
         """
         hub = require("huggingface_hub", repo_id, "hub").HfApi(token=token)
         with tempfile.TemporaryDirectory() as parent:
             folder = Path(parent) / self.name
-            self.save_pretrained(folder)
+            self.save_pretrained(folder, half)
             try:
                 repo_id = str(hub.create_repo(repo_id, private=private, exist_ok=True).repo_id)
                 return str(hub.upload_folder(repo_id=repo_id, folder_path=folder, **options))

@@ -314,7 +314,7 @@ class EnergyPredictor(Pretrained):
                 "spread, spread_eV, is known"
             )
             return None
-        return Calibration.from_json(content, label).expect_weights(model, label)
+        return Calibration.from_json(content, label)
 
 
 def _are_paths(structures: object) -> TypeGuard[Paths]:
