@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from molflt.attention.checks import one_of
 from molflt.attention.features import Features
 from molflt.attention.mixing.sums import Sums, _per_token, _stabilize
-from molflt.attention.numerics import finite, recomputed
+from molflt.attention.numerics import finite, in_transform, recomputed
 
 METHODS = ("auto", "fft", "blocks")
 _BLOCK = 128  # queries per block: fastest of 64..512 on a CPU
@@ -22,6 +22,9 @@ _BLOCK = 128  # queries per block: fastest of 64..512 on a CPU
 # fits into the cache and takes 2/3 of the time of 2^24; other devices prefer few large transforms.
 _TRANSIENT = {"cpu": 2**20}
 _TRANSIENT_ELSEWHERE = 2**24
+# Largest |log(c)| + |log scale of a key| for sums without a scale for each row: exp(40) times any
+# number of features and keys is finite in float32, and exp(-40) keeps all digits.
+_LARGEST_LOG = 40.0
 
 
 def toeplitz(
@@ -38,8 +41,9 @@ def toeplitz(
     errors are relative to the largest key and the largest c of the whole sequence, including later
     keys in causal attention; rows with much smaller terms lose precision.
 
-    "blocks" takes O(N^2 (m + dv)) time and O(N x block) memory. Each row is scaled separately and
-    is therefore accurate. In causal attention, later keys have no effect at all.
+    "blocks" takes O(N^2 (m + dv)) time and O(N x block) memory. Unless all scales are moderate,
+    each row is scaled separately, and therefore accurate. In causal attention, later keys have no
+    effect beyond this choice, which changes the last digits.
 
     Args:
         query, key, value, causal: see `quadratic`.
@@ -73,7 +77,7 @@ def dense_log_kernel(log_kernel: Tensor, queries: int, keys: int) -> Tensor:
     layout = _Layout.of(log_kernel, queries, keys)
     if queries == 0 or keys == 0:
         return log_kernel.new_zeros(len(log_kernel), queries, keys)
-    return _dense(layout.cut(log_kernel), layout.key)[:, :queries, :keys]
+    return _reversed(layout.cut(log_kernel), layout.key)[:, -queries:, :keys].flip(1)
 
 
 def toeplitz_matmul(kernel: Tensor, x: Tensor) -> Tensor:
@@ -191,18 +195,23 @@ def _by_blocks(
     phi_k, key_log = _per_token(key)
     rows, width = layout.query[0], layout.width
     step = max(1, _BLOCK // width)
+    moderate = _moderate(kernel, key_log)
+    if moderate:
+        kernel = kernel.exp()
+        phi_k, key_log = phi_k if key_log is None else phi_k * key_log.exp(), None
 
     def product(
         phi_q: Tensor, phi_k: Tensor, key_log: Tensor | None, value: Tensor, window: Tensor
     ) -> tuple[Tensor, Tensor]:
         n, k = phi_q.shape[-2], phi_k.shape[-2]
         grid = (-(-k // width), *layout.key[1:]) if len(layout.key) == 2 else (k,)
-        log_scale = _dense(window, grid)[:, :n, :k]
-        if key_log is not None:
-            log_scale = log_scale + key_log.transpose(-1, -2)
-        row = finite(log_scale.detach().amax(dim=-1, keepdim=True))
-        weights = (phi_q @ phi_k.transpose(-1, -2)) * (log_scale - row).exp()
-        return weights @ value, row.expand(*weights.shape[:-1], 1)
+        scale, row = _reversed(window, grid)[:, -n:, :k], window.new_zeros(())
+        if not moderate:
+            scale = scale if key_log is None else scale + key_log.transpose(-1, -2)
+            row = finite(scale.detach().amax(dim=-1, keepdim=True))
+            scale = (scale - row).exp()
+        weights = (phi_q.flip(2) @ phi_k.transpose(-1, -2)) * scale
+        return (weights @ value).flip(2), row.expand(*weights.shape[:-1], 1).flip(2)
 
     parts = []
     for start in range(0, rows, step):
@@ -226,23 +235,35 @@ def _by_blocks(
 
 
 def _faster(layout: _Layout, m: int, dv: int) -> str:
-    # Fitted to times of a forward and backward pass in float32 (one CPU thread, one head, m = 16,
-    # 64, 128, dv = 16, 64, N = 512..8192): "fft" takes 1.6 ns m (dv + 1) L log2 L for transforms of
-    # length L, and "blocks" takes 13 ns N^2 (1 + (m + dv) / 120). For dv = 64 and the three m, the
-    # times are equal at N = 1900, 7200 and 12000.
+    # Fitted to times of a forward and backward pass in float32 (one CPU thread, m = 16, 64, 128,
+    # dv = 16, 64, N = 1024, 2048): "fft" takes 1.6 ns m (dv + 1) L log2 L for transforms of length
+    # L, and "blocks" takes 5.3 ns N^2 (1 + (m + dv) / 59). For dv = 64 and the three m, the times
+    # are equal at N = 3400, 11000 and 17000.
     lengths = math.prod(layout.lengths)
     by_fft = m * (dv + 1) * lengths * math.log2(max(lengths, 2))
     pairs = math.prod(layout.query) * math.prod(layout.key)
-    by_blocks = 8 * pairs * (1 + (m + dv) / 120)
+    by_blocks = 3.3 * pairs * (1 + (m + dv) / 59)
     return "fft" if by_fft < by_blocks else "blocks"
 
 
-def _dense(kernel: Tensor, key: tuple[int, ...]) -> Tensor:
-    """Expands a kernel in the format of `_Layout.cut` to its matrix (heads, queries, keys)."""
-    axes = tuple(range(1, kernel.ndim))
-    for axis in axes:
-        kernel = kernel.unfold(axis, key[axis - 1], 1)  # the gradient needs no scattered sums
-    return kernel.flip(axes).flatten(kernel.ndim - len(axes)).flatten(1, len(axes))
+def _moderate(*logs: Tensor | None) -> bool:
+    """Returns True if sums need no scale for each row; only known on the CPU, in eager mode."""
+    given = [log.detach() for log in logs if log is not None and log.numel()]
+    if given[0].device.type != "cpu" or in_transform() or torch.compiler.is_compiling():
+        return False
+    largest = (log.masked_fill(log == -torch.inf, 0.0).abs().amax() for log in given)
+    return bool(sum(largest) < _LARGEST_LOG)
+
+
+def _reversed(kernel: Tensor, key: tuple[int, ...]) -> Tensor:
+    """Expands a kernel in the format of `_Layout.cut` to its matrix (heads, queries, keys).
+
+    The queries are in reverse order. In one dimension, the result is a view.
+    """
+    axes = len(key)
+    for axis in range(axes):
+        kernel = kernel.unfold(axis + 1, key[axis], 1)  # the gradient needs no scattered sums
+    return kernel.flatten(axes + 1).flatten(1, axes)
 
 
 def _move_maximum(query: Features, key: Features) -> tuple[Features, Features]:
