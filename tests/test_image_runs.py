@@ -66,6 +66,14 @@ def test_evaluation_sees_the_pixels_of_validation(tmp_path: Path) -> None:
         assert val[name] == pytest.approx(logged(run, f"val_{name}")[-1], rel=1e-5)
         mean = sum(part["n"] * part[name] for part in (train, val)) / 75
         assert whole[name] == pytest.approx(mean, rel=1e-5)
+    images = _datasets(config["data"], SHAPES, data=idx)[idx.name]
+    logits, _ = logits_of(model, DataLoader(images, 64), "", "")
+    molflt.load(run).save_pretrained(tmp_path / "labeler")
+    for source in (run, tmp_path / "labeler"):
+        out = tmp_path / "labels.json"
+        assert main(["predict", str(source), str(idx), "--out", str(out), "--device=cpu"]) == 0
+        shares = [row["probability"] for row in json.loads(out.read_text())]
+        assert shares == pytest.approx(logits.softmax(dim=1).amax(dim=1).tolist(), rel=1e-5)
 
 
 def test_sums_by_hand() -> None:

@@ -295,7 +295,7 @@ def _sentences(model: SentenceLabeler, source: Path, batch_size: int) -> list[di
 
 def _images(model: ImageLabeler, source: Path, batch_size: int) -> Iterator[dict[str, object]]:
     side, channels = model.model.image_size, model.model.channels
-    images = read_images(source, side, channels)
+    images = read_images(source, side, channels, model.trained.task.get("resize") or side)
     while some := list(islice(images, batch_size)):
         found = model.classify(torch.stack([image for _, image in some]), batch_size)
         for (name, _), one in zip(some, found, strict=True):

@@ -44,8 +44,8 @@ class Trained(NamedTuple):
     options: Sequence[Mapping[str, object]]
     """arguments of the model of each run"""
     task: Mapping[str, object]
-    """options of the task; for sentences also its `name`, and for structures the meaning of
-    `tags`"""
+    """options of the task; for sentences also its `name`, for structures the meaning of `tags`, and
+    for images `data.resize`"""
     results: Mapping[str, object]
     """metrics by split; empty before an evaluation"""
     files: Mapping[str, object]
@@ -102,8 +102,9 @@ def read_trained(
     weights = [weights_of(one, checkpoint) for one in members] if also else [path]
     unmeasured = why_of_others(evaluated, weights)
     results = None if unmeasured else _json(evaluated / RESULTS)
-    data, of_data = config["data"], {"name": "task", "tags": "tags", "baseline_key": "baseline_key"}
-    named = {own: data[name] for own, name in of_data.items() if name in data}
+    data = config["data"]
+    named = {name: data[name] for name in ("tags", "baseline_key", "resize") if name in data}
+    named |= {"name": data["task"]} if "task" in data else {}
     return Trained(
         path=run,
         recipe=config["recipe"],

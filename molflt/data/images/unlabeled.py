@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from molflt.data.images.augment import center_crop
 from molflt.data.images.files import _decode, _image_files, _read_file, fitted
 from molflt.files import write_atomically
 
@@ -19,13 +20,17 @@ _MARGIN = 2  # pixels between images of the sheet
 _LEAST = 56  # minimum width in pixels of an image on the sheet; smaller images are enlarged
 
 
-def read_images(source: Path, side: int, channels: int) -> Iterator[tuple[str, Tensor]]:
-    """Yields the name and the bytes (channels, side, side) of each image, resized to a square.
+def read_images(
+    source: Path, side: int, channels: int, resize: int
+) -> Iterator[tuple[str, Tensor]]:
+    """Yields the name and the bytes (channels, side, side) of each image, as in validation.
 
     `source` is an image, a folder of images, or an idx file. `channels` is 1 (gray) or 3 (color).
+    `resize` is the side before the central square is cut.
     """
-    for name, image in _images(source, "L" if channels == 1 else "RGB", side):
-        yield name, fitted(image.expand(1, channels, -1, -1), side, name)[0]
+    for name, image in _images(source, "L" if channels == 1 else "RGB", resize):
+        whole = fitted(image.expand(1, channels, -1, -1), resize, name)
+        yield name, center_crop(whole[0], side)
 
 
 def read_alike(source: Path, side: int, channels: int, fit: bool = False) -> Iterator[Tensor]:
