@@ -14,7 +14,7 @@ from molflt.commands.cli import main
 from molflt.commands.evaluate import evaluate
 from molflt.data.structures import open_dataset
 from molflt.data.structures.store import write_store
-from molflt.evaluation.calibration import LEVEL, Calibration, is_set_aside
+from molflt.evaluation.calibration import LEVEL, Calibration, conformal_factor, is_set_aside
 
 pytestmark = pytest.mark.usefixtures("undrawn")
 SMALL = "val_ood_cat"
@@ -233,6 +233,11 @@ def test_new_errors_are_covered(kind: str, follows: bool) -> None:
         assert uncertainty.max() > 5 * uncertainty.min()
     else:  # an uninformative spread has no effect
         assert np.quantile(uncertainty, 0.99) < 1.2 * np.quantile(uncertainty, 0.01)
+
+
+def test_the_factor_has_the_rank_of_the_theorem() -> None:
+    for n in range(20, 1000):
+        assert conformal_factor(np.arange(1.0, n + 1)) == -(-(n + 1) * 68 // 100)
 
 
 @pytest.mark.parametrize(("n", "off"), [(20, 0.05), (60, 0.03)])

@@ -176,7 +176,7 @@ def conformal_factor(scores: _Array, level: float = LEVEL) -> float:
         scores: (systems,), |error| / width of the held-out systems.
         level: probability, in (0, 1) and at most n / (n + 1).
     """
-    rank = math.ceil((len(scores) + 1) * level)
+    rank = math.ceil(round((len(scores) + 1) * level, 9))  # 75 * 0.68 is 51.00000000000001
     return float(np.sort(scores)[rank - 1])
 
 
