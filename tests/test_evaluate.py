@@ -133,7 +133,7 @@ def test_size_groups_contain_the_sizes_of_their_range(sizes) -> None:
 
 
 def test_an_evaluation_removes_files_of_an_earlier_one(run, tmp_path, monkeypatch) -> None:
-    """A failed evaluation keeps them."""
+    """A failed evaluation keeps them, and so does one in a folder without results."""
     done = Path(shutil.copytree(run, tmp_path / "run"))
     evaluate(done, splits=["val_id"], device="cpu", pictures=["svg"])
     stale = {"errors_by_group.csv", "parity.png", "parity.svg"}
@@ -147,6 +147,9 @@ def test_an_evaluation_removes_files_of_an_earlier_one(run, tmp_path, monkeypatc
     evaluate(done, splits=["test_id"], device="cpu")
     left = {path.name for path in done.iterdir()}
     assert "results.json" in left and not stale & left
+    (other := tmp_path / "curves.csv").write_text("not of an evaluation")
+    evaluate(done, splits=["test_id"], device="cpu", out=tmp_path)
+    assert other.is_file() and (tmp_path / "results.json").is_file()
 
 
 @pytest.mark.usefixtures("undrawn")

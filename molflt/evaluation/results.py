@@ -142,7 +142,8 @@ def write_results(
     for name, content in {RESULTS: known, _NOTE: note}.items():
         files[name] = f"{json.dumps(content, indent=2, allow_nan=False)}\n".encode()
     figures = [f"{name}.{ending}" for name in FIGURES for ending in FORMATS]
-    for name in (*figures, *_TABLES, *_EARLIER, RESULTS, _NOTE):
+    earlier = (out / RESULTS).is_file()  # other folders may hold unrelated files of these names
+    for name in (*figures, *_TABLES, *_EARLIER, RESULTS, _NOTE) if earlier else ():
         for path in [*out.glob(name)]:
             path.unlink()
     for name, content in files.items():  # results.json is written after the files it belongs to
