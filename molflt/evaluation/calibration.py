@@ -219,7 +219,7 @@ def assess(
         model: an ensemble; other models are ignored.
         found: predictions by split.
         out: folder to write to.
-        split: split to calibrate on; by default the first split with labels except `learned`.
+        split: split to calibrate on; by default the first large enough split except `learned`.
         learned: name of the training split, whose errors are too small for calibration.
 
     Returns:

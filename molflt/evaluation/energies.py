@@ -64,7 +64,7 @@ def evaluate(
     Args:
         batch_size: number of structures per batch.
         calibration_split: for ensembles, the split used to calibrate the uncertainty; by default
-            the first split with labels, except the training split, whose errors are too small. Half
+            the first large enough split except the training split, whose errors are too small. Half
             of its systems, selected by a hash of the sid, are used for calibration and excluded
             from the coverage.
         tags: tag convention of files read by ASE: oc20 or ase; guess derives the tags of any source
@@ -82,7 +82,7 @@ def evaluate(
         uncertainty; the target is 68), coverage_n (number of errors considered),
         coverage_se_percent (binomial standard error of the coverage), coverage_crossed_percent
         (coverage of the calibration split if each half calibrates the other) and rank_correlation
-        (between spread and |error|). With `relaxed`, also adwt_percent, initial_adwt_percent and
+        (of uncertainty and |error|). With `relaxed`, also adwt_percent, initial_adwt_percent and
         position_error_A.
     """
     source = EvaluationData(run, config, tags=tags or AS_TRAINED, **which)
