@@ -52,7 +52,7 @@ def locality(
 ) -> _Locality:
     """Computes the attention probability of the tokens nearest to and farthest from each query.
 
-    FLT (arXiv:2302.01925), section 4.1 and appendix C.2, reports 0.279 and 0.068 for 10 % of the
+    FLT (arXiv:2302.01925), section 5.1 and appendix C.2, reports 0.279 and 0.068 for 10 % of the
     tokens, averaged over the heads of a language model. Uniform attention gives exactly `fraction`
     for both, because keys at the boundary of the fraction count partially, and keys at equal
     distances count equally. The query's own token counts as one of the nearest.
