@@ -35,7 +35,7 @@ class TrainerOptions:
             validation.
         ema_decay: decay of an exponential moving average of the weights. Validation uses the
             averaged weights, and training saves them. null disables averaging. In the final
-            average, the initial weights have the coefficient decay^max_steps.
+            average, the weights after the first step have the coefficient decay^(max_steps - 1).
         log_every: number of steps between rows of metrics.csv.
         num_sanity: number of validation batches to run before training, as a check.
         accumulate: number of batches whose gradients are averaged for one step. All batches have
