@@ -211,6 +211,8 @@ def test_all_ways_to_classify_agree(tmp_path, capsys) -> None:
         for line, one in enumerate(labels[0], 1)
     ]
     molflt.load(run).classify([" ".join(100 * texts)])
+    with pytest.raises(ValueError, match="length must be at least 5; got 2"):
+        molflt.load(run).classify(texts, length=2)
     assert "1 of 1" in capsys.readouterr().err  # was cut
 
 

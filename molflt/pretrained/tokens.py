@@ -263,6 +263,8 @@ class SentenceLabeler(_Tokenized, _Classifier):
                 "use molflt evaluate RUN --data FOLDER"
             )
         _expect_list(sentences)
+        if length is not None and length < 5:  # as in training
+            raise ValueError(f"length must be at least 5; got {length}")
         pairs = [(one, None) if isinstance(one, str) else one for one in sentences]
         paired = "second" in TASKS[name].columns if name in TASKS else None
         for number, (_, second) in enumerate(pairs, 1):
