@@ -12,7 +12,7 @@ import re
 import reprlib
 import sys
 import tempfile
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from pkgutil import resolve_name
@@ -191,30 +191,6 @@ def save_tensors(
             digest = _sha256(size + text, file)
             file.seek(len(size))
             file.write(text.replace(_BLANK, digest.encode(), 1))
-
-
-def read_arrays(path: Path, wanted: Collection[str]) -> dict[str, np.ndarray]:
-    """Reads all arrays of an npz file by name, without unpickling.
-
-    Raises ValueError if the file is damaged or does not contain all `wanted` arrays.
-    """
-    import numpy as np
-
-    if not path.is_file():
-        raise FileNotFoundError(f"{path}: no such file; expected an npz file")
-    try:
-        with np.load(path, allow_pickle=False) as arrays:
-            found = {name: arrays[name] for name in arrays.files}
-    except Exception as error:  # a damaged file can raise anything
-        raise ValueError(
-            f"{path}: expected an npz file with arrays; {shown(str(error), 120)}"
-        ) from None
-    if absent := [name for name in wanted if name not in found]:
-        raise ValueError(
-            f"{path}: expected arrays {', '.join(wanted)}; got {shown(sorted(found))} without "
-            f"{absent[0]}"
-        )
-    return found
 
 
 def read_header(path: Path) -> dict[str, str]:
