@@ -18,6 +18,7 @@ from molflt.attention.spectra.gaussian import GaussianBasis, GaussianMixture
 from molflt.attention.spectra.local import Local
 from molflt.plots import figure
 from molflt.tasks.is2re import IS2RETask
+from molflt.tasks.optimizers import OptimizerTask
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -69,6 +70,15 @@ def test_training_curve(tmp_path: Path, figures) -> None:
     validation = axes[1].lines[-2]
     np.testing.assert_allclose(validation.get_xdata(), [50, 100])
     np.testing.assert_allclose(validation.get_ydata(), [0.31, 0.42])
+
+
+def test_negative_metrics_are_inside_the_axes(tmp_path: Path, figures) -> None:
+    text = "step,train_loss,val_mean_log_loss\n100,-0.5,-1.0\n200,-0.8,-2.0\n"
+    (tmp_path / "metrics.csv").write_text(text)
+    plots.training_curve(tmp_path / "metrics.csv", tmp_path / "c.png", OptimizerTask.metrics)
+    _, axes = figures[0].axes
+    low, high = axes.get_ylim()
+    assert low < -2.0 and high > -1.0
 
 
 def test_parity(tmp_path: Path, figures) -> None:

@@ -73,7 +73,7 @@ def training_curve(
                 axes.legend()
             if metric.scale == "log":
                 _log_if_wide(axes)
-            else:
+            elif axes.dataLim.ymin >= 0:  # logarithms and correlations may be negative
                 axes.set_ylim(bottom=0.0)
             axes.set_ylabel(metric.axis)
             axes.grid()
