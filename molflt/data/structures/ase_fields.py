@@ -259,21 +259,22 @@ def total_charge(atoms: Atoms) -> float | None:
             number = float(np.asarray(value, dtype=np.float64).item())
         except (TypeError, ValueError):
             raise ValueError(f"{name} must be one number; got {shown(value, 40)}") from None
-        if multiple and number not in (0, 1):
-            raise unused_multiplicity(name, number)
-        if not multiple and not np.isnan(number):
+        if multiple:
+            expect_singlet(name, number)
+        elif not np.isnan(number):
             found[name] = number
     if len(set(found.values())) > 1:
         raise ValueError(f"expected one total charge; got {found}; remove one")
     return next(iter(found.values()), None)
 
 
-def unused_multiplicity(name: str, number: float) -> ValueError:
-    """Returns the error for a multiplicity other than 1."""
-    return ValueError(
-        f"{name} must be 1, because models do not use it; got {number:g}; remove the structure or "
-        "the entry"
-    )
+def expect_singlet(name: str, number: float) -> None:
+    """Raises ValueError for a multiplicity other than 1; 0 means unknown."""
+    if number not in (0, 1):
+        raise ValueError(
+            f"{name} must be 1, because models do not use it; got {number:g}; remove the structure "
+            "or the entry"
+        )
 
 
 def unused_fields(atoms: Atoms) -> list[str]:

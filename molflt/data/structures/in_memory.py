@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 import numpy as np
 import torch
 
-from molflt.data.structures.ase_fields import Converter, text_sid, unused_multiplicity
+from molflt.data.structures.ase_fields import Converter, expect_singlet, text_sid
 from molflt.data.structures.base import AS_IT_IS, Held, Reading
 from molflt.data.structures.records import make_record
 
@@ -90,8 +90,8 @@ def _record(data: Data, number: int) -> Data:
     if data.get("pos") is None or numbers is None:
         there = ", ".join(sorted(map(str, data.keys()))) or "nothing"
         raise ValueError(f"expected pos, (atoms, 3) Å, and atomic_numbers, (atoms,); got {there}")
-    if (multiplicity := _known(data.get("multiplicity"))) not in (None, 1):
-        raise unused_multiplicity("multiplicity", float(multiplicity))
+    multiplicity = _known(data.get("multiplicity"))
+    expect_singlet("multiplicity", 1.0 if multiplicity is None else float(multiplicity))
     return make_record(
         pos=data.pos,
         atomic_numbers=numbers,

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from molflt.data.structures.ase_fields import expect_singlet
 from molflt.data.structures.base import Structures, with_bar
 from molflt.data.structures.lmdb_file import LmdbFile
 from molflt.data.structures.records import make_record
@@ -32,7 +33,8 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 _Field: TypeAlias = Tensor | np.number | np.bool_ | int | float | str
 _FIELDS = (
-    "pos", "atomic_numbers", "cell", "pbc", "tags", "fixed", "y_init", "y_relaxed", "pos_relaxed"
+    "pos", "atomic_numbers", "cell", "pbc", "tags", "fixed", "y_init", "y_relaxed", "pos_relaxed",
+    "charge",
 )  # fmt: skip
 _SINGLE_POINT = {"y": "energy", "force": "forces"}  # names of labels at `pos` in S2EF
 _UNUSED = ("forces", "stress", "energy")  # labels of IS2RE are y_relaxed and y_init
@@ -251,6 +253,7 @@ class Oc20Lmdb(Structures):
         if fields.keys() >= _SINGLE_POINT.keys():  # some IS2RE records have only forces
             taken |= {own: fields[name] for name, own in _SINGLE_POINT.items()}
         try:
+            expect_singlet("multiplicity", float(np.asarray(fields.get("multiplicity", 1)).max()))
             return make_record(sid=fields.get("sid", self._locate(index)[1]), **taken)
         except ValueError as error:
             raise ValueError(f"{self.where(index)}: {error}") from None
