@@ -132,6 +132,9 @@ SPECIES = "Properties=species:S:1:pos:R:3"
 CELL = "9 0 0 0 9 0 0 0 9"
 
 
+JOB = "#P HF\n\nhydroxide\n\n-1 1\nO 0.0 0.0 0.0\nH 0.0 0.0 0.96\n\n"
+
+
 REFUSED = {
     "two_species.cif": (f"{OCCUPIED}A1 Cu 0 0 0 0.6\nA2 Zn 0 0 0 0.4\n", "Cu 0.6, Zn 0.4"),
     "one_species.cif": (f"{OCCUPIED}A1 Cu 0 0 0 1\nA2 O .5 0 0 0.5(1)\n", "site 1 .*O 0.5"),
@@ -139,6 +142,8 @@ REFUSED = {
     "part.pdb": (PDB, "atom 0 .*occupancy 0.5"),
     "small_letters.xyz": (xyz(f'lattice="{CELL}" {SPECIES}', "Cu 0 0 0"), "'lattice'.*Lattice="),
     "no_lattice.xyz": (xyz(f'pbc="T T T" {SPECIES}', "Cu 0 0 0"), "lattice vectors"),
+    "jobs.gjf": (f"{JOB}--Link1--\n{JOB}", "Link1"),
+    "triplet.gjf": (JOB.replace("-1 1", "0 3"), "multiplicity must be 1.*3"),
     "more.xyz": (xyz(SPECIES, "Cu 0 0 0 0.1 0.2 0.3"), "7 columns; expected 4"),
     "two_columns.xyz": (xyz("Properties=species:S:1:pos:R:3:Z:I:1", "Cu 0 0 0 8"), "0 .*O"),
     "fractions.xyz": (xyz("Properties=species:S:1:frac_pos:R:3", "Cu 0 0 0.5"), "pos:R:3.*frac"),
@@ -170,6 +175,74 @@ def test_fields_that_change_nothing_are_taken(tmp_path):
     ):
         (tmp_path / name).write_text(content)
         assert open_dataset(tmp_path / name)[0].atomic_numbers.tolist() == numbers
+
+
+SDF = """
+  made by hand
+
+  2  1  0  0  0  0  0  0  0  0999 V2000
+    0.0000    0.0000    0.0000 O   0  5  0  0  0
+    0.0000    0.0000    0.9600 H   0  0  0  0  0
+  1  2  1  0
+M  CHG  1   1  -1
+M  END
+"""
+PWI = """&system
+ ibrav=0, nat=1, ntyp=1, tot_charge=-1.d0
+/
+ATOMIC_SPECIES
+O 16 O.upf
+CELL_PARAMETERS angstrom
+9 0 0
+0 9 0
+0 0 9
+ATOMIC_POSITIONS angstrom
+O 0 0 0
+"""
+GAUSSIAN = """ Entering Gaussian System, Link 0=g16
+ Charge = -1 Multiplicity = 1
+                          Input orientation:
+ ------
+ Center
+ Number
+ ------
+      1          8           0        0.000000    0.000000    0.000000
+ ------
+ SCF Done:  E(RHF) =  -74.0     A.U. after    9 cycles
+"""
+ORCA = """                                 * O   R   C   A *
+ Total Charge           Charge          ....   -1
+ Multiplicity           Mult            ....    1
+Number of atoms                             ...      1
+---------------------------------
+CARTESIAN COORDINATES (ANGSTROEM)
+---------------------------------
+  O      0.000000    0.000000    0.000000
+
+FINAL SINGLE POINT ENERGY       -74.0
+                             ****ORCA TERMINATED NORMALLY****
+"""
+STATED = {
+    "a.gjf": JOB,
+    "a.nwi": "charge -1\n\ngeometry\n  O 0.0 0.0 0.0\nend\n\ntask dft energy\n",
+    "a.pwi": PWI,
+    "a.mol": SDF,
+    "old.mol": SDF.replace("M  CHG  1   1  -1\n", ""),
+    "a.log": GAUSSIAN,
+    "orca.out": ORCA,
+}
+
+
+@pytest.mark.parametrize("name", STATED)
+def test_charges_are_read_from_files_of_other_programs(tmp_path, name):
+    (tmp_path / name).write_text(STATED[name])
+    assert float(open_dataset(tmp_path / name)[0].charge) == -1
+
+
+def test_all_molecules_of_an_sdf_file_are_read(tmp_path):
+    (tmp_path / "a.sdf").write_text(f"{SDF}$$$$\n{SDF.replace('-1', ' 1').replace('O', 'N')}$$$$\n")
+    found = [(int(x.atomic_numbers[0]), float(x.charge)) for x in open_dataset(tmp_path / "a.sdf")]
+    assert found == [(8, -1), (7, 1)]
 
 
 def test_frames_behind_a_blank_line_are_not_lost(tmp_path):

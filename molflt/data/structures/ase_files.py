@@ -50,6 +50,16 @@ _BEGINNINGS = {  # formats that ASE recognizes; _OF_VASP recognizes VASP's files
     *("nwchem-out", "onetep-out", "orca-output", "turbomole", "turbomole-gradient"),
 }
 _OF_VASP = {rb"\s*vasp\.\d": "vasp-out", rb"\s*(<\?xml[^>]*>\s*)?<modeling>": "vasp-xml"}
+# Total charge and multiplicity, which ASE does not read
+_STATED = {
+    "gaussian-in": r"^[ \t]*(?P<charge>[+-]?\d+)[ \t,]+(?P<multiplicity>\d+)[ \t]*$",
+    "gaussian-out": r"^ *Charge *= *(?P<charge>\S+) +Multiplicity *= *(?P<multiplicity>\d+)",
+    "orca-output": r"^ *Total Charge +Charge +\.* *(?P<charge>\S+)"
+    r"(\s+Multiplicity +Mult +\.* *(?P<multiplicity>\d+))?",
+    "nwchem-in": r"^[ \t]*charge +(?P<charge>\S+)",
+    "nwchem-out": r"^ *Charge +: +(?P<charge>\S+)",
+    "espresso-in": r"^[^!\n]*tot_charge *= *(?P<charge>[^\s,]+)",
+}
 _PEEK = 50_000  # bytes that are read to recognize a format
 # Keys of XYZ files that ASE reads, and other names of cells, which it ignores
 _READ = {name.lower(): name for name in ("Lattice", "pbc", "Properties")}
@@ -169,7 +179,10 @@ def _loads(path: Path, kind: str) -> _Loads:
             yield from enumerate(xyz_frames(file))
         elif kind == "cif":
             yield from enumerate(cif_frames(file))
+        elif kind in ("mol", "sdf"):
+            yield from enumerate(molecules_of_sdf(file))
         else:
+            stated = {} if form.isbinary else _stated(kind, file)
             if kind == "vasp":
                 expect_counts_of_poscar(file)
             elif kind == "vasp-xml" and "</modeling>" not in "".join(deque(file, 3)):
@@ -179,7 +192,18 @@ def _loads(path: Path, kind: str) -> _Loads:
             given: Any = file if form.acceptsfd else str(path)
             images = iread(given, index=":", format=kind, do_not_split_by_at_sign=True)
             for number, atoms in enumerate(images):
+                atoms.info |= stated
                 yield number, partial(lambda same: same, atoms)
+
+
+def _stated(kind: str, file: IO[str]) -> dict[str, float]:
+    """Returns the total charge and multiplicity in a file, if ASE does not read them."""
+    text = file.read() if kind in _STATED else ""
+    if "--link1--" in text.lower():
+        raise ValueError("several jobs (--Link1--), whose atoms ASE joins; split the file")
+    found = re.search(_STATED[kind], text, re.M | re.I) if text else None
+    named = {} if found is None else found.groupdict()
+    return {name: float(x.lower().replace("d", "e")) for name, x in named.items() if x}
 
 
 def _rows(path: Path, kind: str) -> _Loads:
@@ -334,6 +358,24 @@ def _cif_block(block: CIFBlock) -> Atoms:
                 f"_atom_site_type_symbol {letters.title()} or {letters[0]}; change it"
             )
     atoms: Atoms = block.get_atoms()
+    return atoms
+
+
+def molecules_of_sdf(file: IO[str]) -> Iterator[Callable[[], Atoms]]:
+    """Yields, for each molecule in a MOL or SDF file, a function that reads it with its charge."""
+    for block in re.split(r"^\$\$\$\$.*\n?", file.read(), flags=re.M):
+        if block.strip():
+            yield partial(_molecule_of_sdf, block)
+
+
+def _molecule_of_sdf(block: str) -> Atoms:
+    from ase.io.sdf import read_sdf
+
+    atoms: Atoms = read_sdf(StringIO(block))
+    lines = re.findall(r"^M  CHG +\d+(.*)", block, re.M)
+    codes = [int(row[36:39].strip() or 0) for row in block.splitlines()[4 : 4 + len(atoms)]]
+    charges = [int(one) for line in lines for one in line.split()[1::2]]
+    atoms.info["charge"] = sum(charges if lines else (4 - code for code in codes if code % 4))
     return atoms
 
 
