@@ -185,6 +185,8 @@ def _loads(path: Path, kind: str) -> _Loads:
             stated = {} if form.isbinary else _stated(kind, file)
             if kind == "vasp":
                 expect_counts_of_poscar(file)
+            elif kind == "proteindatabank":
+                expect_elements_of_pdb(file)
             elif kind == "vasp-xml" and "</modeling>" not in "".join(deque(file, 3)):
                 warn(f"{path}: the file is truncated; its last steps are not read")
             file.seek(0)
@@ -276,7 +278,7 @@ def ase_format(path: Path) -> str | None:
     return next(of_vasp, None) or next(others, None)
 
 
-# The functions below reject what ASE would misread in XYZ, CIF and POSCAR files.
+# The functions below reject what ASE would misread in XYZ, CIF, POSCAR and PDB files.
 
 
 def xyz_frames(file: IO[str]) -> Iterator[Callable[[], Atoms]]:
@@ -386,3 +388,17 @@ def expect_counts_of_poscar(file: IO[str]) -> None:
         raise ValueError(
             f"line 7 has {len(counts)} counts for {len(symbols)} elements; expected one count each"
         )
+
+
+def expect_elements_of_pdb(file: IO[str]) -> None:
+    """Rejects names of atoms that ASE may misread, such as CA for a carbon atom, as elements."""
+    from ase.data import atomic_numbers
+
+    for line in file:
+        name = line[12:16].strip()
+        own = line.startswith(("ATOM", "HETATM")) and not line[76:78].strip()
+        if own and name[:2].isupper() and name[:2].title() in atomic_numbers and len(name) > 1:
+            raise ValueError(
+                f"atom {shown(name)} has no element in columns 77 and 78; ASE would read "
+                f"{name[:2].title()}; add the elements"
+            )
