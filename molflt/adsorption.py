@@ -205,7 +205,9 @@ def _at(
         away = points[:, :, None] - tiles.pos[near]
         along = away @ site.axes[2]
         left = contact[:, near] ** 2 - (away**2).sum(axis=-1) + along**2
-        lift = np.where(left > 0, np.sqrt(left.clip(0)) - along, -np.inf).max(axis=(1, 2))
+        lift = np.where(left > 0, np.sqrt(left.clip(0)) - along, -np.inf)
+        lift = lift.max(axis=(1, 2), initial=-np.inf)
+        lift[np.isneginf(lift)] = 0.0  # fits through a hole, as H does through graphene
         points += lift[:, None, None] * site.axes[2]
         images = tiles.images[1:]
         images = images[np.linalg.norm(images, axis=1) < 2 * reach + least.max()]

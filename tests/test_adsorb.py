@@ -132,6 +132,15 @@ def test_placements_are_ready_for_calculations() -> None:
     assert len(placements(slab, "CO")) > 0
 
 
+def test_atoms_that_fit_through_a_hole_rest_at_the_site() -> None:
+    sheet = graphene(size=(3, 3, 1), vacuum=6)
+    found = {one.info["site"]: one for one in placements(sheet, "H")}
+    assert len(found) == 3  # top, bridge, and the center of a ring
+    for one in found.values():
+        assert 1 < one.get_distances(-1, range(len(sheet)), mic=True).min() < 1.6
+        assert one.positions[-1, 2] > sheet.positions[:, 2].max()
+
+
 def test_molecules_are_read_from_files_without_their_cell(tmp_path: Path) -> None:
     methyl, slab = molecule("CH3"), fcc111("Cu", (2, 2, 3), vacuum=8)
     expected = keys(placements(slab, "CH3"))
