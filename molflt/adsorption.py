@@ -84,14 +84,15 @@ def molecule(name: str | Path) -> Atoms:
 
     kind, _, text = str(name).partition("smiles:")
     if text:
-        from rdkit.Chem import AddHs, AllChem, MolFromSmiles
+        from rdkit.Chem import AddHs, AllChem, GetFormalCharge, MolFromSmiles
 
         made = MolFromSmiles(text)
         if made is None or AllChem.EmbedMolecule(made := AddHs(made), randomSeed=0):
             raise ValueError(f"molecule {name}: RDKit cannot build a structure from this SMILES")
         AllChem.MMFFOptimizeMolecule(made)
         symbols = [atom.GetSymbol() for atom in made.GetAtoms()]
-        return Atoms(symbols, made.GetConformer().GetPositions())
+        charge = {"charge": GetFormalCharge(made)}
+        return Atoms(symbols, made.GetConformer().GetPositions(), info=charge)
     if Path(kind).is_file():
         return _molecule_in(Path(kind))
     try:

@@ -23,6 +23,7 @@ from ase.io import read, write
 from tiny_run import printed, table
 
 from molflt.adsorption import cut, placements, ranked, sites, varied
+from molflt.adsorption import molecule as named
 
 # Sites in the literature. pymatgen's AdsorbateSiteFinder also finds 4, 3, 4 and 4 sites for the
 # first four surfaces, but only sees the upper row of fcc(110).
@@ -139,6 +140,11 @@ def test_atoms_that_fit_through_a_hole_rest_at_the_site() -> None:
     for one in found.values():
         assert 1 < one.get_distances(-1, range(len(sheet)), mic=True).min() < 1.6
         assert one.positions[-1, 2] > sheet.positions[:, 2].max()
+
+
+def test_molecules_from_smiles_keep_their_charge() -> None:
+    pytest.importorskip("rdkit")
+    assert [named(f"smiles:{text}").info["charge"] for text in ("[OH-]", "CO")] == [-1, 0]
 
 
 def test_molecules_are_read_from_files_without_their_cell(tmp_path: Path) -> None:
