@@ -140,7 +140,7 @@ REFUSED = {
     "one_species.cif": (f"{OCCUPIED}A1 Cu 0 0 0 1\nA2 O .5 0 0 0.5(1)\n", "site 1 .*O 0.5"),
     "capitals.cif": (f"{CIF}A1 CL 0 0 0\n", "'CL'.* reads as C"),
     "part.pdb": (PDB, "atom 0 .*occupancy 0.5"),
-    "names.pdb": (PDB.replace(" CU LIG", "CA  LIG").rstrip()[:-2], "'CA' .*77 and 78.* read Ca"),
+    "names.pdb": (PDB.replace(" CU LIG", "CA  LIG").rstrip()[:-2], "CA .*77 and 78.* read as Ca"),
     "small_letters.xyz": (xyz(f'lattice="{CELL}" {SPECIES}', "Cu 0 0 0"), "'lattice'.*Lattice="),
     "no_lattice.xyz": (xyz(f'pbc="T T T" {SPECIES}', "Cu 0 0 0"), "lattice vectors"),
     "jobs.gjf": (f"{JOB}--Link1--\n{JOB}", "Link1"),

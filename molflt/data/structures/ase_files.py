@@ -50,15 +50,11 @@ _BEGINNINGS = {  # formats that ASE recognizes; _OF_VASP recognizes VASP's files
     *("nwchem-out", "onetep-out", "orca-output", "turbomole", "turbomole-gradient"),
 }
 _OF_VASP = {rb"\s*vasp\.\d": "vasp-out", rb"\s*(<\?xml[^>]*>\s*)?<modeling>": "vasp-xml"}
-# Total charge and multiplicity, which ASE does not read
+# Total charge and multiplicity in files of these formats, which ASE does not read
+_STATING = ("gaussian-in", "gaussian-out", "nwchem-in", "nwchem-out", "orca-output", "espresso-in")
 _STATED = {
-    "gaussian-in": r"^[ \t]*(?P<charge>[+-]?\d+)[ \t,]+(?P<multiplicity>\d+)[ \t]*$",
-    "gaussian-out": r"^ *Charge *= *(?P<charge>\S+) +Multiplicity *= *(?P<multiplicity>\d+)",
-    "orca-output": r"^ *Total Charge +Charge +\.* *(?P<charge>\S+)"
-    r"(\s+Multiplicity +Mult +\.* *(?P<multiplicity>\d+))?",
-    "nwchem-in": r"^[ \t]*charge +(?P<charge>\S+)",
-    "nwchem-out": r"^ *Charge +: +(?P<charge>\S+)",
-    "espresso-in": r"^[^!\n]*tot_charge *= *(?P<charge>[^\s,]+)",
+    "charge": r"^( *(total )?charge( +charge)?|[^!\n]*tot_charge)[ :=]*(\.{3,})? *(?P<n>[-+.\d]+)",
+    "multiplicity": r"multiplicity( +mult)?[ :=]*(\.{3,})? *(?P<n>\d+)",
 }
 _PEEK = 50_000  # bytes that are read to recognize a format
 # Keys of XYZ files that ASE reads, and other names of cells, which it ignores
@@ -200,12 +196,14 @@ def _loads(path: Path, kind: str) -> _Loads:
 
 def _stated(kind: str, file: IO[str]) -> dict[str, float]:
     """Returns the total charge and multiplicity in a file, if ASE does not read them."""
-    text = file.read() if kind in _STATED else ""
+    text = file.read() if kind in _STATING else ""
     if "--link1--" in text.lower():
         raise ValueError("several jobs (--Link1--), whose atoms ASE joins; split the file")
-    found = re.search(_STATED[kind], text, re.M | re.I) if text else None
-    named = {} if found is None else found.groupdict()
-    return {name: float(x.lower().replace("d", "e")) for name, x in named.items() if x}
+    if kind == "gaussian-in":
+        pair = r"^[ \t]*([+-]?\d+)[ \t,]+(\d+)[ \t]*$"
+        text = re.sub(pair, r"charge \1 multiplicity \2", text, count=1, flags=re.M)
+    found = {name: re.search(pattern, text, re.M | re.I) for name, pattern in _STATED.items()}
+    return {name: float(one["n"]) for name, one in found.items() if one}
 
 
 def _rows(path: Path, kind: str) -> _Loads:
@@ -374,10 +372,10 @@ def _molecule_of_sdf(block: str) -> Atoms:
     from ase.io.sdf import read_sdf
 
     atoms: Atoms = read_sdf(StringIO(block))
-    lines = re.findall(r"^M  CHG +\d+(.*)", block, re.M)
     codes = [int(row[36:39].strip() or 0) for row in block.splitlines()[4 : 4 + len(atoms)]]
+    lines = re.findall(r"^M  CHG +\d+(.*)", block, re.M)  # replace the codes
     charges = [int(one) for line in lines for one in line.split()[1::2]]
-    atoms.info["charge"] = sum(charges if lines else (4 - code for code in codes if code % 4))
+    atoms.info["charge"] = sum(charges or (4 - code for code in codes if code % 4))
     return atoms
 
 
@@ -395,10 +393,10 @@ def expect_elements_of_pdb(file: IO[str]) -> None:
     from ase.data import atomic_numbers
 
     for line in file:
-        name = line[12:16].strip()
-        own = line.startswith(("ATOM", "HETATM")) and not line[76:78].strip()
-        if own and name[:2].isupper() and name[:2].title() in atomic_numbers and len(name) > 1:
+        name = line[12:16].strip()[:2] * line.startswith(("ATOM", "HETATM"))
+        named = bool(line[76:78].strip())
+        if not named and re.fullmatch("[A-Z]{2}", name) and name.title() in atomic_numbers:
             raise ValueError(
-                f"atom {shown(name)} has no element in columns 77 and 78; ASE would read "
-                f"{name[:2].title()}; add the elements"
+                f"an atom {name} without an element in columns 77 and 78, which ASE would read as "
+                f"{name.title()}; add the elements"
             )
