@@ -12,7 +12,7 @@ import re
 import reprlib
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from pkgutil import resolve_name
@@ -191,6 +191,22 @@ def save_tensors(
             digest = _sha256(size + text, file)
             file.seek(len(size))
             file.write(text.replace(_BLANK, digest.encode(), 1))
+
+
+def read_arrays(path: Path, wanted: Collection[str]) -> dict[str, np.ndarray]:
+    """Reads all arrays of an npz file by name, without unpickling."""
+    import numpy as np
+
+    try:
+        with np.load(path, allow_pickle=False) as arrays:
+            found = dict(arrays)
+    except FileNotFoundError:
+        raise
+    except Exception as error:  # a damaged file can raise anything
+        raise ValueError(f"{path}: expected an npz file with arrays; {error}") from None
+    if absent := sorted({*wanted} - found.keys()):
+        raise ValueError(f"{path}: expected arrays {', '.join(wanted)}; {absent} missing")
+    return found
 
 
 def read_header(path: Path) -> dict[str, str]:

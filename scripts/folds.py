@@ -16,12 +16,13 @@ from collections import defaultdict
 from pathlib import Path
 
 import numpy as np
-from kit.rows import Rows, by_group, markdown, mean_sd, names, pick, read_arrays, write_csv
+from kit.rows import Rows, by_group, markdown, mean_sd, names, pick, write_csv
 from kit.runs import job_of, on_data, publish, read_energies, system_rows, work_all
 from kit.words import guarded, parsed, trainings
 
 from molflt import plots
 from molflt.data.structures.systems import read_systems
+from molflt.files import read_arrays
 from molflt.metrics import EWT_THRESHOLD
 
 TEST, VALIDATION = "test_id", "val_id"

@@ -28,7 +28,6 @@ from pathlib import Path, PurePosixPath
 import numpy as np
 from ase.data import atomic_numbers
 from ase.io.vasp import read_vasp_configuration
-from kit.rows import read_arrays
 from kit.words import described, guarded
 from torch_geometric.data import Data
 from tqdm import tqdm
@@ -39,6 +38,7 @@ from molflt.data.structures.records import make_record
 from molflt.data.structures.splits import VAL_SPLITS
 from molflt.data.structures.store import write_store
 from molflt.data.structures.systems import System, write_systems
+from molflt.files import read_arrays
 
 RELAXED, INITIAL, FAMILIES = "energies.dat", "energies_i.dat", "groups.dat"
 START, END = ".poscar", ".contcar"

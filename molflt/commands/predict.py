@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -295,7 +296,8 @@ def _sentences(model: SentenceLabeler, source: Path, batch_size: int) -> list[di
 
 def _images(model: ImageLabeler, source: Path, batch_size: int) -> Iterator[dict[str, object]]:
     side, channels = model.model.image_size, model.model.channels
-    images = read_images(source, side, channels, model.trained.task.get("resize") or side)
+    resize: Any = model.trained.task.get("resize") or side
+    images = read_images(source, side, channels, resize)
     while some := list(islice(images, batch_size)):
         found = model.classify(torch.stack([image for _, image in some]), batch_size)
         for (name, _), one in zip(some, found, strict=True):

@@ -44,9 +44,8 @@ _LISTED = 5  # maximum number of reasons in a warning
 _NUMBERED = re.compile(r"(?:([^:]*: )(-?\d+(?:[.,]\d+)*))?(.+)")  # label, number, rest
 _ARRAYS = ("sid", "natoms", "members", "target", "baseline", "new_elements")
 _NOTES = ("elements", "adsorbed", "bare", "overlapping")  # columns for warnings
-_FORCE = "or predict anyway with --force (force=True)"
-_INSTEAD = f"find tags from the geometry with --tags guess (tags='guess'), {_FORCE}"
-_SET_TAGS = f"set tags yourself, 0 subsurface, 1 surface and 2 adsorbate, {_FORCE}"
+_INSTEAD = "find tags from the geometry with --tags guess (tags='guess')"
+_SET_TAGS = "set tags yourself, 0 subsurface, 1 surface and 2 adsorbate"
 
 
 @dataclass(frozen=True)
@@ -224,7 +223,7 @@ def infer(
                 present = set(record.atomic_numbers.unique().tolist())
                 refuse_undescribed(present, beyond, f"{dataset.path}: sid {int(record.sid)}")
                 if domain is not None and not force:
-                    _expect_tags(record, domain, dataset)
+                    _expect_tags(record, domain, dataset, shared)
             batch = Batch.from_data_list(records).to(device)
             out = _outputs(model, batch, dataset.path)
             kept = {one: out[one].float() for one in by_atom if one in out}
@@ -338,12 +337,15 @@ def _on_mesh(model: nn.Module, batch: Batch) -> int:
     return 0 if chosen is None else int(chosen.sum())
 
 
-def _expect_tags(record: Data, domain: Domain, dataset: Structures) -> None:
+def _expect_tags(record: Data, domain: Domain, dataset: Structures, by_contact: bool) -> None:
     if reason := domain.refusal(record):
+        advice = _SET_TAGS if isinstance(dataset, Tagged) else _INSTEAD
+        if not by_contact or record.tags.any():
+            advice += ", or predict anyway with --force (force=True)"
         formula = _hill(record.atomic_numbers.numpy())
         raise ValueError(
             f"{dataset.path}: sid {int(record.sid)} ({formula}): {reason}; its energy would be "
-            f"meaningless; {_SET_TAGS if isinstance(dataset, Tagged) else _INSTEAD}"
+            f"meaningless; {advice}"
         )
 
 

@@ -103,7 +103,8 @@ def read_trained(
     unmeasured = why_of_others(evaluated, weights)
     results = None if unmeasured else _json(evaluated / RESULTS)
     data = config["data"]
-    named = {name: data[name] for name in ("tags", "baseline_key", "resize") if name in data}
+    kept = ("tags", "baseline_key", "resize")
+    named: dict[str, object] = {name: data[name] for name in kept if name in data}
     named |= {"name": data["task"]} if "task" in data else {}
     return Trained(
         path=run,

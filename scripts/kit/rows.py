@@ -3,14 +3,11 @@
 import csv
 import math
 import statistics
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from torch import Tensor
-
-from molflt.files import shown
 
 Row = dict[str, Any]
 Rows = list[Row]
@@ -137,25 +134,3 @@ def by_group(rows: Rows, kind: str, value: str, head: str) -> str:
         means = [statistics.fmean(row[value] for row in pick(own, model=m)) for m in models]
         lines.append([group, len(names(own, "name")), *(f"{mean:.3f}" for mean in means)])
     return markdown([head, "systems", *(f"{model}, MAE, eV" for model in models)], lines)
-
-
-def read_arrays(path: Path, wanted: Collection[str]) -> dict[str, np.ndarray]:
-    """Reads all arrays of an npz file by name, without unpickling.
-
-    Raises ValueError if the file is damaged or does not contain all `wanted` arrays.
-    """
-    if not path.is_file():
-        raise FileNotFoundError(f"{path}: no such file; expected an npz file")
-    try:
-        with np.load(path, allow_pickle=False) as arrays:
-            found = {name: arrays[name] for name in arrays.files}
-    except Exception as error:  # a damaged file can raise anything
-        raise ValueError(
-            f"{path}: expected an npz file with arrays; {shown(str(error), 120)}"
-        ) from None
-    if absent := [name for name in wanted if name not in found]:
-        raise ValueError(
-            f"{path}: expected arrays {', '.join(wanted)}; got {shown(sorted(found))} without "
-            f"{absent[0]}"
-        )
-    return found
