@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from molflt.attention.checks import at_least_one
+from molflt.attention.checks import at_least_one, whole
 from molflt.attention.decoder import DecoderState
 from molflt.sequence.encoder_decoder import EncoderDecoder, Translating
 from molflt.sequence.generation import expect_finite
@@ -56,9 +56,10 @@ def beam_search(
     if model.training:
         raise ValueError("beam_search needs a model without dropout; call model.eval() first")
     at_least_one(beam=beam, limit=1 if limit is None else limit)
+    whole("end", torch.tensor(end), 0, model.vocabulary - 1, "an id of the vocabulary")
     search = _Search(model, source, source_mask, begin, end, beam, length_penalty)
     there = torch.ones_like(source) if source_mask is None else source_mask.long()
-    most = 2 * there.sum(dim=1) + 10 if limit is None else torch.full_like(source[:, 0], limit)
+    most = 2 * there.sum(dim=1) + 10 if limit is None else there.new_full((len(there),), limit)
     search.most = most if model.longest is None else most.clamp(max=model.longest)
     while search.open:
         search.step()

@@ -13,6 +13,7 @@ from molflt.sequence import (
     TokenEncoder,
     sample,
 )
+from molflt.sequence.beam import beam_search
 from molflt.sequence.generation import _choose
 from molflt.sequence.published import options_of
 from refusals import refused
@@ -88,6 +89,13 @@ ROWS = [
     ),
     refused(lambda: sample(make(LanguageModel), IDS[:1], 1, top_k=0), "top_k", "at least 1", "0"),
     refused(lambda: sample(make(LanguageModel), IDS[:1], -5), "count", "at least 0", "-5"),
+    *(
+        refused(
+            lambda end=end: beam_search(make(EncoderDecoder), IDS, begin=1, end=end, limit=2),
+            *("end", "0 to 9", str(end)),
+        )
+        for end in (10, -1)
+    ),
     # pixels
     refused(lambda: pixels().bytes_of(IMAGES), "images", "(batch, 1, 3, 3)", "(2, 1, 8, 8)"),
     # options of models of images

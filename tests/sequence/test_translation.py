@@ -214,6 +214,12 @@ def test_a_beam_of_a_batch_is_that_of_each_source(mechanism):
         assert one.score == pytest.approx(float(log_p.sum()) / log_p.shape[1] ** 1.2, abs=1e-10)
 
 
+def test_sources_without_tokens_have_targets():
+    none = torch.zeros(2, 0, dtype=torch.long)
+    found = beam_search(tiny("prf"), none, begin=BEGIN, end=END, limit=4)
+    assert [len(one.tokens) <= 3 for one in found] == [True, True]
+
+
 # --- invariances --------------------------------------------------------------------------------
 
 
