@@ -109,6 +109,8 @@ class Decoder(nn.Module):
         # `dropout` in `stack` applies to the blocks
         shared = signature(Attention).parameters.keys() - {"dropout", *_OF_SELF_ATTENTION}
         given = {name: value for name, value in stack.items() if name in shared}
+        if given.get("normalize") == "unmasked":  # equals "masked" without a position
+            del given["normalize"]
         eps = self.stack._blocks()[0].attention_norm.eps
         self.cross = nn.ModuleList(
             CrossAttention(dim, heads, dropout=attention_dropout, **given) for _ in range(layers)

@@ -220,6 +220,18 @@ def test_sources_without_tokens_have_targets():
     assert [len(one.tokens) <= 3 for one in found] == [True, True]
 
 
+def test_normalizers_without_positions_are_those_of_attention_to_the_source():
+    plain, other = tiny("flt"), tiny("flt", normalize="unmasked")
+    source, mask = sources()
+    target = ids(3, 4, seed=2)
+    assert {block.attention.normalize for block in other.decoder.stack.blocks} == {"unmasked"}
+    assert {cross.normalize for cross in other.decoder.cross} == {"masked"}
+    whole = other(source, target, mask)
+    assert (whole - plain(source, target, mask)).abs().max() > 1e-6
+    steps, _ = other.advance(target, other.begin(other.encode(source, mask), mask))
+    torch.testing.assert_close(steps, whole, **EXACT)
+
+
 # --- invariances --------------------------------------------------------------------------------
 
 
