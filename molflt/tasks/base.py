@@ -115,13 +115,16 @@ class Task(ABC, Generic[_Batch, _Data]):
                 f"task.redraw_every={self.redraw_every}: this model does not have random features; "
                 "remove the option"
             )
+        parameters = dict(self.model.named_parameters())
+        free = {name for name, parameter in parameters.items() if parameter.requires_grad}
         for pattern in self.lr_factors:
-            named = _named(dict(self.model.named_parameters()), pattern, "lr_factors")
-            if not any(self.model.get_parameter(name).requires_grad for name in named):
+            named = _named(parameters, pattern, "lr_factors")
+            if free.isdisjoint(named):
                 raise ValueError(
                     f"task.lr_factors {pattern!r}: all {len(named)} matching parameters are "
-                    "frozen; expected trainable parameters; remove it, or a pattern of task.freeze"
+                    "frozen or match an earlier pattern; remove this pattern, or move it forward"
                 )
+            free.difference_update(named)
 
     def prepare(self, data: _Data) -> None:
         """Sets buffers of the model from the training data before a new run."""
