@@ -37,6 +37,7 @@ from molflt.graph.regressor import EnergyRegressor
 from molflt.tasks.is2re import IS2RETask, _displacement_error
 from molflt.training.callbacks import _Averages
 from molflt.training.checkpoint import load_run
+from molflt.training.fit import _warn_of_slow_average
 from molflt.training.loop import _LightningTask
 from molflt.training.run_folder import best_of
 from molflt.training.start import dated_run
@@ -116,6 +117,12 @@ def test_averaged_weights_are_validated_and_kept(shared_data, tmp_path, capsys):
     # averaging does not change training
     assert logged(tmp_path / "still", "train_loss") == logged(tmp_path / "plain", "train_loss")
     assert mae(tmp_path / "still", shared_data, "last") == pytest.approx(maes[1], rel=1e-5)
+
+
+@pytest.mark.parametrize(("steps", "word"), [(1, ""), (2, "50% of the"), (9, "")])
+def test_the_first_average_is_that_of_the_first_step(steps, word, recwarn):
+    _warn_of_slow_average(0.5, steps)
+    assert word in str(recwarn.pop().message) if word else not recwarn
 
 
 def test_validation_keeps_float64_weights_and_averages(shared_data, tmp_path):

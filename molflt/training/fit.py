@@ -123,7 +123,7 @@ def _silence_lightning() -> None:
 
 
 def _warn_of_slow_average(decay: float | None, max_steps: int) -> None:
-    first = 0.0 if decay is None else decay ** (max_steps - 1)
+    first = 0.0 if decay is None or max_steps == 1 else decay ** (max_steps - 1)
     if first > 0.1:
         warnings.warn(
             f"trainer.ema_decay={decay:g} with trainer.max_steps={max_steps}: {first:.0%} of the "

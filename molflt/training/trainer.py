@@ -34,8 +34,9 @@ class TrainerOptions:
         checkpoint_every: number of steps between checkpoints; a checkpoint also precedes each
             validation.
         ema_decay: decay of an exponential moving average of the weights. Validation uses the
-            averaged weights, and training saves them. null disables averaging. In the final
-            average, the weights after the first step have the coefficient decay^(max_steps - 1).
+            averaged weights, and training saves them. null disables averaging. The average
+            starts with the weights after the first step, whose final coefficient is
+            decay^(max_steps - 1).
         log_every: number of steps between rows of metrics.csv.
         num_sanity: number of validation batches to run before training, as a check.
         accumulate: number of batches whose gradients are averaged for one step. All batches have
