@@ -77,7 +77,7 @@ class OptimizerTask(Task[Tensor, object]):
         self.burn_in = burn_in
 
     def loss(self, batch: Tensor, progress: float) -> tuple[Tensor, _OptimizerSums]:
-        before = int((self.burn_in + 1) ** float(torch.rand(()))) - 1  # seeded at each step
+        before = int((self.burn_in + 2) ** float(torch.rand(()))) - 1  # seeded at each step
         found = self._unroll(batch, self.unroll, before)
         return found.loss.to(next(self.model.parameters()).dtype), _OptimizerSums.of(found)
 

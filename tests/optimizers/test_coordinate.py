@@ -9,7 +9,8 @@ from molflt.data.problems import generator_of
 from molflt.optimizers import LearnedOptimizer
 from molflt.optimizers.coordinate import CoordinateOptimizer, OptimizerState
 from molflt.optimizers.problems import Problem, draw_problem
-from molflt.optimizers.unroll import unroll
+from molflt.optimizers.unroll import Unrolled, unroll
+from molflt.tasks.optimizers import OptimizerTask
 
 MASK = {"spectrum": "gaussian_mixture", "num_gaussians": 3}
 SMALL = {"dim": 8, "layers": 2}
@@ -133,6 +134,21 @@ def test_unrolls_have_the_gradient_of_backpropagation(name: str, before: int) ->
     one = torch.autograd.grad(found.loss, learned)
     other = torch.autograd.grad(losses.mean(), learned)
     torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("burn_in", [0, 1, 2])
+def test_numbers_of_preceding_steps_are_0_to_burn_in(burn_in: int, monkeypatch) -> None:
+    task, seen = OptimizerTask(learned(), unroll=1, burn_in=burn_in), []
+
+    def unrolled(batch: Tensor, steps: int, before: int) -> Unrolled:
+        seen.append(before)
+        return Unrolled(torch.zeros(()), torch.zeros(1), torch.zeros(1))
+
+    monkeypatch.setattr(task, "_unroll", unrolled)
+    torch.manual_seed(0)
+    for _ in range(60):
+        task.loss(torch.tensor([0]), 0.0)
+    assert {*seen} == {*range(burn_in + 1)}
 
 
 def test_problems_depend_only_on_seed_and_step() -> None:
