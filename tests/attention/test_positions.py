@@ -79,6 +79,10 @@ def test_buckets_are_t5s(bidirectional, num_buckets, max_distance):
     )
     assert torch.equal(position.bucket(offsets), expected)
     assert position.bucket(offsets).max() == num_buckets - 1
+    torch.set_default_dtype(torch.bfloat16)
+    coarse = BucketedPosition(1, num_buckets, max_distance, bidirectional)
+    torch.set_default_dtype(torch.float32)
+    assert coarse.buckets == position.buckets
     assert list(position.state_dict()) == ["table"]
 
 

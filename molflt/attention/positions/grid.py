@@ -138,7 +138,7 @@ class BucketedPosition(Position):
         # computed in float32. It is not a buffer, because buffers on the meta device have no
         # values.
         distance = torch.arange(max_distance + 1, device="cpu")
-        log_distance = torch.log(distance.clamp(min=1) / single)
+        log_distance = torch.log(distance.clamp(min=1).float() / single)
         steps = log_distance / math.log(max_distance / single) * (size - single)
         far = single + steps.long()
         self.buckets = torch.where(distance < single, distance, far.clamp(max=size - 1)).tolist()
