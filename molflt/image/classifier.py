@@ -180,10 +180,11 @@ class ImageClassifier(Redrawn):
         For one-dimensional encodings: indices 0, 1, 2, ... of tokens, of shape (1, tokens, 1).
         """
         axes = 2 if self.stack.position is None else self.stack.position.dim
-        tokens, dtype = self.side**2 + (self.class_token is not None), torch.get_default_dtype()
+        tokens = self.side**2 + (self.class_token is not None)
+        index = torch.arange(tokens, dtype=torch.float64, device="cpu")
         if axes == 1:
-            return torch.arange(tokens, dtype=dtype)[None, :, None]
-        line = torch.arange(self.side, dtype=dtype) - (self.side - 1) / 2
+            return index[None, :, None]
+        line = index[: self.side] - (self.side - 1) / 2
         grid = torch.cartesian_prod(line, line)
         return torch.cat((grid.new_zeros(tokens - len(grid), 2), grid))[None]
 
@@ -237,6 +238,6 @@ def _refuse_misfits(
 
 def _sinusoids(side: int, dim: int) -> Tensor:
     """Returns sines and cosines of row and column indices (arXiv:1706.03762, section 3.5)."""
-    line = sinusoids(torch.arange(side), dim // 2)
+    line = sinusoids(torch.arange(side, device="cpu"), dim // 2)
     axes = line.repeat_interleave(side, dim=0), line.repeat(side, 1)
-    return torch.cat(axes, dim=-1)[None].to(torch.get_default_dtype())
+    return torch.cat(axes, dim=-1)[None]

@@ -149,7 +149,7 @@ class PopulationOptimizer:
                 f"tell before ask in generation {generation}; expected the values at the points "
                 "that ask() returns; call ask() first"
             )
-        told = torch.as_tensor(values, dtype=torch.float64).detach()
+        told = torch.as_tensor(values, dtype=torch.float64, device="cpu").detach()
         if told.shape != (self.members,):
             raise ValueError(
                 f"values must have shape ({self.members},), one for each member; got "

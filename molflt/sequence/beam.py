@@ -56,7 +56,7 @@ def beam_search(
     if model.training:
         raise ValueError("beam_search needs a model without dropout; call model.eval() first")
     at_least_one(beam=beam, limit=1 if limit is None else limit)
-    whole("end", torch.tensor(end), 0, model.vocabulary - 1, "an id of the vocabulary")
+    whole("end", source.new_tensor(end), 0, model.vocabulary - 1, "an id of the vocabulary")
     search = _Search(model, source, source_mask, begin, end, beam, length_penalty)
     there = torch.ones_like(source) if source_mask is None else source_mask.long()
     most = 2 * there.sum(dim=1) + 10 if limit is None else there.new_full((len(there),), limit)

@@ -77,7 +77,7 @@ def _choose(
     expect_finite(logits)
     if temperature == 0:
         return logits.argmax(dim=-1)
-    index = torch.arange(logits.shape[-1]).expand_as(logits)
+    index = torch.arange(logits.shape[-1], device="cpu").expand_as(logits)
     if top_k is not None:
         logits, index = logits.topk(min(top_k, logits.shape[-1]), dim=-1)
     # the maximum is subtracted first, because quotients would overflow at low temperatures

@@ -7,6 +7,7 @@ from contract import EXACT
 from torch import Tensor
 
 from molflt.attention import POSITIONS, make_position
+from molflt.data.images.augment import augment
 from molflt.evaluation.common import attention_of
 from molflt.image.classifier import ImageClassifier, _sinusoids
 
@@ -107,6 +108,25 @@ def test_position_scale_and_given_options() -> None:
     assert model(position="cosine", feature_map="cosformer").stack.position.max_tokens == 9
     line = model(position="spectral", position_options={**MIXTURE, "dim": 1})
     assert line.positions[0, :, 0].tolist() == list(range(9))
+
+
+@pytest.mark.parametrize("kind", ["none", "flip_crop", "resized_crop"])
+@pytest.mark.parametrize("axes", [1, 2])
+def test_default_device_and_type_change_nothing(axes: int, kind: Any) -> None:
+    options = {**MIXTURE, "dim": axes}
+    net, x = model(absolute="sinusoidal", position="spectral", position_options=options), images()
+
+    def found() -> torch.Tensor:
+        torch.manual_seed(0)
+        return net(augment(x, kind))
+
+    plain = found()
+    with torch.device("meta"):
+        torch.testing.assert_close(found(), plain, **EXACT)
+    torch.set_default_dtype(torch.bfloat16)
+    coarse = net(x)
+    torch.set_default_dtype(torch.float32)
+    torch.testing.assert_close(coarse, net(x), **EXACT)
 
 
 def test_bytes_and_shares_are_one_image() -> None:

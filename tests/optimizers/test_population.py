@@ -136,7 +136,8 @@ def test_resumes_to_the_bit() -> None:
 
     def go(optimizer: PopulationOptimizer, steps: int) -> PopulationOptimizer:
         for _ in range(steps):
-            optimizer.tell(optimizer.ask().square().sum(dim=1))
+            with torch.device("meta"):  # a default device other than that of the model
+                optimizer.tell(optimizer.ask().square().sum(dim=1).tolist())
         return optimizer
 
     whole = go(PopulationOptimizer(model, MEMBERS, seed=1, start=[1, 2, 3], scale=0.5), 7)

@@ -188,13 +188,16 @@ def test_seed_top_k_and_temperature():
     prompt = ids(1, 4)
 
     def draw(seed: int, **options) -> list[int]:
-        generator = torch.Generator().manual_seed(seed)
+        generator = torch.Generator("cpu").manual_seed(seed)
         return list(map(int, sample(model, prompt, 12, generator=generator, **options)))
 
     assert draw(0) == draw(0) != draw(1)
     greedy = draw(0, temperature=0)
     assert draw(0, top_k=1) == greedy == draw(1, temperature=1e-12)
     assert draw(0, top_k=VOCABULARY + 5, temperature=2.0) != greedy
+    plain = draw(0)
+    with torch.device("meta"):  # a default device other than that of the model
+        assert draw(0) == plain
 
 
 def test_draws_follow_the_probabilities():

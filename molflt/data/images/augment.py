@@ -35,15 +35,16 @@ def augment(images: Tensor, kind: Augmentation, size: int | None = None) -> Tens
         resized crops are always floating point.
     """
     size = images.shape[-2] if size is None else size
-    if kind.startswith("flip"):
-        mirrored = (torch.rand(len(images)) < 0.5).to(images.device)
-        images = torch.where(mirrored[:, None, None, None], images.flip(-1), images)
-    if kind.endswith("resized_crop"):
-        return _random_resized_crop(images, size)
-    if kind.endswith("crop"):
-        larger = min(images.shape[-2:]) > size
-        return _random_crop(images, size, 0 if larger else size // 8)
-    return center_crop(images, size)
+    with torch.device("cpu"):  # regardless of torch's default device
+        if kind.startswith("flip"):
+            mirrored = (torch.rand(len(images)) < 0.5).to(images.device)
+            images = torch.where(mirrored[:, None, None, None], images.flip(-1), images)
+        if kind.endswith("resized_crop"):
+            return _random_resized_crop(images, size)
+        if kind.endswith("crop"):
+            larger = min(images.shape[-2:]) > size
+            return _random_crop(images, size, 0 if larger else size // 8)
+        return center_crop(images, size)
 
 
 def center_crop(images: Tensor, size: int) -> Tensor:
