@@ -78,7 +78,8 @@ def warn(text: str) -> None:
 
 
 def _not_written(path: Path, error: OSError, kept: str) -> OSError:
-    advice = "free some space" if error.errno in _FULL else "choose another name or folder"
+    full = error.errno in _FULL or os.strerror(errno.ENOSPC) in str(error)  # without errno: Rust
+    advice = "free some space" if full else "choose another name or folder"
     return OSError(f"{path}: could not be written ({error.strerror or error}); {kept}; {advice}")
 
 

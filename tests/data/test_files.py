@@ -4,7 +4,7 @@ import stat
 
 import numpy as np
 import pytest
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from molflt.files import (
     append,
@@ -43,6 +43,15 @@ def test_appending_is_atomic(tmp_path):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
     assert path.read_text() == "a\nb\n"
+
+
+def test_a_full_disk_is_named_for_tensors(tmp_path, monkeypatch):
+    def full(*_, **__):
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr("safetensors.numpy.save_file", full)
+    with pytest.raises(OSError, match="No space left on device.*free some space"):
+        save_tensors(tmp_path / "a.safetensors", {"x": np.zeros(3)}, {})
 
 
 def test_every_byte_of_tensors_is_guarded_by_their_digest(tmp_path):
