@@ -27,7 +27,9 @@ from molflt.data.structures.domain import Domain
 from molflt.data.structures.store import StructureStore, write_store
 from molflt.evaluation.ensemble import load_ensemble
 from molflt.evaluation.evaluated import EvaluationData
+from molflt.training.checkpoint import load_run, read_saved
 from molflt.training.config import read_config
+from molflt.training.start import _transfer
 
 STEPS = ["--trainer.max_steps=4", "--trainer.val_every=4"]
 # the steps are too small to change a weight, so the last weights are the initial weights
@@ -197,6 +199,15 @@ def test_words_keep_their_vectors_only_with_the_same_vocabulary(tmp_path):
     vocabulary = f"--data.vocabulary={source / 'vocabulary.json'}"
     found, now = tune("kept", tmp_path / "other.txt", vocabulary)
     assert found["new"] == {} and torch.equal(now["head.weight"], was["head.weight"])
+
+
+def test_words_of_weights_without_a_record_of_the_vocabulary_are_loaded(tmp_path):
+    run = recipe_runs.trained("language")
+    save_file(weights(run, "best"), tmp_path / "plain.safetensors")
+    source, model = read_saved(tmp_path / "plain.safetensors"), load_run(run, "last")[0]
+    found = _transfer(source, model, {"vocabulary.json": b"{}"})
+    assert found["new"] == {} and "head.weight" in found["loaded"]
+    assert torch.equal(model.head.weight, weights(run, "best")["head.weight"])
 
 
 def test_other_classes_get_new_logits(tmp_path):

@@ -138,7 +138,8 @@ def read_saved(path: Path, run: Path | None = None) -> Saved:
     config = None if run is None else read_config(run)
     weights, options, files = read_weights(path)
     if run is None or config is None:
-        return _exported(path, weights) or Saved(path, None, None, [options], [weights], files, {})
+        plain = Saved(path, None, None, [options], [weights], files or None, {})
+        return _exported(path, weights) or plain
     for name, digest in files.items():
         kept = run / name  # may be missing
         if kept.is_file() and hashlib.sha256(kept.read_bytes()).hexdigest() != digest:
