@@ -42,7 +42,7 @@ class Head(nn.Module):
 
     def score(self, hidden: Tensor, targets: Tensor) -> Tensor:
         """Computes `log_likelihood`, in pieces if the logits would need too much memory."""
-        size = max(1, _AT_ONCE // self.width)
+        size, targets = max(1, _AT_ONCE // self.width), targets.long()
         if len(hidden) <= size:
             return self.log_likelihood(hidden, targets)
         pieces = zip(hidden.split(size), targets.split(size), strict=True)

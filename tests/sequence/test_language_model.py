@@ -103,6 +103,7 @@ def test_log_probabilities(name, monkeypatch):
     expected = log_p.gather(-1, targets.clamp(min=0)[..., None])[..., 0] * (targets >= 0)
     found = model.log_likelihood(inputs, targets)
     torch.testing.assert_close(found, expected, **EXACT)
+    assert torch.equal(model.log_likelihood(inputs.int(), targets.int()), found)
     parameters = list(model.parameters())
     grads = torch.autograd.grad(found.sum(), parameters, allow_unused=True)
     monkeypatch.setattr(heads, "_AT_ONCE", 5 * model.head.width)
