@@ -41,7 +41,7 @@ class Task(ABC, Generic[_Batch, _Data]):
         model: the model to train.
         lr: peak learning rate.
         warmup_steps: number of steps of linear warm-up.
-        schedule: learning rate after the warm-up: "linear" or "cosine" (decreasing to 0 at the last
+        schedule: learning rate after the warm-up: "linear" or "cosine" (reaching 0 after the last
             step), "inverse_sqrt" (proportional to 1 / sqrt(step), independent of the number of
             steps), or "constant".
         optimizer: "adamw" (decoupled weight decay; fairseq and many papers call it Adam), or "adam"
