@@ -132,6 +132,7 @@ SPECIES = "Properties=species:S:1:pos:R:3"
 CELL = "9 0 0 0 9 0 0 0 9"
 
 
+NWI = "charge -1\n\ngeometry\n  O 0.0 0.0 0.0\nend\n\ntask dft energy\n"
 JOB = "#P HF\n\nhydroxide\n\n-1 1\nO 0.0 0.0 0.0\nH 0.0 0.0 0.96\n\n"
 
 
@@ -144,6 +145,7 @@ REFUSED = {
     "small_letters.xyz": (xyz(f'lattice="{CELL}" {SPECIES}', "Cu 0 0 0"), "'lattice'.*Lattice="),
     "no_lattice.xyz": (xyz(f'pbc="T T T" {SPECIES}', "Cu 0 0 0"), "lattice vectors"),
     "jobs.gjf": (f"{JOB}--Link1--\n{JOB}", "Link1"),
+    "jobs.nwi": (f"{NWI}charge 0\ntask dft energy\n", "different charges"),
     "triplet.gjf": (JOB.replace("-1 1", "0 3"), "multiplicity must be 1.*3"),
     "more.xyz": (xyz(SPECIES, "Cu 0 0 0 0.1 0.2 0.3"), "7 columns; expected 4"),
     "two_columns.xyz": (xyz("Properties=species:S:1:pos:R:3:Z:I:1", "Cu 0 0 0 8"), "0 .*O"),
@@ -225,11 +227,20 @@ FINAL SINGLE POINT ENERGY       -74.0
 """
 STATED = {
     "a.gjf": JOB,
-    "a.nwi": "charge -1\n\ngeometry\n  O 0.0 0.0 0.0\nend\n\ntask dft energy\n",
+    "title.gjf": JOB.replace("hydroxide", "Charge 2, multiplicity 3"),
+    "transfer.gjf": JOB.replace("hydroxide", "Charge-transfer state"),
+    "numbers.gjf": JOB.replace("hydroxide", "2 1"),
+    "layers.gjf": JOB.replace("-1 1", "-1 1 0 1 0 1"),
+    "a.nwi": NWI,
     "a.pwi": PWI,
+    "prefix.pwi": f"&control\n prefix='tot_charge 3'\n/\n{PWI}",
     "a.mol": SDF,
     "old.mol": SDF.replace("M  CHG  1   1  -1\n", ""),
     "a.log": GAUSSIAN,
+    "title.log": GAUSSIAN.replace(" Charge", " Charge 2 and multiplicity 3\n Charge"),
+    "parts.log": GAUSSIAN.replace(
+        "ity = 1\n", "ity = 1 in supermolecule\n Charge = 0 Multiplicity = 1 in fragment 1.\n"
+    ),
     "orca.out": ORCA,
 }
 

@@ -51,10 +51,18 @@ _BEGINNINGS = {  # formats that ASE recognizes; _OF_VASP recognizes VASP's files
 }
 _OF_VASP = {rb"\s*vasp\.\d": "vasp-out", rb"\s*(<\?xml[^>]*>\s*)?<modeling>": "vasp-xml"}
 # Total charge and multiplicity in files of these formats, which ASE does not read
-_STATING = ("gaussian-in", "gaussian-out", "nwchem-in", "nwchem-out", "orca-output", "espresso-in")
+_NUMBER = r"(?P<charge>[-+]?(?:\d+(?:\.\d*)?|\.\d+)(?:[de][-+]?\d+)?)(?![\w.])"
+_OF_NWCHEM = rf"^[ \t]*charge[ \t:=]+{_NUMBER}(?:\s+spin multiplicity: *(?P<multiplicity>\d+))?"
 _STATED = {
-    "charge": r"^( *(total )?charge( +charge)?|[^!\n]*tot_charge)[ :=]*(\.{3,})? *(?P<n>[-+.\d]+)",
-    "multiplicity": r"multiplicity( +mult)?[ :=]*(\.{3,})? *(?P<n>\d+)",
+    "gaussian-in": rf"\n[ \t]*\n[ \t]*{_NUMBER}[ \t,]+(?P<multiplicity>\d+)"
+    r"(?:[ \t,]+[-+]?\d+)*[ \t]*\n[ \t]*\S",  # the title has a blank line below
+    "gaussian-out": rf"^ *charge *= *{_NUMBER} +multiplicity *= *(?P<multiplicity>\d+)"
+    r"( *$| in supermolecule| for .* on real)",  # not of fragments or model systems
+    "nwchem-in": _OF_NWCHEM,
+    "nwchem-out": _OF_NWCHEM,
+    "orca-output": rf"^ *total charge +charge *\.+ *{_NUMBER}"
+    r"\s+multiplicity +mult *\.+ *(?P<multiplicity>\d+)",
+    "espresso-in": rf"^[^!\n]*\btot_charge *= *{_NUMBER}",
 }
 _PEEK = 50_000  # bytes that are read to recognize a format
 # Keys of XYZ files that ASE reads, and other names of cells, which it ignores
@@ -196,14 +204,18 @@ def _loads(path: Path, kind: str) -> _Loads:
 
 def _stated(kind: str, file: IO[str]) -> dict[str, float]:
     """Returns the total charge and multiplicity in a file, if ASE does not read them."""
-    text = file.read() if kind in _STATING else ""
+    text = file.read() if kind in _STATED else ""
     if "--link1--" in text.lower():
         raise ValueError("several jobs (--Link1--), whose atoms ASE joins; split the file")
-    if kind == "gaussian-in":
-        pair = r"^[ \t]*([+-]?\d+)[ \t,]+(\d+)[ \t]*$"
-        text = re.sub(pair, r"charge \1 multiplicity \2", text, count=1, flags=re.M)
-    found = {name: re.search(pattern, text, re.M | re.I) for name, pattern in _STATED.items()}
-    return {name: float(one["n"]) for name, one in found.items() if one}
+    stated: dict[str, float] = {}
+    matches = [*re.finditer(_STATED.get(kind, ""), text, re.M | re.I)] if text else []
+    for found in matches[: 1 if kind == "gaussian-in" else None]:
+        given = {name: each for name, each in found.groupdict().items() if each}
+        values = {name: float(each.lower().replace("d", "e")) for name, each in given.items()}
+        if any(stated.get(name, each) != each for name, each in values.items()):
+            raise ValueError("jobs with different charges or multiplicities; split the file")
+        stated |= values
+    return stated
 
 
 def _rows(path: Path, kind: str) -> _Loads:
