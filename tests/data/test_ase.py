@@ -235,6 +235,7 @@ STATED = {
     "a.pwi": PWI,
     "prefix.pwi": f"&control\n prefix='tot_charge 3'\n/\n{PWI}",
     "a.mol": SDF,
+    "comment.mol": f"{SDF}> <comment>\nM  CHG  1   1   5\n",
     "old.mol": SDF.replace("M  CHG  1   1  -1\n", ""),
     "a.log": GAUSSIAN,
     "title.log": GAUSSIAN.replace(" Charge", " Charge 2 and multiplicity 3\n Charge"),
@@ -255,6 +256,11 @@ def test_all_molecules_of_an_sdf_file_are_read(tmp_path):
     (tmp_path / "a.sdf").write_text(f"{SDF}$$$$\n{SDF.replace('-1', ' 1').replace('O', 'N')}$$$$\n")
     found = [(int(x.atomic_numbers[0]), float(x.charge)) for x in open_dataset(tmp_path / "a.sdf")]
     assert found == [(8, -1), (7, 1)]
+
+
+def test_radicals_replace_the_codes_of_charges(tmp_path):
+    (tmp_path / "a.mol").write_text(SDF.replace("M  CHG  1   1  -1", "M  RAD  1   1   2"))
+    assert float(open_dataset(tmp_path / "a.mol")[0].charge) == 0
 
 
 def test_frames_behind_a_blank_line_are_not_lost(tmp_path):

@@ -384,10 +384,11 @@ def _molecule_of_sdf(block: str) -> Atoms:
     from ase.io.sdf import read_sdf
 
     atoms: Atoms = read_sdf(StringIO(block))
+    block = block.partition("\nM  END")[0]
     codes = [int(row[36:39].strip() or 0) for row in block.splitlines()[4 : 4 + len(atoms)]]
-    lines = re.findall(r"^M  CHG +\d+(.*)", block, re.M)  # replace the codes
-    charges = [int(one) for line in lines for one in line.split()[1::2]]
-    atoms.info["charge"] = sum(charges or (4 - code for code in codes if code % 4))
+    lines = re.findall(r"^M  (CHG|RAD) +\d+(.*)", block, re.M)  # replace the codes
+    charges = [int(one) for kind, line in lines if kind == "CHG" for one in line.split()[1::2]]
+    atoms.info["charge"] = sum(charges if lines else (4 - code for code in codes if code % 4))
     return atoms
 
 
