@@ -22,9 +22,9 @@ _BLOCK = 128  # queries per block: fastest of 64..512 on a CPU
 # fits into the cache and takes 2/3 of the time of 2^24; other devices prefer few large transforms.
 _TRANSIENT = {"cpu": 2**20}
 _TRANSIENT_ELSEWHERE = 2**24
-# Largest |log(c)| + |log scale of a key| for sums without a scale for each row: exp(40) times any
-# number of features and keys is finite in float32, and exp(-40) keeps all digits.
-_LARGEST_LOG = 40.0
+# Largest |log(c)| + |log scale of a key| for sums without a scale for each row: exp(-20) times the
+# smallest product of bounded features, exp(-61), has a reciprocal in float32, as gradients need.
+_LARGEST_LOG = 20.0
 
 
 def toeplitz(
