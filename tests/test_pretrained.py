@@ -172,6 +172,9 @@ def test_an_exported_ensemble_contains_its_calibration(energy_runs, run, tmp_pat
     sizes = [(tmp_path / n / "model.safetensors").stat().st_size for n in ("both", "half")]
     assert 0.5 < sizes[1] / sizes[0] < 0.7
     assert {w.dtype for w in molflt.load(tmp_path / "half").model.parameters()} == {torch.float32}
+    large = next(whole.model.parameters()).data.fill_(1e5)  # float16 would be infinite
+    whole.save_pretrained(tmp_path / "half", half=True)
+    assert torch.equal(next(molflt.load(tmp_path / "half").model.parameters()), large)
 
 
 def test_the_model_card_contains_results_and_training_data(exported, run) -> None:

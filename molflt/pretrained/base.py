@@ -198,7 +198,8 @@ class Pretrained:
     def save_pretrained(self, folder: str | Path, half: bool = False) -> None:
         """Writes the model to a folder; raises an error instead of replacing other files.
 
-        `half` stores float32 parameters as float16. Loading converts them back to float32.
+        `half` stores float32 parameters as float16, except parameters beyond its range. Loading
+        converts them back to float32.
         """
         folder, weights = Path(folder), self.model.state_dict()
         check_replaceable(folder)
@@ -216,7 +217,8 @@ class Pretrained:
         }
         if half:
             parameters = self.model.named_parameters()
-            weights |= {name: own.half() for name, own in parameters if own.dtype == torch.float32}
+            halves = {name: own.half() for name, own in parameters if own.dtype == torch.float32}
+            weights |= {name: own for name, own in halves.items() if own.isfinite().all()}
         write_exported(folder, weights, content)
         write_atomically(folder / "README.md", self._readme(folder.name).encode())
 
