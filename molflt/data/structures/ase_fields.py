@@ -242,13 +242,20 @@ def _held(atoms: Atoms) -> tuple[NDArray[np.bool_], set[str]]:
 
 
 def total_charge(atoms: Atoms) -> float | None:
-    """Returns the total charge, in units of e, from ``info`` or a database row; None if unknown.
+    """Returns the total charge, in units of e, from ``info`` or a database row; None if unknown."""
+    return charge_in(_entries(atoms))
 
-    The entry is called charge, total_charge or net_charge, in upper or lower case.
+
+def charge_in(entries: Mapping[str, Any]) -> float | None:
+    """Returns the total charge, in units of e, among named values; None if unknown.
+
+    The entry is called charge, total_charge or net_charge, in upper or lower case. Raises
+    ValueError for a multiplicity other than 1; 0 means unknown.
     """
     found: dict[str, float] = {}
-    for name, value in _entries(atoms).items():
+    for name, value in entries.items():
         multiple = "multiplicity" in _words(name)
+        value = value.cpu().numpy() if hasattr(value, "cpu") else value
         if not (multiple or _is_total(name, value)):
             continue
         if isinstance(value, bool):
@@ -259,22 +266,16 @@ def total_charge(atoms: Atoms) -> float | None:
             number = float(np.asarray(value, dtype=np.float64).item())
         except (TypeError, ValueError):
             raise ValueError(f"{name} must be one number; got {shown(value, 40)}") from None
-        if multiple:
-            expect_singlet(name, number)
-        elif not np.isnan(number):
+        if multiple and number not in (0, 1) and not np.isnan(number):
+            raise ValueError(
+                f"{name} must be 1, because models do not use it; got {number:g}; remove the "
+                "structure or the entry"
+            )
+        if not multiple and not np.isnan(number):
             found[name] = number
     if len(set(found.values())) > 1:
         raise ValueError(f"expected one total charge; got {found}; remove one")
     return next(iter(found.values()), None)
-
-
-def expect_singlet(name: str, number: float) -> None:
-    """Raises ValueError for a multiplicity other than 1; 0 means unknown."""
-    if number not in (0, 1):
-        raise ValueError(
-            f"{name} must be 1, because models do not use it; got {number:g}; remove the structure "
-            "or the entry"
-        )
 
 
 def unused_fields(atoms: Atoms) -> list[str]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 import numpy as np
 import torch
 
-from molflt.data.structures.ase_fields import Converter, expect_singlet, text_sid
+from molflt.data.structures.ase_fields import Converter, charge_in, text_sid
 from molflt.data.structures.base import AS_IT_IS, Held, Reading
 from molflt.data.structures.records import make_record
 
@@ -90,14 +90,14 @@ def _record(data: Data, number: int) -> Data:
     if data.get("pos") is None or numbers is None:
         there = ", ".join(sorted(map(str, data.keys()))) or "nothing"
         raise ValueError(f"expected pos, (atoms, 3) Å, and atomic_numbers, (atoms,); got {there}")
-    multiplicity = _known(data.get("multiplicity"))
-    expect_singlet("multiplicity", 1.0 if multiplicity is None else float(multiplicity))
+    charge = charge_in({name: data[name] for name in data.keys()})  # noqa: SIM118 (not a dict)
     return make_record(
         pos=data.pos,
         atomic_numbers=numbers,
         sid=number if data.get("sid") is None else data.sid,
         **{name: _known(data.get(name)) for name in ("y_relaxed", "y_baseline")},
-        **{name: data.get(name) for name in ("cell", "pbc", "tags", "fixed", "charge")},
+        charge=data.get("charge") if charge is None else charge,
+        **{name: data.get(name) for name in ("cell", "pbc", "tags", "fixed")},
     )
 
 

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from molflt.data.structures.ase_fields import expect_singlet
+from molflt.data.structures.ase_fields import charge_in
 from molflt.data.structures.base import Structures, with_bar
 from molflt.data.structures.lmdb_file import LmdbFile
 from molflt.data.structures.records import make_record
@@ -253,7 +253,8 @@ class Oc20Lmdb(Structures):
         if fields.keys() >= _SINGLE_POINT.keys():  # some IS2RE records have only forces
             taken |= {own: fields[name] for name, own in _SINGLE_POINT.items()}
         try:
-            expect_singlet("multiplicity", float(np.asarray(fields.get("multiplicity", 1)).max()))
+            if (charge := charge_in(fields)) is not None:
+                taken["charge"] = charge
             return make_record(sid=fields.get("sid", self._locate(index)[1]), **taken)
         except ValueError as error:
             raise ValueError(f"{self.where(index)}: {error}") from None
