@@ -337,10 +337,10 @@ def _on_mesh(model: nn.Module, batch: Batch) -> int:
     return 0 if chosen is None else int(chosen.sum())
 
 
-def _expect_tags(record: Data, domain: Domain, dataset: Structures, by_contact: bool) -> None:
+def _expect_tags(record: Data, domain: Domain, dataset: Structures, contact: bool) -> None:
     if reason := domain.refusal(record):
         advice = _SET_TAGS if isinstance(dataset, Tagged) else _INSTEAD
-        if not by_contact or record.tags.any():
+        if not contact or record.tags.any():
             advice += ", or predict anyway with --force (force=True)"
         formula = _hill(record.atomic_numbers.numpy())
         raise ValueError(

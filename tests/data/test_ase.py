@@ -492,7 +492,8 @@ def test_pyg_data_are_taken_in_any_form() -> None:
     assert own.pos.dtype == torch.float32 and torch.isnan(own.y_relaxed).all()
     data.y_relaxed = torch.tensor([float("nan")])  # NaN counts as a missing label
     assert len(StructuresInMemory([data])) == 1
-    data.total_charge = torch.tensor([-1.0])
+    data.total_charge = torch.tensor([-1.0], dtype=torch.bfloat16, requires_grad=True)
+    data.x = torch.ones(2, 1, dtype=torch.bfloat16, requires_grad=True)  # not read
     assert float(StructuresInMemory(data)[0].charge) == -1
     data.multiplicity = torch.tensor([3])
     with pytest.raises(ValueError, match=r"multiplicity.* 1.*3"):

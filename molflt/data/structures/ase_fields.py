@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -255,9 +256,9 @@ def charge_in(entries: Mapping[str, Any]) -> float | None:
     found: dict[str, float] = {}
     for name, value in entries.items():
         multiple = "multiplicity" in _words(name)
-        value = value.cpu().numpy() if hasattr(value, "cpu") else value
         if not (multiple or _is_total(name, value)):
             continue
+        value = value.tolist() if isinstance(value, torch.Tensor) else value
         if isinstance(value, bool):
             raise ValueError(
                 f"{name} must be one number; got a word without a value; write {name}=0"
@@ -367,9 +368,11 @@ def _entries(atoms: Atoms) -> dict[str, Any]:
 
 def _is_total(name: str, value: Any) -> bool:
     named = "charge" in (words := _words(name)) and words <= {"charge", "total", "net"}
-    return named and value is not None and np.size(value) == 1
+    size = value.numel() if isinstance(value, torch.Tensor) else np.size(value)
+    return named and value is not None and size == 1
 
 
+@lru_cache  # called for each entry of each record
 def _words(name: str) -> set[str]:
     """Splits "initial_charges", "totalCharge" or "Electric field" into words in lower case."""
     apart = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name)
