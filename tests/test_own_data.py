@@ -267,6 +267,10 @@ def test_other_tags_are_not_converted(tmp_path, capsys) -> None:
     ours, bare = layered(3), layered(3, adsorbate=False)
     ours.set_tags([0, 0, 1, 2, 2])
     bare.set_tags([0, 0, 1])
+    down = ours.copy()
+    down.cell[2] *= -1  # the same atoms
+    write(tmp_path / "down.traj", down)
+    open_dataset(tmp_path / "down.traj")
     write(tmp_path / "a.traj", [ours, bare])
     tags = [record.tags.tolist() for record in open_dataset(tmp_path / "a.traj")]
     assert tags == [[0, 0, 1, 2, 2], [0, 0, 1]] and capsys.readouterr().err == ""

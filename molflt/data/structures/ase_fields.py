@@ -423,6 +423,8 @@ def tags_look_like(atoms: Atoms) -> Tags | None:
     tags, cell = atoms.get_tags(), atoms.cell.array
     normal = np.cross(cell[0], cell[1])
     normal = normal * np.sign(normal @ cell[2]) if (normal @ cell[2]) else np.array([0.0, 0, 1])
+    if normal[2] < -1e-3 * np.linalg.norm(normal):  # the surface may be on either side
+        return None
     heights = atoms.positions @ normal
     first, second, third = (heights[tags == tag] for tag in (0, 1, 2))
     if not second.size or not (first.size or third.size):
