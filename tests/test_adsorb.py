@@ -82,6 +82,15 @@ def test_supercells_have_the_same_placements() -> None:
     assert len(small) == 24 and keys(small) == keys(large)
 
 
+def test_atoms_outside_of_the_cell_do_not_change_the_sites() -> None:
+    slab = fcc111("Cu", (2, 2, 4), vacuum=8)
+    moved = slab.copy()
+    moved.positions += np.random.default_rng(0).integers(-4, 5, (16, 2)) @ slab.cell.array[:2]
+    found = [placements(one, "CO") for one in (slab, moved)]
+    assert keys(found[0]) == keys(found[1])
+    assert {one.info["site"] for one in found[0]} == {one.info["site"] for one in found[1]}
+
+
 def test_benzene_lies_flat_in_the_eight_known_ways() -> None:
     """The sites are top, bridge, hcp and fcc; molecules are rotated by 0 or 30 degrees."""
     placed = placements(fcc111("Pt", (4, 4, 4), vacuum=8), "C6H6")

@@ -56,7 +56,8 @@ class Tiles:
         counts = np.ceil(_REACH * np.linalg.norm(self.inverse, axis=0)).astype(int)
         steps = sorted(product(*(range(-n, n + 1) for n in counts)), key=lambda one: one != (0, 0))
         self.images = np.array(steps) @ self.plane
-        self.pos = (self.images[:, None] + slab.positions).reshape(-1, 3)
+        turns = np.floor(slab.positions @ self.inverse + 1e-6)  # atoms may be outside of the cell
+        self.pos = (self.images[:, None] + slab.positions - turns @ self.plane).reshape(-1, 3)
         self.numbers = np.tile(slab.numbers, len(steps))
         self.covalent = covalent_radii[self.numbers]
         self.radii = self.covalent + _PROBE
