@@ -156,6 +156,10 @@ def test_one_file_has_one_kind_of_label(tmp_path, capsys) -> None:
     assert "the first structures have y_relaxed, others only energy" in found.hint
     line = error_of(capsys, "train", f"--data.root={tmp_path / 'mixed.extxyz'}")
     assert "choose one with --energy_key" in line
+    write(tmp_path / "mixed.extxyz", mixed[::-1])
+    found = open_dataset(tmp_path / "mixed.extxyz")
+    assert np.isnan(found.y_relaxed).tolist() == 2 * [False] + 4 * [True]
+    assert "the first structures have energy, others only y_relaxed" in found.hint
 
 
 def test_steps_of_a_relaxation_are_not_taken_for_systems_in_silence(tmp_path, capsys) -> None:

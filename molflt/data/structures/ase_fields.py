@@ -117,6 +117,7 @@ class Converter:
                 and not isinstance(stored[name], bool)  # a bare word in a comment
                 and (label == "y_relaxed" or not _all_nan(stored[name]))
             ]
+            names = names[:1] if label == "y_relaxed" else names  # energy may be of another state
             if names and (name := self._used.setdefault(label, names[0])) in names:
                 found[label] = stored[name]
             elif label == "y_relaxed":
