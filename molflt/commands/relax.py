@@ -111,7 +111,7 @@ def _add(out: Path, place: int, part: Relaxed, first: bool) -> dict[str, None]:
     from ase.io import Trajectory, write
 
     atoms = part.atoms
-    drop_labels_(atoms)
+    drop_labels_(atoms, moved=True)
     atoms.info |= {"converged": part.converged, "steps": part.steps}
     lost = dict.fromkeys(not_held(atoms, out.suffix))
     row = {

@@ -301,9 +301,11 @@ def unused_warning(where: str, fields: Sequence[str]) -> str:
     return f"{where}: {named} not used; models use elements, positions, cell and total charge"
 
 
-def drop_labels_(atoms: Atoms) -> None:
-    """Removes energies, forces and stress, in place."""
-    for name in ("energy", "free_energy", "forces", "stress"):
+def drop_labels_(atoms: Atoms, moved: bool = False) -> None:
+    """Removes energies, forces and stress, in place; if `moved`, also references and virials."""
+    names = ["energy", "free_energy", "forces", "stress"]
+    names += [*(f"REF_{name}" for name in names), "virial", "REF_virial"] if moved else []
+    for name in names:
         atoms.info.pop(name, None)
         atoms.arrays.pop(name, None)
 
