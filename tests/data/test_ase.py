@@ -134,6 +134,7 @@ CELL = "9 0 0 0 9 0 0 0 9"
 
 NWI = "charge -1\n\ngeometry\n  O 0.0 0.0 0.0\nend\n\ntask dft energy\n"
 JOB = "#P HF\n\nhydroxide\n\n-1 1\nO 0.0 0.0 0.0\nH 0.0 0.0 0.96\n\n"
+RES = "TITL x\nCELL 1 5 5 5 90 90 90\nLATT -1\nSFAC H\nH 1 .1 .2 .3 1\nEND\n"
 
 
 REFUSED = {
@@ -146,6 +147,13 @@ REFUSED = {
     "no_lattice.xyz": (xyz(f'pbc="T T T" {SPECIES}', "Cu 0 0 0"), "lattice vectors"),
     "jobs.gjf": (f"{JOB}--Link1--\n{JOB}", "Link1"),
     "jobs.nwi": (f"{NWI}charge 0\ntask dft energy\n", "different charges"),
+    "bohr.gjf": (JOB.replace("HF", "HF units=au"), "ignores 'units=au'"),
+    "bohr.nwi": (NWI.replace("geometry", "geometry units bohr"), "ignores 'geometry units bohr'"),
+    "symmetry.nwi": (NWI.replace("  O", "  symmetry d2h\n  O"), "ignores 'symmetry d2h'"),
+    "label.nwi": (NWI.replace("end", "  H1 0.0 0.0 0.7\nend"), "ignores 'H1 0.0"),
+    "group.pdb": (f"CRYST1{3 * '   9.000'}{3 * '  90.00'} P 21 21 21    4\n{PDB}", "P 21 21 21"),
+    "symmetry.res": (f"{RES}SYMM -x,-y,z\n", "ignores 'SYMM -x,-y,z'"),
+    "coord": ("$coord angs\n 0 0 0 h\n 0 0 0.74 h\n$end\n", "ignores '.coord angs'"),
     "triplet.gjf": (JOB.replace("-1 1", "0 3"), "multiplicity must be 1.*3"),
     "more.xyz": (xyz(SPECIES, "Cu 0 0 0 0.1 0.2 0.3"), "7 columns; expected 4"),
     "two_columns.xyz": (xyz("Properties=species:S:1:pos:R:3:Z:I:1", "Cu 0 0 0 8"), "0 .*O"),

@@ -64,6 +64,14 @@ _STATED = {
     r"\s+multiplicity +mult *\.+ *(?P<multiplicity>\d+)",
     "espresso-in": rf"^[^!\n]*\btot_charge *= *{_NUMBER}",
 }
+_IGNORED = {  # units, cells, symmetry and atoms that ASE ignores
+    "gaussian-in": r"\bunits[ \t]*[=(][ (]*(?:au|bohr)\b",
+    "nwchem-in": r"^[ \t]*geometry\b.*\bunits[ \t]+(?!an)\w+|^[ \t]*symmetry\b(?![ \t]+c1\b).*|"
+    r"^(?![ \t]*(?-i:[A-Z][a-z]?)(?:[ \t]+\S+){3}$)[ \t]*[a-z]\w*(?:[ \t]+[-+]?\d*\.\d\S*){3}.*$",
+    "proteindatabank": r"^CRYST1.{49}(?!(?:P ?1)? *\d* *$).*",
+    "res": r"^SYMM\b.*|^LATT[ \t]+(?!-1\b).*",
+    "turbomole": r"^[ \t]*\$(?:periodic|lattice|cell|coord[ \t]+(?:angs|frac)).*",
+}
 _PEEK = 50_000  # bytes that are read to recognize a format
 # Keys of XYZ files that ASE reads, and other names of cells, which it ignores
 _READ = {name.lower(): name for name in ("Lattice", "pbc", "Properties")}
@@ -203,8 +211,13 @@ def _loads(path: Path, kind: str) -> _Loads:
 
 
 def _stated(kind: str, file: IO[str]) -> dict[str, float]:
-    """Returns the total charge and multiplicity in a file, if ASE does not read them."""
-    text = file.read() if kind in _STATED else ""
+    """Returns charge and multiplicity if ASE does not read them; rejects what else it ignores."""
+    text = file.read() if kind in _STATED or kind in _IGNORED else ""
+    file.seek(0)
+    if ignored := re.search(_IGNORED.get(kind, "(?!)"), text, re.M | re.I):
+        raise ValueError(
+            f"ASE ignores {shown(ignored[0].strip(), 60)}; convert the file, for example to .xyz"
+        )
     if "--link1--" in text.lower():
         raise ValueError("several jobs (--Link1--), whose atoms ASE joins; split the file")
     stated: dict[str, float] = {}
