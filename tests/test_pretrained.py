@@ -21,6 +21,7 @@ import molflt
 from molflt.commands.cli import main
 from molflt.commands.evaluate import evaluate
 from molflt.data.structures import open_dataset
+from molflt.data.structures.augment import repeat
 from molflt.graph import EnergyRegressor
 from molflt.pretrained import EnergyPredictor
 from molflt.pretrained.base import Trained
@@ -81,6 +82,10 @@ def test_structures_in_any_form(run, val) -> None:
     assert model.predict(atoms()).energy == model.predict([atoms()])[0].energy
     with pytest.raises(TypeError, match=r"ase.Atoms.*dict"):
         model.predict({})
+    batch = Batch.from_data_list(val)
+    for changed in (batch.subgraph(batch.tags > 0), repeat(batch, 1.0)):
+        with pytest.raises(ValueError, match=r"added, removed or reordered"):
+            model.predict(changed)
 
 
 def test_labels_that_are_not_finite_do_not_change_a_prediction(run, tmp_path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeGuard
 
@@ -64,7 +65,7 @@ def _flat(given: object) -> Iterable[object]:
     if is_one(given):
         yield given
     elif hasattr(given, "to_data_list"):
-        yield from given.to_data_list()
+        yield from _parts(given)
     elif isinstance(given, str | bytes | np.ndarray | torch.Tensor | Mapping) or not (
         hasattr(given, "__len__") and hasattr(given, "__getitem__")
     ):
@@ -72,7 +73,20 @@ def _flat(given: object) -> Iterable[object]:
     else:
         for i in range(len(given)):
             one = given[i]
-            yield from _flat(one) if hasattr(one, "to_data_list") else [one]
+            yield from _parts(one) if hasattr(one, "to_data_list") else [one]
+
+
+def _parts(batch: Any) -> list[Data]:
+    """Divides a batch, as PyG does by stored sizes; rejects batches whose atoms were changed."""
+    with suppress(RuntimeError):
+        parts: list[Data] = batch.to_data_list()
+        sizes = [one.num_nodes if one.get("pos") is None else len(one.pos) for one in parts]
+        if np.repeat(np.arange(len(sizes)), sizes).tolist() == batch.batch.tolist():
+            return parts
+    raise ValueError(
+        "structures: expected the atoms that Batch.from_data_list stored; got a batch whose atoms "
+        "were added, removed or reordered; pass a list of Data"
+    )
 
 
 def _is_atoms(given: object) -> TypeGuard[Atoms]:
