@@ -292,10 +292,7 @@ def _aside(part: Predictions) -> NDArray[np.bool_]:
 def _with_new(
     calibration: Calibration, found: Mapping[str, Predictions]
 ) -> tuple[Calibration, dict[str, _Array]]:
-    """Extends a calibration to new elements if possible; also returns uncertainties in eV by split.
-
-    Calibrations of systems with new elements are fitted to systems with different new elements.
-    """
+    """Extends a calibration to new elements if possible; also returns uncertainties in eV."""
     new = [(part, part.labeled & part.is_new) for part in found.values()]
     columns = ((*_errors(part, own), part.new_elements[own]) for part, own in new)
     error, spread, elements = map(np.concatenate, zip(*columns, strict=True))

@@ -185,11 +185,7 @@ def _draw(out: Path, found: Mapping[str, Predictions], model: nn.Module) -> None
 
 
 def _write_arrays(path: Path, found: Mapping[str, Predictions]) -> None:
-    """Writes an npz file with SPLIT_ids and SPLIT_energy (in eV).
-
-    If the splits are the four test splits of OC20, their names are those of the leaderboard: id,
-    ood_ads, ood_cat and ood_both.
-    """
+    """Writes SPLIT_ids and SPLIT_energy (in eV); OC20's test splits get the leaderboard's names."""
     arrays: dict[str, NDArray[np.generic]] = {}
     submission = set(found) == set(TEST_SPLITS)
     for split, part in found.items():

@@ -204,12 +204,7 @@ class IS2RETask(OfStructures, Task["Batch", "IS2REData"]):
         return cast("EnergyReadout", self.model.readout)
 
     def _scaled(self, data: "IS2REData", of_adsorbates: bool) -> "NDArray[np.float64]":
-        """Scales the initial readout to fit the labels; returns the scaled predictions in eV.
-
-        Predictions are computed for the training set. The scale and the element energies are fitted
-        together by ridge regression. The penalty corresponds to a prior of 1 ± 0.3 for the scale
-        and to residuals of 0.3 eV.
-        """
+        """Scales the readout by ridge regression (prior 1 ± 0.3); returns predictions in eV."""
         if data.initial is None:
             raise ValueError(
                 "task.references=adapt requires initial weights with domain.json; "
@@ -278,10 +273,7 @@ def _goal(batch: "Batch") -> tuple[Tensor, Tensor]:
 
 
 def _displacement_error(displacement: Tensor, batch: "Batch") -> Tensor:
-    """Averages absolute errors in Å over components and free atoms, then over structures.
-
-    If no structure has relaxed positions, the result is 0 but remains differentiable.
-    """
+    """Averages absolute errors in Å over free atoms, then structures; 0 without known positions."""
     target, known = _goal(batch)
     target = torch.where(known[:, None], target, torch.zeros_like(target))
     error = (displacement - target).abs().mean(dim=1) * known

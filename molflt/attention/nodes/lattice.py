@@ -91,10 +91,7 @@ def _largest(x: Tensor, graph: Tensor, graphs: int) -> Tensor:
 
 
 def _sorted_rows(cell: Tensor, pbc: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns periodic lattice vectors followed by unit normals, as rows (b, 3, 3).
-
-    Also returns a mask (b, 3), True for lattice vectors.
-    """
+    """Returns periodic lattice vectors, then unit normals (b, 3, 3), and a mask of the vectors."""
     cell = _reduced(at_least_float32(cell), pbc)  # cross products of skewed cells lose digits
     order = (~pbc).to(torch.uint8).argsort(dim=1, stable=True)
     given = cell.gather(1, order[..., None].expand(-1, -1, 3))
@@ -125,10 +122,7 @@ def _reduced(cell: Tensor, pbc: Tensor) -> Tensor:
 
 @searched(lambda cell: (torch.empty_like(cell), cell.new_empty(cell.shape[:2], dtype=torch.bool)))
 def _reduction(cell: Tensor) -> tuple[Tensor, Tensor]:
-    """Finds short vectors as integer combinations of the rows of cells.
-
-    Returns the coefficients (b, 3, 3), and a mask (b, 3), True for short vectors that are 0.
-    """
+    """Returns the combinations (b, 3, 3) of rows that are short, and a mask (b, 3) of zeros."""
     combination = torch.eye(3, dtype=torch.float64, device=cell.device)
     combination = combination.repeat(len(cell), 1, 1)
     short = cell.clone()

@@ -127,10 +127,7 @@ def splines(t: Tensor, order: int) -> Tensor:
 
 
 def _waves(m: Tensor, side: int) -> Tensor:
-    """Returns exp(-2 pi i m n / side) as a float64 tensor (len(m), 2, 2, side).
-
-    The axes of length 2 are the real and imaginary parts of the output and of the input.
-    """
+    """Returns exp(-2 pi i m n / side) as real matrices, a float64 tensor (len(m), 2, 2, side)."""
     n = torch.arange(side, device=m.device)
     phase = 2 * math.pi / side * ((m[:, None] * n) % side).double()
     cos, sin = phase.cos(), phase.sin()

@@ -99,10 +99,7 @@ def tapered_mask(
 
 
 def _half_space_indices(bounds: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns integer triples n with |n_i| <= bound_i for each graph, but only one of n and -n.
-
-    Returns the graphs (t,) and the triples (t, 3). The first triple of each graph is (0, 0, 0).
-    """
+    """Returns graphs (t,) and triples (t, 3) with |n_i| <= bound_i, 0 first, one of n and -n."""
     sides = 2 * bounds + 1
     # In this order, n and -n are equally far from 0, which is in the middle; take the second half.
     half = sides.prod(dim=1) // 2
@@ -125,10 +122,7 @@ def _unknown_indices(lattice: Tensor, dual: Tensor, max_frequency: float) -> tup
 @searched(_unknown_indices)
 @torch.no_grad()
 def _indices(lattice: Tensor, dual: Tensor, max_frequency: float) -> tuple[Tensor, Tensor]:
-    """Finds the integer triples n of each graph with |n . dual| < max_frequency.
-
-    Returns the triples (b, r, 3), padded with zeros, and a mask (b, r) that is False at padding.
-    """
+    """Returns triples n (b, r, 3) with |n . dual| < max_frequency, and a mask (b, r) of these."""
     lattice, dual = lattice.double(), dual.double()
     bounds = (max_frequency * lattice.norm(dim=-1)).floor()  # n_i = G . a_i
     candidates = (2 * bounds + 1).prod(dim=1) / 2

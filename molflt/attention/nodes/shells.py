@@ -23,10 +23,7 @@ _DOUBLE: dict[str, Any] = {"dtype": torch.float64, "device": "cpu"}
 
 @functools.lru_cache(maxsize=64)
 def _directions(dim: int, degree: int) -> tuple[Tensor, Tensor]:
-    """Returns a rule for the unit sphere that is exact for even polynomials up to `degree`.
-
-    Returns points (n, l), one of each antipodal pair, and weights (n,) with sum 1.
-    """
+    """Returns points (n, l), one of each antipodal pair, and weights exact for even `degree`."""
     if dim == 1 or degree <= 1:
         return torch.eye(dim, **_DOUBLE)[-1:], torch.ones(1, **_DOUBLE)
     if dim == 2:

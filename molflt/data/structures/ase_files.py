@@ -337,10 +337,7 @@ def _xyz_frame(lines: list[str]) -> Atoms:
 
 
 def _columns(comment: str) -> str:
-    """Returns the columns that a comment line declares, such as species:S:1:pos:R:3.
-
-    Rejects units, and spellings of the cell, periodic axes and positions, that ASE would ignore.
-    """
+    """Returns the columns that a comment line declares; rejects entries that ASE would ignore."""
     from ase.io.extxyz import key_val_str_to_dict
 
     if unit := _NOT_ANGSTROM.search(comment):
