@@ -13,7 +13,7 @@ from data.oc20_files import old_record, write_lmdb
 from tiny_run import printed, write_frames
 
 from molflt.commands.cli import main
-from molflt.data.structures import open_dataset
+from molflt.data.structures import Reading, open_dataset
 from molflt.data.structures.force_units import (
     energy_unit_fault,
     force_unit_fault,
@@ -78,6 +78,17 @@ def test_other_names(tmp_path):
     record = open_dataset(tmp_path / "a.safetensors")[0]
     np.testing.assert_allclose(record.forces, forces, atol=1e-6)
     np.testing.assert_allclose(record.stress[0], stress, atol=1e-6)
+
+
+def test_stress_of_another_method_is_told(tmp_path, capsys):
+    frames = copper(2)
+    for atoms in frames:
+        atoms.info["dft_energy"], atoms.arrays["dft_forces"] = -1.0, np.ones((4, 3))
+    file = write_frames(tmp_path / "a.extxyz", frames)
+    told = "stress belongs to energy and forces, which are not used"
+    for keys, expected in (({}, False), ({"forces_key": "dft_forces"}, True)):
+        open_dataset(file, reading=Reading("dft_energy", "any", **keys))
+        assert (told in capsys.readouterr().err) == expected
 
 
 def test_s2ef_files(tmp_path):

@@ -173,6 +173,14 @@ class Converter:
                 f"{name}: constraints other than fixed atoms are ignored: {found} structures; the "
                 "atoms are treated as free"
             )
+        own = {self._used.get("energy"), self._used.get("forces")}
+        plain = {"energy", "forces"} <= self._there.keys() and self._used.get("stress") == "stress"
+        plain &= not reading.for_prediction
+        if plain and not own & {"energy", "free_energy", "forces", None}:
+            warn(
+                f"{name}: stress belongs to energy and forces, which are not used; name the stress "
+                "with --data.stress_key, or set --task.stress_weight 0"
+            )
         if self._fields:
             warn(unused_warning(name, [*self._fields]))
 
