@@ -92,10 +92,7 @@ def _ball_pairs(ratio: float) -> tuple[Tensor, Tensor]:
 def _radial_candidates(
     ratio: float, widths: Tensor, tol: float
 ) -> list[tuple[float, int, _Radial]]:
-    """Returns candidate radial rules with small errors, sorted by estimated number of nodes.
-
-    Each candidate consists of the maximum frequency, the number of radii and the rule.
-    """
+    """Returns (maximum frequency, radii, rule) with small errors, sorted by number of nodes."""
     distance, share = _ball_pairs(ratio)
     exact = (-0.5 * (distance / widths).square()).exp()  # [w, n]
     found = []
@@ -166,10 +163,7 @@ def _excess(error: Tensor, share: Tensor, tol: float) -> float:
 
 
 def _even_directions(count: int) -> Tensor:
-    """Returns unit vectors (count, 3) distributed evenly over a hemisphere.
-
-    They do not lie in the mirror planes of Lebedev's rules.
-    """
+    """Returns even unit vectors (count, 3), which avoid the mirror planes of Lebedev's rules."""
     index = torch.arange(count, dtype=torch.float64)
     height = 1 - (index + 0.5) / count
     angle = math.pi * (1 + math.sqrt(5)) * (index + 0.5)
