@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from ase.io import write
-from tiny_run import printed, structures, table
+from tiny_run import on_slab, printed, structures, table, write_frames
 
 import molflt
 from molflt.commands.cli import main
@@ -98,6 +98,19 @@ def test_merged_shards_equal_the_file_of_one_process(out, suffix, capsys) -> Non
     shard(out, 2).write_text(re.sub(old, new, text, flags=re.M))
     with pytest.raises(ValueError, match=rf"^{re.escape(str(out.with_suffix('')))}.*{said}"):
         merge_shards(out)
+
+
+@pytest.mark.parametrize("suffix", CHANGES)
+def test_energies_of_adsorbates_in_one_shard_only(tmp_path, suffix) -> None:
+    one = on_slab()
+    source = write_frames(tmp_path / "in.extxyz", [one, one, *2 * [one.repeat((2, 1, 1))]])
+    whole = tmp_path / f"whole{suffix}"
+    predict(source, "--tags=oc20", out=whole)
+    for number in (1, 2):
+        predict(source, "--tags=oc20", f"--shard={number}/2", out=tmp_path / f"many{suffix}")
+    merge_shards(tmp_path / f"many{suffix}")
+    assert whole.read_text() == (tmp_path / f"many{suffix}").read_text()
+    assert whole.read_text().count("by_adsorbate_eV") == (1 if suffix == ".csv" else 2)
 
 
 @pytest.mark.parametrize("unlike", ["weights", "data"])

@@ -216,8 +216,7 @@ def _rows(
     columns: Mapping[str, NDArray[np.float64]],
     note: Mapping[str, object],
 ) -> list[dict[str, object]]:
-    """Returns one row per structure, with index, file (if there are several) and `note`."""
-    several = any(len(energies or ()) > 1 for energies in found.by_adsorbate)
+    """Returns a row per structure, whose keys depend on this structure only, as merging needs."""
     return [
         {
             "index": dataset.place(i),
@@ -227,15 +226,16 @@ def _rows(
             "formula": found.formula[i],
             "natoms": int(found.natoms[i]),
             "outside": "; ".join(found.outside[i]) or None,
-            **({"by_adsorbate_eV": _joined(found.by_adsorbate[i])} if several else {}),
             **finite_row(columns, i),
+            **_several(found.by_adsorbate[i] or ()),
         }
         for i in range(len(dataset))
     ]
 
 
-def _joined(energies: Sequence[float] | None) -> str:
-    return " ".join(f"{energy:.6f}" for energy in energies or ())
+def _several(energies: Sequence[float]) -> dict[str, object]:
+    text = " ".join(f"{energy:.6f}" for energy in energies)
+    return {"by_adsorbate_eV": text} if len(energies) > 1 else {}
 
 
 def _write_atoms(
