@@ -193,6 +193,14 @@ def test_the_model_card_contains_results_and_training_data(exported, run) -> Non
     assert "molflt predict small structures.extxyz" in card
 
 
+def test_the_model_card_contains_all_digits_of_counts(exported, tmp_path) -> None:
+    model = molflt.load(exported)
+    rows = {"val_id": {"mae_eV": 0.61234, "n": 24_943}, "other": {"mae_eV": None, "n": 7}}
+    EnergyPredictor(model.trained._replace(results=rows)).save_pretrained(tmp_path / "card")
+    card = (tmp_path / "card" / "README.md").read_text()
+    assert "| val_id | 0.6123 | 24,943 |\n| other | - | 7 |\n" in card
+
+
 def test_predictions_with_the_shipped_model(exported, tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(checkpoint, "_WEIGHTS", tmp_path / "weights")

@@ -298,6 +298,7 @@ def _table(results: Mapping[str, object]) -> list[str]:
     lines = [f"| {' | '.join(['split', *keys])} |", f"|{'---|' * (len(keys) + 1)}"]
     for split, row in rows.items():
         values = [row.get(key) for key in keys]
-        cells = ["-" if value is None else f"{value:,.4g}" for value in values]
+        forms = ["," if isinstance(value, int) else ",.4g" for value in values]
+        cells = ["-" if x is None else f"{x:{form}}" for x, form in zip(values, forms, strict=True)]
         lines.append(f"| {' | '.join([split, *cells])} |")
     return lines
