@@ -36,8 +36,8 @@ def draw(data: Path, folder: Path, count: int, seed: int) -> None:
             link.symlink_to(store.resolve())
     if not (folder / TRAIN).exists():
         dataset = open_dataset(data / TRAIN)
-        if count > len(dataset):
-            raise ValueError(f"--labels {count}: expected at most {len(dataset)}; got {count}")
+        if not 1 <= count <= len(dataset):
+            raise ValueError(f"--labels {count}: expected 1 to {len(dataset)}; got {count}")
         chosen = np.random.default_rng(seed).permutation(len(dataset))[:count]
         write_store(folder / TRAIN, (dataset[int(i)] for i in sorted(chosen)))
 

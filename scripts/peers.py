@@ -67,8 +67,7 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     if options.alike and not (options.against and len(options.alike) <= 2):
         parser.error("--alike needs --against, and takes at most two columns of systems.csv")
     options.tune_minutes = options.tune_minutes or options.minutes / 5
-    options.fractions = sorted(set(options.fractions))
-    options.models = list(dict.fromkeys(options.models))
+    options.fractions = sorted(options.fractions)
     return options
 
 

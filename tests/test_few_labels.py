@@ -61,14 +61,15 @@ def test_larger_draws_contain_smaller_ones(tmp_path):
     write_store(tmp_path / "other" / "train.safetensors", structures(12, 2))
     with pytest.raises(ValueError, match="3-0.*different data"):
         script.draw(tmp_path / "other", tmp_path / "3-0", 3, 0)
-    words = ["--data", str(data), "--out", str(tmp_path), "--ridge", "--seeds", "0", "--labels"]
-    assert script.main([*words, "3", "6"]) == 0
+    words = ["--data", str(data), "--out", str(tmp_path), "--ridge", "--seeds", *"00", "--labels"]
+    assert script.main([*words, "3", "6", "3"]) == 0
     with open(tmp_path / "few_labels.csv", newline="") as file:
         rows = list(csv.DictReader(file))
     assert [row["labels"] for row in rows] == ["3", "6"]
     assert all(0 < float(row["mae_eV"]) < 10 for row in rows)
-    with pytest.raises(ValueError, match="--labels 99"):
-        script.draw(data, tmp_path / "99", 99, 0)
+    for count in (99, 0, -5):
+        with pytest.raises(ValueError, match=f"--labels {count}: expected 1 to 12"):
+            script.draw(data, tmp_path / str(count), count, 0)
 
 
 def test_placements_are_relaxed_and_ranked(tmp_path, capsys):

@@ -14,10 +14,16 @@ def described(text: str | None, prog: str | None = None) -> argparse.ArgumentPar
 
 
 def parsed(parser: argparse.ArgumentParser, words: list[str] | None) -> argparse.Namespace:
-    """Parses the options of a script and stores the arguments after -- in the option `words`."""
+    """Parses the options of a script and stores the arguments after -- in the option `words`.
+
+    Lists contain each value once, because repeated runs would reduce standard deviations.
+    """
     words = sys.argv[1:] if words is None else words
     cut = words.index("--") if "--" in words else len(words)
     options = parser.parse_args(words[:cut])
+    for name, value in vars(options).items():
+        if isinstance(value, list):
+            setattr(options, name, list(dict.fromkeys(value)))
     options.words = words[cut + 1 :]
     return options
 
