@@ -100,7 +100,10 @@ def run(
     about: Row = {"model": name, "seed": seed, "parameters": count, "steps": budget.steps}
     about["seconds"] = round(budget.used)
     rows = [
-        {**about, "split": split, **infer_points(model, points, options.batch_size, split).metrics}
+        {
+            **{**about, "split": split},
+            **infer_points(model, points, options.batch_size, split, domain=None).metrics,
+        }
         for split, points in tests.items()
     ]
     write_atomically(done, json.dumps(rows).encode())

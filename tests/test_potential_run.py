@@ -74,6 +74,17 @@ def test_initial_weights_keep_their_forces(potential_run, tmp_path):
     assert error == pytest.approx(found["force_mae_meV_per_A"], rel=1e-5)
 
 
+def test_evaluation_names_structures_outside_of_training(potential_run, tmp_path, capsys):
+    (atoms,) = argon(1, 3)
+    atoms.numbers[0] = 36
+    del atoms.calc.results["forces"]
+    ase.io.write(tmp_path / "in.extxyz", [atoms])
+    words = ("evaluate", potential_run, "--data", tmp_path / "in.extxyz", "--out", tmp_path)
+    said = printed(capsys, *words, "--device=cpu")
+    assert "1 of 1 structures are outside the training data" in said.err
+    assert "Kr not in training (1 structure)" in said.err and "tags" not in said.err
+
+
 def test_calculator(potential_run, tmp_path):
     atoms = bulk("Ar", "fcc", 5.2)
     atoms.rattle(0.1)

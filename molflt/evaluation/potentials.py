@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from molflt import plots
 from molflt.data.structures.base import AS_TRAINED
+from molflt.data.structures.domain import Domain
 from molflt.data.structures.force_units import unit_fault
 from molflt.data.structures.potential_data import SinglePoints
 from molflt.evaluation.evaluated import EvaluationData, warn_of_labels
@@ -73,7 +74,8 @@ def evaluate(
     results: Results = {}
     found: dict[str, Points] = {}
     datasets: dict[str, SinglePoints] = {}
-    for split, dataset in source.open(model, source.domain()).items():
+    domain = (known := source.domain()) and known.without_tags()
+    for split, dataset in source.open(model, domain).items():
         points = datasets[split] = SinglePoints(dataset)
         if not len(points):
             raise ValueError(
@@ -85,7 +87,7 @@ def evaluate(
         if points.without_energy:
             warn(f"{split}: {points.without_energy} structures have no energy and are omitted")
         warn_of_labels(split, dataset, points.absurd)
-        found[split] = infer_points(model, points, batch_size, split)
+        found[split] = infer_points(model, points, batch_size, split, domain)
         row = {name: found[split].metrics.get(name) for name in _COLUMNS if name != "n"}
         results[split] = {**row, **_baseline(model, points), "n": len(points)}
     rows: list[dict[str, object]] = []
@@ -156,7 +158,9 @@ class Points(NamedTuple):
     forces: _Numbers  # (2, atoms, 3), labels and predictions for these atoms, in eV/Å
 
 
-def infer_points(model: nn.Module, dataset: SinglePoints, batch_size: int, name: str) -> Points:
+def infer_points(
+    model: nn.Module, dataset: SinglePoints, batch_size: int, name: str, domain: Domain | None
+) -> Points:
     """Evaluates a potential on a data set; see `molflt.evaluation.predictions.infer`."""
     elements: list[NDArray[np.int64]] = []
     forces: list[_Numbers] = []
@@ -174,7 +178,7 @@ def infer_points(model: nn.Module, dataset: SinglePoints, batch_size: int, name:
         elements.append(batch.atomic_numbers[known].cpu().numpy())
 
     return Points(
-        infer(model, dataset, batch_size, name, on_batch=add),
+        infer(model, dataset, batch_size, name, domain, on_batch=add),
         force_mae,
         PotentialTask.sums(*totals).metrics(),
         np.concatenate(elements),

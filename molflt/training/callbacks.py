@@ -130,9 +130,6 @@ class _BestWeights(Callback):
 
     `Task.ranking` compares validations. If two validations are equal, the later one counts as
     better. A validation is never the best if one of its sums, such as the loss, is not finite.
-
-    Lightning's `EarlyStopping` reads logged metrics, but the Lightning modules of this package do
-    not log metrics.
     """
 
     def __init__(self, task: Task[Any, Any], folder: RunFolder, patience: int | None) -> None:
