@@ -83,6 +83,7 @@ def test_evaluation_names_structures_outside_of_training(potential_run, tmp_path
     said = printed(capsys, *words, "--device=cpu")
     assert "1 of 1 structures are outside the training data" in said.err
     assert "Kr not in training (1 structure)" in said.err and "tags" not in said.err
+    assert "nan" not in said.out
 
 
 def test_calculator(potential_run, tmp_path):

@@ -76,7 +76,7 @@ def results_table(
     """
 
     def cell(value: float | None, digits: int) -> str:
-        if value is None:
+        if value is None or math.isnan(value):
             return "-"
         return f"{value:,}" if isinstance(value, int) else f"{value:.{digits}f}"
 
