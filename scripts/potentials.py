@@ -99,13 +99,10 @@ def run(
     count = sum(p.numel() for p in model.parameters())
     about: Row = {"model": name, "seed": seed, "parameters": count, "steps": budget.steps}
     about["seconds"] = round(budget.used)
-    rows = [
-        {
-            **{**about, "split": split},
-            **infer_points(model, points, options.batch_size, split, domain=None).metrics,
-        }
-        for split, points in tests.items()
-    ]
+    rows = []
+    for split, points in tests.items():
+        found = infer_points(model, points, options.batch_size, split, domain=None)
+        rows.append({**about, "split": split, **found.metrics})
     write_atomically(done, json.dumps(rows).encode())
     return rows
 
