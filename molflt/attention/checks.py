@@ -98,7 +98,7 @@ def whole(name: str, values: torch.Tensor, low: int, high: int, of: str) -> None
     if values.dtype.is_floating_point or values.dtype.is_complex or values.dtype == torch.bool:
         raise ValueError(f"{name} must be integers, {of}; got {values.dtype}; use .long()")
     if at_hand(values) and values.numel():
-        for found in map(int, values.aminmax()):
+        for found in map(int, values.long().aminmax()):
             if not low <= found <= high:
                 raise ValueError(f"{name} must be {low} to {high}, {of}; got {found}")
 

@@ -148,7 +148,7 @@ class EncoderDecoder(TokenModel):
                 is added for every id (arXiv:1512.00567, section 7).
         """
         there = expect_targets(hidden, targets, self.vocabulary)
-        wanted, seen = targets[there], hidden[there]
+        wanted, seen = targets[there].long(), hidden[there]
         score = self.head.score(seen, wanted)
         if not smoothing:
             return score, score

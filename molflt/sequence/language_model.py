@@ -93,7 +93,7 @@ class LanguageModel(TokenModel):
         """
         tensors(tokens=tokens)
         wanted = expect_targets(tokens, targets, self.vocabulary)
-        found = self.head.score(self(tokens).flatten(0, 1), targets.flatten().clamp(min=0))
+        found = self.head.score(self(tokens).flatten(0, 1), targets.where(wanted, 0).flatten())
         return found.view(targets.shape).where(wanted, 0.0)
 
     def log_probabilities(self, hidden: Tensor) -> Tensor:

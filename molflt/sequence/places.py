@@ -192,5 +192,6 @@ def expect_targets(hidden: Tensor, targets: Tensor, vocabulary: int) -> Tensor:
             f"targets must be (batch, length), {tuple(hidden.shape[:2])}; got "
             f"{tuple(targets.shape)}; pass one for each token, or -1"
         )
-    whole("targets", targets.clamp(min=-1), -1, vocabulary - 1, "ids, or -1 for none")
-    return targets >= 0
+    signed = targets.clamp(min=-1) if targets.is_signed() else targets
+    whole("targets", signed, -1, vocabulary - 1, "ids, or -1 for none")
+    return targets.long() >= 0

@@ -104,6 +104,9 @@ def test_log_probabilities(name, monkeypatch):
     found = model.log_likelihood(inputs, targets)
     torch.testing.assert_close(found, expected, **EXACT)
     assert torch.equal(model.log_likelihood(inputs.int(), targets.int()), found)
+    for kind in (torch.uint8, torch.uint16):  # cannot hold -1
+        whole = model.log_likelihood(inputs, tokens[:, 1:])
+        assert torch.equal(model.log_likelihood(inputs.to(kind), tokens[:, 1:].to(kind)), whole)
     parameters = list(model.parameters())
     grads = torch.autograd.grad(found.sum(), parameters, allow_unused=True)
     monkeypatch.setattr(heads, "_AT_ONCE", 5 * model.head.width)

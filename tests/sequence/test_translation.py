@@ -158,6 +158,7 @@ def test_smoothed_labels_are_those_of_torch():
     hidden = torch.randn(2, 5, 16, dtype=torch.float64, requires_grad=True)
     targets = ids(2, 5).index_fill(1, torch.tensor([4]), -1)
     plain, smoothed = model.log_likelihood(hidden, targets, 0.1)
+    assert torch.equal(model.log_likelihood(hidden, targets.short(), 0.1)[1], smoothed)
     flat = targets.flatten()
     logits = hidden.flatten(0, 1) @ model.head.weight.T
     for found, share in ((plain, 0.0), (smoothed, 0.1)):
