@@ -212,6 +212,12 @@ def _of_transformers(saved: Saved) -> Saved:
     from molflt.sequence.published import options_of, renamed
 
     path, weights = saved.path, renamed(saved.weights[0])
+    files: dict[str, object] | None = None
+    if path.with_name(TOKENIZER).is_file():
+        tokenizer = Tokenizer.from_json(*find_tokenizer(path.with_name(TOKENIZER)))
+        files = {TOKENIZER: json.loads(tokenizer.to_json())}
+        for name in {"encoder.words.weight", "head.bias"} & weights.keys():
+            weights[name] = weights[name][: len(tokenizer)]  # the rest only pads the matrix
     config_file = path.with_name("config.json")
     try:
         config = json.loads(config_file.read_bytes()) if config_file.is_file() else {}
@@ -221,10 +227,6 @@ def _of_transformers(saved: Saved) -> Saved:
             f"{path}: expected a complete BERT or FNet model from transformers; "
             f"{shown(str(error))}; download its files again"
         ) from None
-    files: dict[str, object] | None = None
-    if path.with_name(TOKENIZER).is_file():
-        tokenizer = Tokenizer.from_json(*find_tokenizer(path.with_name(TOKENIZER)))
-        files = {TOKENIZER: json.loads(tokenizer.to_json())}
     return saved._replace(recipe=MASKED, options=[options], weights=[weights], files=files)
 
 
