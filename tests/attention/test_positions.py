@@ -137,6 +137,15 @@ def test_gradient_is_that_of_the_projection():
     exact = torch.autograd.grad((projected * weights).sum(), position.table)
     torch.testing.assert_close(fast, exact, **EXACT)
 
+    def loss(table: torch.Tensor) -> torch.Tensor:
+        where = ("linear", places, places)
+        left, right = torch.func.functional_call(position, {"table": table}, where).columns
+        return (left @ right.mT * weights).sum()
+
+    places, step = torch.arange(10.0)[None, :, None], torch.randn_like(position.table)
+    _, forward = torch.func.jvp(loss, (position.table.detach(),), (step,))
+    torch.testing.assert_close(forward, (exact[0] * step).sum(), **EXACT)
+
 
 def test_rows_are_gathered_by_position():
     position = smooth(LowRankPosition(HEADS, max_tokens=16, rank=16))

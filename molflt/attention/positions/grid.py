@@ -218,15 +218,15 @@ class LowRankPosition(ToeplitzPosition):
         """Returns N1 and N2 for all positions, each of shape (heads, L, r): N ~= N1 N2^T."""
         with torch.autocast(self.table.device.type, enabled=False):
             table = at_least_float32(self.table)
-            with torch.no_grad():
-                probe = self.probe.to(table.dtype).expand(len(table), -1, -1)
-                basis = torch.linalg.qr(toeplitz_matmul(table, probe)).Q
-                # One product with N N^T, orthonormalized after each factor, because rounding would
-                # leave only the dominant direction. For Gaussian masks with a width of L / 5, L =
-                # 64 and 4 to 10 columns, the squared error is at most 1.4 times the smallest
-                # possible error; without the product, it is 5 to 80 times as large as the smallest.
-                basis = torch.linalg.qr(toeplitz_matmul(table.flip(-1), basis)).Q
-                basis = torch.linalg.qr(toeplitz_matmul(table, basis)).Q
+            fixed = table.detach()  # unlike `no_grad`, also in forward mode
+            probe = self.probe.to(table.dtype).expand(len(table), -1, -1)
+            basis = torch.linalg.qr(toeplitz_matmul(fixed, probe)).Q
+            # One product with N N^T, orthonormalized after each factor, because rounding would
+            # leave only the dominant direction. For Gaussian masks with a width of L / 5, L = 64
+            # and 4 to 10 columns, the squared error is at most 1.4 times the smallest possible
+            # error; without the product, it is 5 to 80 times as large as the smallest.
+            basis = torch.linalg.qr(toeplitz_matmul(fixed.flip(-1), basis)).Q
+            basis = torch.linalg.qr(toeplitz_matmul(fixed, basis)).Q
             right = toeplitz_matmul(table.flip(-1), basis)  # N^T Q
             norm = right.detach().norm(dim=1, keepdim=True)
             balance = norm.clamp(min=self.floor).sqrt()
