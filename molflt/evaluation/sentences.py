@@ -92,7 +92,7 @@ def official(task: str, predicted: _Numbers, label: _Numbers) -> dict[str, float
         "accuracy": metrics.accuracy_score,
         "f1": metrics.f1_score,
         "matthews": metrics.matthews_corrcoef,
-        "pearson": lambda y, x: stats.pearsonr(x, y)[0],
+        "pearson": lambda y, x: stats.pearsonr(x, y)[0] if len(x) > 1 else np.nan,
         "spearman": lambda y, x: stats.spearmanr(x, y)[0],
     }
     with warnings.catch_warnings():
