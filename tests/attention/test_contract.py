@@ -72,7 +72,10 @@ def test_gradients_of_single_samples(combination):
         torch.testing.assert_close(single[name][1], expected, rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize("combination", ONE_OF_EACH_CASE, ids=str)
+POLYNOMIAL = [c for c in some("polynomial") if c.feature_map == "polynomial"]
+
+
+@pytest.mark.parametrize("combination", [*ONE_OF_EACH_CASE, POLYNOMIAL[0]], ids=str)
 def test_modules_made_without_memory(combination):
     """A module built on the meta device computes after `load_state_dict`."""
     _directions.cache_clear()  # cached tensors must not be on the meta device

@@ -8,6 +8,7 @@ directions. The error of the Taylor polynomial at q . k = 0 is 1.5 to 2 times as
 import functools
 import math
 from itertools import combinations_with_replacement
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -74,6 +75,7 @@ class _PolynomialFeatures(FeatureMap):
         self.width = width
         for power in range(2, self.degree + (not self.random)):
             self.register_buffer(f"power_{power}", _monomials(dim, power), persistent=False)
+        self.register_load_state_dict_post_hook(_restore)
 
     def forward(self, *columns: Columns) -> Features:
         x, square = _joined(*columns), _squared_norm(*columns)
@@ -139,6 +141,14 @@ def _log_mean(square: Tensor, order: float) -> Tensor:
     root = (1 + square / order**2).sqrt()
     first = (3 / root - 5 / root**3 + 2) / (24 * order)
     return order * (root - 1 - ((1 + root) / 2).log()) - root.log() / 2 + first
+
+
+def _restore(module: torch.nn.Module, _: object) -> None:
+    """Computes buffers that are not saved, and that have no values after use of "meta"."""
+    for name, old in list(module.named_buffers(recurse=False)):
+        device = "cpu" if old.is_meta else old.device
+        rows = _monomials(cast(int, module.dim), int(name[-1]))
+        module.register_buffer(name, rows.to(device, old.dtype), persistent=False)
 
 
 def _monomials(dim: int, power: int) -> Tensor:
