@@ -99,7 +99,6 @@ class LongRange(nn.Module):
             interaction is bounded at distances below 0.1 Å.
     """
 
-    signs: Tensor
     neutral: Tensor
 
     def __init__(
@@ -138,9 +137,6 @@ class LongRange(nn.Module):
         self.charge = nn.Linear(dim, len(powers) * channels, bias=False)
         with torch.no_grad():
             self.charge.weight.mul_(_START)
-        signs = torch.ones(len(powers), channels)
-        signs[[power > 1 for power in powers], ::2] = -1.0
-        self.register_buffer("signs", signs, persistent=False)
         # stored with the weights; weights saved by earlier versions lack it and are not neutral
         self.register_buffer("neutral", torch.tensor(neutral))
         self.share = ChargeShare(dim) if total_charge else None
@@ -168,7 +164,9 @@ class LongRange(nn.Module):
         neighbors = neighbor_list(geometry, self.cutoff)
         charges, options = self.charges(h, geometry, neighbors), (self.cutoff, self.smearing)
         near, far = inverse_power_sums(charges, geometry, self.powers, *options, neighbors)
-        strength = COULOMB * self.signs.double()
+        strength = charges.new_full(charges.shape[1:], COULOMB, dtype=torch.float64)
+        for row, power in zip(strength, self.powers, strict=True):
+            row[::2] *= -1.0 if power > 1 else 1.0
         near, far = ((x * strength).sum(dim=(1, 2)) for x in (near, far))
         return near, far, charges
 

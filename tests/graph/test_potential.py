@@ -370,6 +370,13 @@ def test_parts_of_an_energy():
     sums = inverse_power_sums(charges, Geometry.of_data(batch), (1, 6), 8.0, 1.0)
     for name, part in zip(("near", "far"), sums, strict=True):
         torch.testing.assert_close(found[name], COULOMB * (part * signs).sum((1, 2)))
+    with torch.device("meta"):
+        empty = charged((1, 6))
+    empty = empty.to_empty(device="cpu")
+    for buffer in empty.buffers():
+        buffer.fill_(7)  # arbitrary memory
+    empty.load_state_dict(model.state_dict())
+    torch.testing.assert_close(empty.parts(batch), found)
     atoms = salt()
     atoms.calc = molflt.Calculator(model)
     total = atoms.get_potential_energy()
