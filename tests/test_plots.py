@@ -16,6 +16,7 @@ from molflt.attention.positions.grid import ToeplitzPosition
 from molflt.attention.positions.spectral import SpectralPosition
 from molflt.attention.spectra.gaussian import GaussianBasis, GaussianMixture
 from molflt.attention.spectra.local import Local
+from molflt.evaluation.common import draw_encoding
 from molflt.plots import figure
 from molflt.tasks.is2re import IS2RETask
 from molflt.tasks.optimizers import OptimizerTask
@@ -177,6 +178,14 @@ def test_rpe_profiles(tmp_path: Path, figures) -> None:
     curve = figures[1].axes[0].lines[1]
     np.testing.assert_allclose(curve.get_ydata(), curve.get_xdata())
     assert curve.get_xdata()[-1] == 3.0 and "nm" in figures[1].get_supxlabel()
+
+
+@pytest.mark.parametrize("dim", [1, 2])
+def test_one_token_has_no_offsets(dim, tmp_path: Path) -> None:
+    position = SpectralPosition(GaussianBasis(2, dim=dim), None)
+    for tokens in (1, 2):
+        draw_encoding(position, 1.0, tokens, tmp_path / f"{tokens}.png")
+    assert [path.name for path in tmp_path.iterdir()] == ["2.png"]
 
 
 def test_rpe_curves_have_offsets_of_both_signs(tmp_path: Path, figures) -> None:

@@ -206,12 +206,12 @@ def draw_stack(
 def draw_encoding(
     position: Position | None, scale: float, tokens: int, png: Path, what: str = "tokens"
 ) -> None:
-    """Plots a relative encoding against the token offset, unless it is None or has no bias.
+    """Plots a relative encoding against the token offset, unless it has no bias or one offset.
 
     `tokens` is the number of tokens along each axis, `scale` is the distance between neighboring
     tokens, and `what` is the word for tokens in the axis label.
     """
-    if position is not None and plots.has_bias(position):
+    if position is not None and tokens > 1 and plots.has_bias(position):
         unit = what if scale == 1 else f"{1 / scale:g} {what}"
         draw = plots.rpe_curves if position.dim == 1 else plots.rpe_surfaces
         draw(position, png, (tokens - 1) * scale, unit)
