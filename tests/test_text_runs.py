@@ -168,6 +168,8 @@ def test_masked_words_are_predicted(tmp_path, capsys) -> None:
     text = "cat dog [MASK] cow cat cow dog"
     (best,) = molflt.load(run).fill(text, count=3)
     assert {one.name for one in best} == set(TOPICS[0])
+    (every,) = molflt.load(run).fill(text, count=10**6)
+    assert sum(one.probability for one in every) == pytest.approx(1, abs=1e-5)
     assert best[0].probability > best[2].probability > 0
     said = predicted(capsys, run, tmp_path, text)
     assert [(row["piece"], float(row["probability"])) for row in said[:3]] == best

@@ -228,7 +228,8 @@ class GapFiller(_Tokenized):
                 f"expected {tokenizer.token(tokenizer.mask)} in each gap of the text; got none"
             )
         hidden = self.model(torch.tensor([ids], device=device_of(self.model)))[0, gaps]
-        best = self.model.log_probabilities(hidden).exp().topk(count, dim=-1)
+        likely = self.model.log_probabilities(hidden).exp()
+        best = likely.topk(min(count, self.model.vocabulary), dim=-1)
         return [_labels(tokenizer.token, pair) for pair in zip(*best, strict=True)]
 
 
