@@ -322,9 +322,6 @@ def _transfer(source: Saved, model: nn.Module, files: Mapping[str, bytes]) -> di
     random features with which the weights were trained, and records of the training data, such as
     its elements, which the new training extends. The model's `seen_by` maps each record to a
     weight; the record is not loaded if this weight is new.
-
-    The entries are the shapes of "loaded" tensors and of "left_over" tensors, which the model does
-    not have, the shapes of "new" tensors with the reason, and the buffers "of_data".
     """
     own, buffers = model.state_dict(), dict(model.named_buffers())
     named = getattr(model, "of_data", ())

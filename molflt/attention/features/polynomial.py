@@ -152,10 +152,7 @@ def _restore(module: torch.nn.Module, _: object) -> None:
 
 
 def _monomials(dim: int, power: int) -> Tensor:
-    """Returns matrices (power, dim, features) that select the factors of each monomial of x.
-
-    The first matrix also contains the number of orderings of the factors.
-    """
+    """Returns matrices (power, dim, features) that select the factors of each monomial of x."""
     chosen = torch.tensor([*combinations_with_replacement(range(dim), power)], device="cpu")
     rows = torch.nn.functional.one_hot(chosen, dim).double()  # [features, power, dim]
     orders = math.lgamma(power + 1) - torch.lgamma(rows.sum(dim=1) + 1).sum(dim=-1)

@@ -66,10 +66,7 @@ def _stabilize(query: Features, key: Features) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _stable_query(query: Features, key_max: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Multiplies phi_q by the maxima of the keys and divides it by its largest scale.
-
-    Returns the result and the logarithm of this scale.
-    """
+    """Returns phi_q times the maxima of the keys over its largest scale, and the scale's log."""
     log_q = query.log_scale
     if key_max is not None:
         log_q = key_max.expand(*key_max.shape[:2], query.tokens, -1) + (
@@ -84,10 +81,7 @@ def _stable_query(query: Features, key_max: Tensor | None) -> tuple[Tensor, Tens
 
 
 def _per_token(features: Features) -> tuple[Tensor, Tensor | None]:
-    """Divides the features of each token by their largest scale.
-
-    Also returns the logarithm of this scale (-inf for masked tokens), or None if the scale is 1.
-    """
+    """Divides features by the largest scale of each token; also returns its log, None for 1."""
     if features.log_scale is None:
         return features.materialize(), None
     top = features.log_scale.detach().amax(dim=-1, keepdim=True)

@@ -256,10 +256,7 @@ def _moderate(*logs: Tensor | None) -> bool:
 
 
 def _reversed(kernel: Tensor, key: tuple[int, ...]) -> Tensor:
-    """Expands a kernel in the format of `_Layout.cut` to its matrix (heads, queries, keys).
-
-    The queries are in reverse order. In one dimension, the result is a view.
-    """
+    """Expands a kernel from `_Layout.cut` to its matrix (heads, reversed queries, keys)."""
     axes = len(key)
     for axis in range(axes):
         kernel = kernel.unfold(axis + 1, key[axis], 1)  # the gradient needs no scattered sums

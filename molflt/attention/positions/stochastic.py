@@ -91,10 +91,7 @@ class _StochasticPosition(Position):
             buffer.copy_(randn64(buffer.shape, generator=generator))
 
     def _code(self, positions: Tensor, query: bool) -> _Code:
-        """Returns a function that multiplies x by Qbar or Kbar at positions (b, n).
-
-        The factor 1 / sqrt(R) is not included.
-        """
+        """Returns a function that multiplies x by Qbar or Kbar at positions (b, n)."""
         raise NotImplementedError(f"{type(self).__name__} must override _code(positions, query)")
 
     def _position_kernel(self, lags: Tensor) -> Tensor:
