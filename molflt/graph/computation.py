@@ -1,7 +1,7 @@
 """Energies of a regressor as a function of tensors only, for export and compilation.
 
-`EnergyInputs` prepares everything whose size depends on the values of the data: neighbors,
-reciprocal nodes, padding. All other sizes are dynamic and share one computation graph.
+`EnergyInputs` contains all tensors whose sizes depend on values of the data: neighbors, reciprocal
+nodes, padding. `EnergyComputation` is one computation graph for all sizes.
 """
 
 import copy
@@ -46,7 +46,7 @@ class EnergyInputs(NamedTuple):
     """
 
     numbers: Tensor
-    """(atoms,) int64, atomic numbers of the atoms that are inputs of the model"""
+    """(atoms,) int64, atomic numbers, without the atoms that the model omits"""
     tags: Tensor
     """(atoms,) int64, 0 for subsurface, 1 for surface and 2 for adsorbate atoms"""
     places: Tensor
@@ -115,9 +115,9 @@ class EnergyInputs(NamedTuple):
 class EnergyComputation(nn.Module):
     """Computes the energies of graphs from `EnergyInputs` without inspecting values.
 
-    The same form of attention is used for all sizes. With a near field or reciprocal nodes, it is
-    the N x N matrix of each graph, which takes O(width^2) and is faster for up to a few thousand
-    atoms. Otherwise, it is the linear form. Both give the same sums as the model, which is copied.
+    With a near field or reciprocal nodes, attention uses the N x N matrix of each graph for all
+    sizes, which takes O(width^2) and is faster for up to a few thousand atoms; otherwise, the
+    linear form. The energies equal those of `model`, which is copied.
     """
 
     def __init__(self, model: EnergyRegressor) -> None:
@@ -240,8 +240,7 @@ class CompiledEnergies(nn.Module):
         """Computes float64 energies (graphs,), in eV, like `EnergyRegressor.forward`.
 
         Use batches with graphs of similar size, because graphs are padded to the size of the
-        largest graph. If a graph is too large for an N x N matrix, the model itself computes the
-        same sums.
+        largest graph. If a graph is too large for an N x N matrix, `model` computes the batch.
         """
         inputs = EnergyInputs.of(self.model, batch)
         if self.matrix and inputs.mask.shape[1] > _MOST_IN_MATRIX:

@@ -10,7 +10,7 @@ from molflt.graph.geometry import Geometry
 
 
 class DenseAtoms(NamedTuple):
-    """Padded atoms as queries and keys; in some schemes, periodic images are additional keys.
+    """Padded atoms as queries and keys; with periodic="images", images are additional keys.
 
     Positions, in Å, are relative to the mean position of the atoms in each graph.
     """
@@ -40,7 +40,7 @@ class DenseAtoms(NamedTuple):
 
     @classmethod
     def of(cls, geometry: Geometry, lattice: bool = False) -> "DenseAtoms":
-        """Centers and pads the atoms, which are also the keys.
+        """Centers and pads the atoms; all keys are atoms.
 
         With `lattice`, atoms are centered only perpendicular to all periodic lattice vectors. Along
         these vectors, the mean would depend on the choice of the cell and of images. As a

@@ -106,7 +106,7 @@ class GraphEncoding(nn.Module):
                     f"Å, the width of its narrowest Gaussian; got near_field={near_field} and "
                     f"position={position!r}"
                 )
-            # Near kernels learn much faster if they start differently in each head.
+            # Near kernels learn much faster if their initial values differ between heads.
             basis = GaussianBasis(heads, 32, width_range=(_NARROWEST, near_field), amplitude=0.7)
             self.near_field = NearField(basis, near_field, exact=near_exact)
         if near_exact:

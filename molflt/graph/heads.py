@@ -188,7 +188,7 @@ class EnergyReadout(nn.Module):
         self.cutoff, self.sees_neighbors = cutoff, any(READOUTS[atoms])
         self.mlp = nn.Sequential(nn.Linear(dim, dim), nn.GELU(), nn.Linear(dim, 1))
         self.factor = nn.Embedding(len(Tag), 1)
-        nn.init.constant_(self.factor.weight, 0.5 if self.sees_neighbors else 0.1)  # fewer count
+        nn.init.constant_(self.factor.weight, 0.5 if self.sees_neighbors else 0.1)  # fewer atoms
         self.register_buffer("by_contact", torch.tensor(READOUTS[atoms]))
 
     @torch.no_grad()

@@ -13,8 +13,8 @@ from molflt.graph.neighbors import Neighbors
 from molflt.graph.radial import radial_waves, softened
 
 _NUM_BASIS = 8
-_SCALE = 0.25  # for sums over about 16 neighbors; preserves the size of tokens
-_SPARSEST = 8  # pairs are gathered if matrices would have more elements per pair
+_SCALE = 0.25  # 1 / sqrt(16); normalizes sums over about 16 neighbors
+_SPARSEST = 8  # largest number of matrix elements per pair; beyond it, pairs are gathered
 
 
 class _Edges(NamedTuple):

@@ -22,7 +22,7 @@ _R = TypeVar("_R")
 
 
 class NearPairs(NamedTuple):
-    """Pairs of each atom with itself, with its neighbors and, in some graphs, with all atoms."""
+    """Pairs of each atom with itself and neighbors or, in graphs without nodes, all atoms."""
 
     graph: Tensor
     """(pairs,), index of the graph"""

@@ -40,8 +40,7 @@ class Open:
     Attributes:
         needs_cell: True if the scheme reads the cell, which is then required for periodic
             structures.
-        lattice: True if the scheme computes nodes for each batch and the position has no nodes;
-            images are then also neighbors.
+        lattice: True if the scheme provides the nodes; neighbors then include images.
     """
 
     needs_cell: ClassVar[bool] = False
@@ -304,11 +303,7 @@ class Reciprocal(Open):
 
 
 class Near(Reciprocal):
-    """Scheme without a far field: attention ends at the cutoff of the near field.
-
-    It is intended for potentials with long-range interactions of charges; see
-    `molflt.graph.long_range`.
-    """
+    """Scheme of far_field=False: attention ends at the cutoff of the near field."""
 
     def nodes(
         self, geometry: Geometry, position: SpectralPosition, left_out: Tensor | None = None

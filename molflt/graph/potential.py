@@ -37,8 +37,8 @@ class Potential(EnergyRegressor):
     Forces -dE/dr and the stress dE/d(strain) / volume are computed by automatic differentiation.
     Options that make the energy not smooth or not extensive raise ValueError.
 
-    We recommend two layers of `messages` instead of the radial summary (configs/potential.yaml).
-    Without messages, as in earlier versions, angles enter only through distances.
+    Two layers of `messages` instead of the radial summary are recommended (configs/potential.yaml).
+    Without messages, energies depend on angles only through distances.
 
     Args:
         dim: width of tokens.
@@ -239,23 +239,23 @@ def _refuse_rough(given: Mapping[str, Any], far_field: bool) -> None:
         ),
         "mixing": (
             given.get("mixing") not in ("softmax", "triton"),
-            "linear, quadratic or auto; softmax takes a logarithm of the kernel, cut off at 1e-9, "
+            "linear, quadratic or auto; softmax takes the logarithm of a kernel clipped at 1e-9, "
             "and triton has no second derivatives, which training on forces needs",
         ),
         "feature_map": (
             given["feature_map"] in (None, *_SMOOTH_MAPS),
-            f"one of {', '.join(_SMOOTH_MAPS)}; others have kinks or sums that pass 0",
+            f"one of {', '.join(_SMOOTH_MAPS)}; others have kinks or sums that can be 0",
         ),
         "num_features": (
             not (products and given.get("num_features")),
-            "None with the polynomial; projected products may fall below 0",
+            "None with the polynomial; projected products can be negative",
         ),
-        "degree": (given.get("degree") in (None, 2), "2; others have products below 0"),
+        "degree": (given.get("degree") in (None, 2), "2; those of 3 can be negative"),
         "normalize_qk": (
             not (products and given.get("normalize_qk") is False),
-            "True with the polynomial; products may fall below 0",
+            "True with the polynomial; products can otherwise be negative",
         ),
-        "floor": (not given.get("floor"), "0; sums that are cut off have kinks"),
+        "floor": (not given.get("floor"), "0; clipped sums have kinks"),
         "normalize": (
             given.get("normalize") != "unmasked",
             "'none' or the default; energies per atom would depend on the size of the cell",
@@ -265,7 +265,7 @@ def _refuse_rough(given: Mapping[str, Any], far_field: bool) -> None:
             and kernel.get("positive") is not False
             and (kernel.get("spectrum", "gaussian_basis") == "gaussian_basis" or not far_field),
             "without a background, which would grow with the cell, and with spectrum "
-            "gaussian_basis and positive=True, because sums must not pass 0",
+            "gaussian_basis and positive=True, because sums must not be 0",
         ),
     }
     for name, (fits, wanted) in rules.items():

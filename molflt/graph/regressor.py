@@ -34,8 +34,8 @@ class EnergyRegressor(Redrawn):
     The model has element and tag embeddings, attention blocks with a relative encoding that is
     learned per head and shared by all layers, several passes with shared weights, and a
     tag-weighted sum over atoms. This is FLT's OC20 model (arXiv:2302.01925) with 3D-Graphormer's
-    recipe (arXiv:2203.04810). The defaults are the best variant in docs/results. Unlike FLT's
-    model, it has a multiplicative kernel that is exactly periodic and exact for near pairs.
+    recipe (arXiv:2203.04810). Unlike FLT's model, it has by default a multiplicative kernel that is
+    exactly periodic and exact for near pairs, with smaller errors (docs/results).
 
     Args:
         dim: width of tokens.
@@ -346,7 +346,7 @@ def _fill_added(
 def _best_form(
     position: str, periodic: str | Open | None, near_field: float | None, far_field: bool
 ) -> dict[str, Any]:
-    """Fills in missing options of the encoding with the best values in docs/results."""
+    """Returns the periodic scheme and the near field, with the defaults of `EnergyRegressor`."""
     multiplies = position == "multiplicative"
     scheme = periodic or ("auto" if multiplies else "none")
     if near_field is None and multiplies and scheme != "images":
@@ -354,8 +354,8 @@ def _best_form(
     if not far_field:
         if scheme not in ("auto", "reciprocal") or not near_field:
             raise ValueError(
-                "far_field=False needs a multiplicative position with a near field and periodic="
-                f"'reciprocal'; got periodic={scheme!r} and near_field={near_field}; change one"
+                "far_field=False needs a multiplicative position with a near field and periodic "
+                f"'auto' or 'reciprocal'; got periodic={scheme!r} and {near_field=}; change one"
             )
         scheme = Near()
     return {"periodic": scheme, "near_field": near_field}
