@@ -6,14 +6,13 @@ from molflt.attention.layer import Scaling
 
 
 def convert_weights_(source: nn.Module, target: nn.Module) -> list[str]:
-    """Copies the parameters that two models share, such as a softmax and a kernelized model.
+    """Copies the parameters that two models share, such as a softmax model and a kernelized model.
 
     The projections of queries, keys, values and outputs have the same meaning in every mechanism.
-    Performer's backward compatibility (FAVOR, arXiv:2006.03555, section 4.2) and NPRF's conversion
-    (arXiv:2106.12566, section 4.5) also rely on this. With the feature map "polynomial", outputs
-    differ by at most 1 % from those of softmax layers that have normalized queries and keys and a
-    temperature of about 1. Models with other feature maps or sharper attention need further
-    training.
+    FAVOR (arXiv:2006.03555, section 4.2) and NPRF (arXiv:2106.12566, section 4.5) convert models in
+    the same way. With the feature map "polynomial", outputs differ by at most 1 % from those of
+    softmax layers that have normalized queries and keys and a temperature of about 1. Models with
+    other feature maps or sharper attention need further training.
 
     Returns the names of the target's parameters that the source does not have. These parameters are
     not changed.

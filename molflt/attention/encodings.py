@@ -40,7 +40,7 @@ class Terms(NamedTuple):
 
 
 class Encoding:
-    """Base class for encodings; an instance of this class itself leaves attention unchanged."""
+    """Base class for encodings; an instance of it does not change attention."""
 
     faces: ClassVar[tuple[str, ...]] = (SOFTMAX, KERNELIZED)  #: supported kinds of attention
     decodes: ClassVar[bool] = True  #: True if causal attention keeps a state of constant size

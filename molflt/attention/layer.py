@@ -98,8 +98,8 @@ class Attention(Positioned):
             have such features.
         projection: distribution of the random features: a key of `PROJECTIONS`, "orthogonal" by
             default.
-        position: positional encoding that `forward` evaluates. Its parameters belong to the layer,
-            unless a `Stack` shares one encoding among all layers.
+        position: positional encoding that `forward` evaluates. Its parameters belong to the layer
+            or, in a `Stack`, to the stack.
         degree: degree of the feature map "polynomial", 2 (the default) or 3.
         normalize_qk: divide queries and keys by their norms (NPRF, arXiv:2106.12566, section 3.3).
             None normalizes them only if the feature map expects it, as "polynomial" does.
@@ -110,9 +110,9 @@ class Attention(Positioned):
             grow with the number of keys (FAVOR, arXiv:2006.03555, section 4.3, without
             renormalization).
         floor: lower bound on |sum_j A_ij|, for signed features and kernels; see `Sums.ratio`.
-        gate: forget the past at a learned rate per token and head; for query i, the weight of key j
-            is multiplied by (1 - g_j) prod_(j<l<=i) g_l (RFA, arXiv:2103.02143, section 3.2). Only
-            for causal attention.
+        gate: let weights of earlier keys decay: for query i, the weight of key j is multiplied by
+            (1 - g_j) prod_(j<l<=i) g_l with learned gates g per token and head (RFA,
+            arXiv:2103.02143, section 3.2). Only for causal attention.
         dropout: dropout rate; softmax attention drops individual weights, and kernelized attention
             drops entire keys of a head.
     """
@@ -202,8 +202,7 @@ class Attention(Positioned):
         Args:
             x: (batch, tokens, dim).
             positions: (batch, tokens, l), for the encoding of the layer.
-            encoding: encoding that has already been evaluated for these tokens, as an alternative
-                to positions. Layers that share a position thus share one evaluation.
+            encoding: evaluated encoding of these tokens, instead of positions; layers can share it.
             key_positions: (batch, keys, l), required if the keys differ from the tokens.
             key_mask, key_weight, key_index: (batch, keys); see `Keys`.
             context: (batch, keys, dim), tokens to attend to instead of x (cross-attention).
@@ -266,8 +265,8 @@ class Attention(Positioned):
     def sums(self, x: Tensor, positions: Tensor | None = None, **where: Unpack[_Where]) -> Sums:
         """Returns the numerators and normalizers of kernelized attention, before division.
 
-        Takes the same arguments as `forward`. `(sums.normalizer <= 0).sum()` counts the rows made
-        invalid by signed features.
+        Takes the same arguments as `forward`. `(sums.normalizer <= 0).sum()` counts the rows whose
+        weights are not an average, which signed features can cause.
         """
         if self.mixing == "softmax":
             raise ValueError("softmax attention does not compute features or sums; use weights()")

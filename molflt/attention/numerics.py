@@ -108,8 +108,8 @@ def recomputed(function: Callable[..., _R], *arguments: object, several: bool = 
     """Returns function(*arguments), recomputing intermediate tensors in the backward pass.
 
     The function must be deterministic and must not read anything that changes before the backward
-    pass. If `several=False`, nothing is recomputed; callers pass this when the computation is not
-    split into pieces.
+    pass. With `several=False`, for computations that are not split into pieces, nothing is
+    recomputed.
     """
     if not several or not torch.is_grad_enabled() or in_transform():
         return function(*arguments)
@@ -120,8 +120,8 @@ class Once(Generic[_R]):
     """Tensor computed by the first layer that needs it and shared with the other layers.
 
     Layers with gradients do not reuse a tensor computed without gradients. Inside a checkpoint,
-    each layer computes the tensor again, because otherwise the backward pass would use the tensor
-    of a later layer.
+    each layer computes the tensor again; otherwise, the backward pass would use the tensor of a
+    later layer.
     """
 
     def __init__(self) -> None:

@@ -186,7 +186,7 @@ class Stack(Positioned):
             options = position_options or {}
             position = make_position(position, heads, width, mixing=mixing, **options)
         else:
-            no_effect("with a position that is made", position_options=position_options)
+            no_effect("if position is a module", position_options=position_options)
         given = {**attention, "dropout": attention_dropout}
         mixed = _mixed_layers(layers, mixer, mixer_options, attention_layers, given)
         blocks = []
@@ -195,7 +195,7 @@ class Stack(Positioned):
             if number < mixed:
                 layer = _make_mixer(mixer, dim, mixer_options or {})
             else:
-                # spelled out: jsonargparse reads the options of the command line from this call
+                # a direct call, from which jsonargparse reads the options of the command line
                 layer = Attention(
                     dim, heads, position=position, dropout=attention_dropout, **attention
                 )

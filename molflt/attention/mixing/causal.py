@@ -46,11 +46,11 @@ def causal_linear(
     Inside each chunk, the (chunk, chunk) matrix of weights is formed. A running sum is carried
     across chunks (Transformer Quality in Linear Time, arXiv:2202.10447, section 3.2).
     `_CHUNKS_AT_ONCE` chunks are computed at once and recomputed in the backward pass. Apart from
-    the arguments and the sums, only O(N m dv / chunk) numbers are kept.
+    the arguments and the sums, O(N m dv / chunk) numbers are stored.
 
-    Each query subtracts the largest exponent of the keys that it attends to. A large later key
-    therefore cannot make an earlier sum underflow. No eps is added to features; instead,
-    `Features.bounded` raises them to a lower bound that is far below relevant values.
+    Each query subtracts the largest exponent of the keys that it attends to. Large later keys
+    therefore do not make earlier sums underflow. `Features.bounded` raises features to a lower
+    bound far below relevant values.
 
     Args:
         query, key, value: see `quadratic`; queries and keys are the same tokens.

@@ -16,7 +16,7 @@ _LEAST = 1024  # minimum number of tokens per chunk
 
 
 def chunk_size(query: Operand, key: Operand, value: Tensor, columns: int = 0) -> int:
-    """Returns the number of tokens per chunk, or 0 if the features of all tokens can be kept.
+    """Returns the number of tokens per chunk, or 0 if all tokens are processed at once.
 
     `columns` is the number of columns p of the kernel, if any.
     """

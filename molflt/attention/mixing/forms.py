@@ -182,8 +182,8 @@ def cheaper(queries: int, keys: int, features: int, dim: int, columns: int | Non
 
     Compares the numbers of multiplications for m features, values of width dv and a kernel of p
     columns (if any): queries * keys * (m + dv + p) for "quadratic", and (queries + keys) * m * dv *
-    p for "linear". The latter is doubled if p > m, because products are then recomputed in the
-    backward pass.
+    p for "linear". The number for "linear" is doubled if p > m, because products are then
+    recomputed in the backward pass.
     """
     kernel, columns = columns is not None, 1 if columns is None else columns
     by_matrix = queries * keys * (features + dim + columns)

@@ -42,8 +42,8 @@ def toeplitz(
     keys in causal attention; rows with much smaller terms lose precision.
 
     "blocks" takes O(N^2 (m + dv)) time and O(N x block) memory. Unless all scales are moderate,
-    each row is scaled separately, and therefore accurate. In causal attention, later keys have no
-    effect beyond this choice, which changes the last digits.
+    each row is scaled separately, and therefore accurate. In causal attention, later keys affect
+    this choice, and thereby the last digits, but nothing else.
 
     Args:
         query, key, value, causal: see `quadratic`.
@@ -247,7 +247,7 @@ def _faster(layout: _Layout, m: int, dv: int) -> str:
 
 
 def _moderate(*logs: Tensor | None) -> bool:
-    """Returns True if sums need no scale for each row; only known on the CPU, in eager mode."""
+    """Returns True if rows do not need separate scales; False if unknown, as in compiled code."""
     given = [log.detach() for log in logs if log is not None and log.numel()]
     if given[0].device.type != "cpu" or in_transform() or torch.compiler.is_compiling():
         return False

@@ -42,8 +42,7 @@ def suggest_nodes(
         width: standard deviation of the narrowest Gaussian of the mask, in units of length.
         widest: standard deviation of the widest Gaussian; by default `width`.
         tol: largest root-mean-square error of a mask with f(0) = 1; at least 1e-6, and at most half
-            the root mean square of the mask itself. The latter limit excludes narrow masks in a
-            large ball.
+            the root mean square of the mask, which excludes narrow masks in a large ball.
     """
     widest = width if widest is None else widest
     positive(radius=radius, width=width, widest=widest)

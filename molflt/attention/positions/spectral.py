@@ -36,17 +36,17 @@ class SpectralPosition(Position):
     complex g gives an asymmetric mask.
 
     The factors depend on the origin, but their product does not. Center the positions of each graph
-    before calling `factors`: phases are then precise, and feature maps, which receive the factors
-    separately, do not depend on the origin. Causal models count positions from the first token
-    instead, because a center would reveal the length of the sequence.
+    before calling `factors`: phases are then precise, and outputs of feature maps, which receive
+    the factors separately, do not depend on the origin. Causal models count positions from the
+    first token, because a center would depend on later tokens.
 
     Args:
         spectrum: family of g, with `spectrum(xi)` and `mask(delta)`.
         nodes: rule that samples g; None if nodes come with each batch (see `factors`).
     """
 
-    # Factors are not balanced below this value. Where the spectrum crosses zero, the gradient then
-    # stays finite and does not vanish, unlike the gradient of two square roots.
+    # Added to |c_s g(xi_s)| before the square root that balances the factors; keeps gradients
+    # finite and nonzero where the spectrum crosses zero.
     floor = 1e-4
     taper: ClassVar[Literal["step", "positive"]] = "step"  # taper of reciprocal nodes
     on_lattice = False  # True if nodes come with each batch, even for softmax

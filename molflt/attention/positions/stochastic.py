@@ -10,8 +10,8 @@ independent across coordinates d and realizations r:
 In expectation, logits then have a relative encoding, with a standard error of order 1 / sqrt(R). A
 single realization depends on the origin; only the expectation is invariant under translations.
 
-Differences from the authors' code: the noise is drawn once and kept until `redraw_`, in training
-and evaluation; kernels do not have a factor that depends on the number of sines; the caller passes
+Differences from the authors' code: the noise changes only with `redraw_`, in training and
+evaluation; kernels do not have a factor that depends on the number of sines; the caller passes
 positions; the noise of the gate has the variance that makes its kernel exactly 1.
 """
 
@@ -33,7 +33,7 @@ _Code = Callable[[Tensor], Tensor]
 
 
 class _StochasticPosition(Position):
-    """Base class that holds the noise and the gate and multiplies queries and keys by them.
+    """Base class that multiplies queries and keys by noise and a gate.
 
     A subclass overrides `_code` and `_position_kernel` and chooses the shape of the standard normal
     noise. The noise of the gate is the same for all positions, and for queries and keys.
