@@ -38,9 +38,9 @@ class SizeBucketedBatchSampler(Sampler[list[int]]):
             largest structure, which bounds the memory of models that pad; None for no limit.
         shuffle: draw new batches for every epoch.
         bucket: number of random batches that are pooled, sorted by size and divided again, if
-            `shuffle` is set; 1 keeps random batches. Larger values reduce padding. However,
-            structures of equal size are also similar in other respects, which makes gradients
-            noisier (docs/results/emt-sample.md).
+            `shuffle` is set; 1 keeps random batches. Larger values reduce padding, but make
+            gradients noisier, because structures of equal size are also similar in other respects
+            (docs/results/emt-sample.md).
         seed: random seed; a batch depends only on `seed`, the epoch and the sizes.
         rank: index of this process.
         world: number of processes.
@@ -126,8 +126,8 @@ class BatchedData(Generic[_Items]):
         seed: seed of the random order of the training items.
         start_step: step at which training starts.
         datasets: open data sets, keyed by use.
-        kept: folder with the `files` of a resumed run, or of a run whose first process has written
-            them; None for a new run.
+        kept: folder with the `files` of a resumed run, or those that the first process of the run
+            has written; None for a new run.
         initial: name and content of the domain.json that belongs to the initial weights, or None.
         items: plural noun for the items of a batch.
         max_size: limit on the number of items in a batch times the size of the largest item.
@@ -309,8 +309,8 @@ class Shard(NamedTuple):
 def held_out(labels: Tensor, fraction: float, source: Path, items: str) -> Tensor:
     """Returns a mask (n,) that selects the last rows of each class.
 
-    `labels` (n,) contains the class of each row. `fraction` is the share of rows to select in
-    each class; their number is rounded down. `source` and `items` describe rows in messages.
+    `labels` (n,) contains the class of each row. `fraction` is the share of rows to select in each
+    class, rounded down. `source` and `items` describe rows in messages.
     """
     held = torch.zeros(len(labels), dtype=torch.bool)
     for label in labels.unique():

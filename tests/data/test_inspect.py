@@ -54,7 +54,7 @@ def test_warnings(tmp_path, capsys):
         "no labels: 1 of 4 systems",
         "no relaxed positions: 1 of 4",
         "repeated sids: 1 systems",
-        "slabs of one tag: 1 of 4 systems",
+        "slabs with a single tag: 1 of 4 systems",
     ):
         assert words in text
     assert len(found["warnings"]) == 5

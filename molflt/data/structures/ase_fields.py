@@ -42,8 +42,8 @@ _HARMLESS = {"nuclear", "born", "dipole", "quadrupole", "inertia", "force"}
 class Converter:
     """Converts the structures of one source and records which entries are not used.
 
-    The name under which a label first occurs applies to the whole source. Otherwise,
-    energies from two levels of theory, or with two references, could be mixed.
+    A label is read from one entry in the whole source, the first that occurs. Otherwise, energies
+    of two levels of theory, or with two references, could be mixed.
     """
 
     def __init__(self, reading: Reading = AS_IT_IS) -> None:

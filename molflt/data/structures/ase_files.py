@@ -95,9 +95,9 @@ class AseStructures(Held):
     `molflt.data.structures.ase_fields.total_charge`.
 
     For potentials, ``energy``, ``forces`` and ``stress`` are also read from the calculator or info,
-    optionally with the prefix ``REF_``, as in data for MACE. If there are relaxed positions, the
-    energy belongs to these and not to the initial positions. For VASP's OUTCAR and vasprun.xml,
-    ASE's energy is "energy(sigma->0)"; ``energy_key="free_energy"`` selects the free energy.
+    optionally with the prefix ``REF_``, as in data for MACE. With relaxed positions, the energy
+    belongs to these, not to the initial positions. For VASP's OUTCAR and vasprun.xml, ASE's energy
+    is "energy(sigma->0)"; ``energy_key="free_energy"`` selects the free energy.
 
     Args:
         path: file with an extension in `ENDINGS`, optionally compressed with gzip, bzip2 or xz.
@@ -301,7 +301,7 @@ def ase_format(path: Path) -> str | None:
     return next(of_vasp, None) or next(others, None)
 
 
-# The functions below reject what ASE would misread in XYZ, CIF, POSCAR and PDB files.
+# The functions below reject XYZ, CIF, POSCAR and PDB files that ASE would misread.
 
 
 def xyz_frames(file: IO[str]) -> Iterator[Callable[[], Atoms]]:

@@ -45,7 +45,7 @@ class Reading(NamedTuple):
     for_prediction: bool = False
     """True if labels are optional: energies may be missing or not finite; forces are not read"""
     keep_atoms: bool = False
-    """True to keep the structures as ASE reads them, with all constraints"""
+    """True to also store the structures as ASE reads them, with all constraints"""
     surface: tuple[float, float] | None = None
     """smallest and largest share of surface atoms in a slab, for guessed tags"""
     baseline_key: str | None = None
@@ -134,7 +134,7 @@ class Structures(Dataset["Data"], ABC):
         return [name for name, field in self.labels.items() if field is None]
 
     def left_out(self) -> str:
-        """Describes the structures that were omitted, with reasons; "" if all are kept."""
+        """Returns a description of the omitted structures, with reasons, or ""."""
         if not self.bad:
             return ""
         listed = "; ".join(grouped(self.bad, f"{self.path}: "))
@@ -159,7 +159,7 @@ class Structures(Dataset["Data"], ABC):
     def __getitem__(self, index: int) -> Data: ...
 
     def to_atoms(self, index: int) -> Atoms:
-        """Returns a structure for ASE: the original if it is kept, or else the converted record."""
+        """Returns a structure for ASE: the stored original, or else the converted record."""
         return to_atoms(self[index])
 
     @property

@@ -1,4 +1,4 @@
-"""Domain of a training set, outside of which energies are extrapolations or meaningless."""
+"""Domain of a training set; energies of structures outside are extrapolations or meaningless."""
 
 from __future__ import annotations
 
@@ -76,10 +76,10 @@ class Domain:
         surface: smallest and largest share of tag 1 in a slab; None without tags, and
             for files from version 0.1.
         initial: domains of the initial weights, of their initial weights, and so on; empty for
-            random initial weights. `kind` and `energy` describe only the most recent data.
-        zero: flags for clean slabs and for molecules without a slab; True if the model can predict
-            them, because it assigns them an energy of 0. If the first flag is set, the number of
-            atoms is not compared. Files do not contain the flags.
+            random initial weights. `kind` and `energy` refer to the most recent data.
+        zero: flags for clean slabs and for molecules without a slab, True if their energy is 0 by
+            definition. If the first flag is set, the number of atoms is not compared. domain.json
+            does not contain the flags.
     """
 
     systems: int
@@ -194,8 +194,8 @@ class Domain:
     def outside(self, record: Data) -> list[str]:
         """Returns descriptions of the ways in which a structure differs from the training data.
 
-        Properties that occur only in the data of the initial weights are marked, because the model
-        may have forgotten them.
+        Properties that occur only in the data of the initial weights are marked, because the
+        model may be less accurate for them.
         """
         own, before = self._beyond(record), [one._beyond(record) for one in self.initial]
         found: dict[str, list[str]] = {}

@@ -76,8 +76,8 @@ def beyond_rounding(spread: float, energies: NDArray[np.float64]) -> float:
 def most_adsorption(record: Data) -> float:
     """Returns the largest plausible magnitude of an adsorption energy: 20 eV per adsorbate.
 
-    To save time, adsorbates are counted only if their number decides. The result is 20 eV for
-    smaller and unknown energies, and 20 eV per adsorbate atom for energies above this bound.
+    To save time, adsorbates are counted only if necessary. The result is 20 eV for smaller and
+    unknown energies, and 20 eV per adsorbate atom for energies above this bound.
     """
     if not abs(float(record.y_relaxed)) > MOST_ADSORPTION:  # also for NaN
         return MOST_ADSORPTION

@@ -80,9 +80,9 @@ def atoms_coincide(record: Data) -> bool:
 def fingerprint(record: Data) -> NDArray[np.float64]:
     """Returns 46 features, which are equal for equal structures up to rounding.
 
-    They consist of a hash of elements, periodic axes and total charge, the cell in Å, sums of waves
-    over the atoms, and sums of peaks for crystals whose waves cancel. They do not depend on the
-    order of atoms or on the choice of periodic images.
+    The features are a hash of elements, periodic axes and total charge; the cell in Å; sums of
+    waves over the atoms; and sums of peaks, for crystals whose waves cancel. They do not depend on
+    the order of atoms or on the choice of periodic images.
     """
     numbers, axes = record.atomic_numbers.numpy(), record.pbc[0].numpy()
     whole = np.sort(numbers).tobytes() + axes.tobytes()

@@ -67,11 +67,11 @@ class PotentialData(IS2REData):
             calculator, else forces, else REF_forces.
         stress_key: name of the stress, in eV/Å^3, in info; by default the results of a calculator,
             else stress, else REF_stress. A name with "virial" is read as a virial in eV.
-        tags: `any` ignores the tags in ASE's formats, because a potential does not need tags;
-            `oc20` and `ase` check them.
-        check_units: reject energies above those of all electrons, and forces and stress that do
-            not match the energy differences between similar frames. Also reject forces beyond 1,000
-            eV/Å and stress beyond 10 eV/Å^3; with `skip_bad`, leave out these structures instead.
+        tags: `any` ignores the tags in ASE's formats, which a potential does not need; `oc20` and
+            `ase` check them.
+        check_units: reject energies beyond all-electron energies, and forces and stress that
+            disagree with energy differences between similar frames. Also reject forces above 1,000
+            eV/Å and stress above 10 eV/Å^3, or, with `skip_bad`, leave these structures out.
         options: see `molflt.data.structures.datamodule.IS2REData`.
     """
 

@@ -66,8 +66,7 @@ def guess_tags(record: Data, share: tuple[float, float] | None = None) -> Guess:
     Args:
         record: structure from `molflt.data.structures.records.make_record`; tags are ignored.
         share: smallest and largest share of surface atoms in the slabs of a model's training data.
-            If a guess is outside this range, the number of top layers that comes closest to it
-            is used.
+            If a guess is outside this range, the number of top layers closest to the range is used.
     """
     unknown = np.zeros(record.natoms, dtype=np.int64)
     atoms = _Atoms(record)
@@ -319,9 +318,9 @@ def slab_has_one_tag(record: Data) -> bool:
 def one_tagged(sids: Sequence[int], count: int) -> str:
     """Returns a warning about structures for which `slab_has_one_tag` is True."""
     return (
-        f"slabs of one tag: {len(sids)} of {count} systems have slabs whose atoms are all surface "
-        f"(tag 1) or all subsurface (tag 0), for instance sid {sids[0]}; correct the tags, except "
-        "those of single layers"
+        f"slabs with a single tag: {len(sids)} of {count} systems; all slab atoms are surface (tag "
+        f"1), or all are subsurface (tag 0), as in sid {sids[0]}; correct the tags, except those "
+        "of single layers"
     )
 
 

@@ -271,7 +271,7 @@ class TokenizedData(BatchedData[_Items]):
         self.lowercase = self.default_lowercase if lowercase is None else lowercase
 
     def set_tokenizer(self, lines: Callable[[], Iterable[str]], name: str) -> None:
-        """Loads the resumed run's tokenizer or the given file; otherwise trains a tokenizer."""
+        """Loads the tokenizer of the resumed run or of a file; otherwise, trains a tokenizer."""
         source = self.tokenizer_file
         if self.kept is not None and (source is None or (self.kept / TOKENIZER).is_file()):
             source = self.kept / TOKENIZER

@@ -26,9 +26,9 @@ def split(
     """Splits a FASTA file by sequence, or by clusters of similar sequences.
 
     Writes train.fasta, val.fasta and test.fasta. Each cluster goes to one file only; without
-    clusters, all copies of a sequence go to the same file. Similar sequences in different files
-    make a model look better than it is. To avoid this, pass clusters, for example from MMseqs2 at
-    30 % sequence identity.
+    clusters, all copies of a sequence go to the same file. With similar sequences in different
+    files, errors are underestimated; clusters, for example from MMseqs2 at 30 % sequence identity,
+    avoid this.
 
     Args:
         src: FASTA file, plain or compressed (.gz or .xz).
