@@ -131,7 +131,7 @@ class Task(ABC, Generic[_Batch, _Data]):
 
     @property
     def validates_start(self) -> bool:
-        """Returns True if initial weights are validated and so can be kept as the best weights."""
+        """Returns True if initial weights are validated and can be the best weights."""
         return False
 
     def files(self) -> dict[str, bytes]:

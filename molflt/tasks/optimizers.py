@@ -47,8 +47,8 @@ class OptimizerTask(Task[Tensor, object]):
 
     A batch contains the seeds (batch,) of problems. Each problem is first optimized for a random
     number of steps, drawn log-uniformly from 0 to `burn_in`, and then for `unroll` steps that
-    contribute to the loss. Meta-steps are therefore independent: training can resume at any
-    meta-step and covers late stages of an optimization at low cost.
+    contribute to the loss. Meta-steps are therefore independent, which allows exact resuming, and
+    include late stages of an optimization at low cost.
 
     Args:
         model: `molflt.optimizers.coordinate.CoordinateOptimizer`.

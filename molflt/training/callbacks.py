@@ -31,8 +31,8 @@ def _callbacks_of(
 ) -> list[Callback]:
     """Returns the callbacks in the order in which they are called.
 
-    Callbacks that need the validated weights come before the averaging callback, which restores the
-    current weights at the end of a validation epoch.
+    Callbacks that use the validated (averaged) weights come before the averaging callback, which
+    restores the current weights at the end of a validation epoch.
     """
     metrics = _MetricsFile(task, folder, options.log_every)
     best = _BestWeights(task, folder, options.patience)
@@ -189,8 +189,8 @@ class _LastCheckpoint(Checkpoint):
     A checkpoint is saved after the optimizer, the schedule and the averages have completed a step,
     but before the validation that follows. A run killed during a validation therefore repeats it
     when resumed. Only the checkpoint of the last step is saved after its validation. The first
-    checkpoint is saved before the first weights and before the last step. A run that has weights
-    but no checkpoint was therefore not interrupted.
+    checkpoint precedes the last step and all weights except those of step 0. An interrupted run
+    with such weights therefore has a checkpoint.
 
     Closing a terminal sends SIGHUP. If nohup has disabled this signal, it stays disabled.
 

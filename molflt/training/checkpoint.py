@@ -1,8 +1,7 @@
-"""Weights, checkpoints and exported models. Reading them does not execute code.
+"""Weights, checkpoints and exported models, which are read without executing code.
 
-An exported model is a safetensors file that contains the weights and everything needed to use them.
-Its header describes the model and its training as JSON. A copy of the header, config.json, is
-intended for readers and for the Hugging Face Hub.
+An exported model is a safetensors file whose header describes the model and its training as JSON.
+config.json is a copy of the header for readers and the Hugging Face Hub.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ from molflt.training.config import Config, defaults, plain, read_config
 from molflt.version import __version__
 
 KEPT = (DOMAIN, "references.json", "vocabulary.json", "classes.json", "tokenizer.json")
-"""Files needed to interpret the weights; each recipe writes some of them."""
+"""Files that some recipes need to interpret the weights."""
 INIT_RECORD = "init.json"
 """File that describes the initial weights of a run."""
 
@@ -236,7 +236,7 @@ class RunFolder:
     def check_weights(self, model: nn.Module) -> None:
         """Checks that the checkpoint matches the model, and rewrites last.safetensors from it.
 
-        Rewriting is needed if the run was killed after only one of the two files was written.
+        Rewriting is needed if the run was killed between writing the two files.
         """
         if self.checkpoint is not None:
             check_weights(self.last, model, model_weights(self.checkpoint))

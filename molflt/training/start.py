@@ -260,7 +260,7 @@ class Initializer:
         return None if found is None else (name, found)
 
     def load(self, model: nn.Module, files: Mapping[str, bytes]) -> None:
-        """Loads all matching tensors; warns if the domain of the source is unknown."""
+        """Loads matching tensors; warns if the domain of the source is unknown."""
         if (source := self._source) is None:
             return
         self._record = {
@@ -350,9 +350,9 @@ def _transfer(source: Saved, model: nn.Module, files: Mapping[str, bytes]) -> di
             new[buffer] = f"{weight} is new"
     if not any(name not in buffers for name in loaded):
         raise ValueError(
-            f"{source.path}: none of its {len(weights)} tensors matches the name and shape "
-            f"of a tensor in this model; got {_listed(list(weights))}; omit the model options "
-            "to use those of the source"
+            f"{source.path}: expected at least one tensor with the name and shape of a tensor in "
+            f"this model; got {_listed(list(weights))}; omit the model options to use those of the "
+            "source"
         )
     kept = {name: own[name] for name in of_data}  # load_state_dict would reset missing buffers
     model.load_state_dict(kept | loaded, strict=False)

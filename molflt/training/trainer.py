@@ -34,14 +34,13 @@ class TrainerOptions:
         checkpoint_every: number of steps between checkpoints; a checkpoint also precedes each
             validation.
         ema_decay: decay of an exponential moving average of the weights. Validation uses the
-            averaged weights, and training saves them. null disables averaging. The average
-            starts with the weights after the first step, whose final coefficient is
-            decay^(max_steps - 1).
+            averaged weights, and training saves them. null disables averaging. The average starts
+            with the weights after the first step; their final coefficient is decay^(max_steps - 1).
         log_every: number of steps between rows of metrics.csv.
         num_sanity: number of validation batches to run before training, as a check.
         accumulate: number of batches whose gradients are averaged for one step. All batches have
-            the same weight; a step is equivalent to a step with a larger batch if their losses are
-            averages over equally many labels. It needs only the memory of one small batch.
+            the same weight: a step equals a step with one large batch if the loss of each batch is
+            an average over equally many labels. Memory is that of one small batch.
         patience: number of validations without improvement after which training stops; null
             disables early stopping.
         logger: csv writes only metrics.csv; tensorboard also writes TensorBoard files to the run
