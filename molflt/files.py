@@ -86,7 +86,7 @@ def _not_written(path: Path, error: OSError, kept: str) -> OSError:
 def expect_writable(path: Path, *read: Path) -> None:
     """Raises OSError if a file cannot be written, or ValueError if it is one of those in `read`.
 
-    The parent folder need not exist; nothing is written.
+    The parent folder does not need to exist; no file is written.
     """
     try:
         for one in read:
@@ -225,7 +225,7 @@ def read_header(path: Path) -> dict[str, str]:
 def verify_tensors(path: Path) -> bool:
     """Compares a safetensors file with its digest; raises ValueError if they differ.
 
-    Returns False for files without a digest, which other programs and older versions write.
+    Returns False for files without a digest, as written by other programs and older versions.
     """
     expected = read_header(path).get("sha256")
     if expected is None:

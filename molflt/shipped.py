@@ -1,6 +1,6 @@
 """Configurations and samples that come with the package.
 
-In a repository, including editable installs, they are the folders ``configs`` and ``datasets``. A
+In a repository or an editable install, they are in the folders ``configs`` and ``datasets``. A
 wheel contains copies of these folders inside the package.
 """
 

@@ -58,8 +58,8 @@ def baseline(
 
     The baseline of an adsorbate on a slab is E(slab with adsorbate) - E(slab) - E(adsorbate), each
     computed in the same cell. For structures without adsorbate atoms (tag 2) or without slab atoms,
-    the baseline is the total energy. The energies are added to a table next to DST (.csv) as they
-    are computed. After an interruption, the same command continues from the table.
+    the baseline is the total energy. Each energy is also written to a table next to DST (.csv),
+    from which the same command continues after an interruption.
 
     Args:
         src: files that ASE reads, compact stores, OC20 LMDBs, folders of these, or quoted patterns.
@@ -144,8 +144,8 @@ def _total_energies(dataset: Structures) -> int:
     if divided and untagged:
         raise ValueError(
             f"{dataset.where(untagged[0])}: expected tags, because other structures are adsorbates "
-            "on slabs, whose baseline is a difference; got only tag 0, whose baseline is a total "
-            "energy; add tags, or compute these structures separately"
+            "on slabs, whose baselines are energy differences; got only tag 0, which would give a "
+            "total energy; add tags, or compute these structures separately"
         )
     return len(dataset) - divided
 

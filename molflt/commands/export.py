@@ -24,8 +24,8 @@ def export(
 ) -> None:
     """Writes the files needed to use a model: model.safetensors, config.json and README.md.
 
-    `molflt predict`, `molflt.load` and `from_pretrained` read the folder. The model card contains
-    the results of `molflt evaluate`, so evaluate the run first.
+    `molflt predict`, `molflt.load` and `from_pretrained` read the folder. Evaluate the run first:
+    the model card contains the results of `molflt evaluate`.
 
     Args:
         run: folder of a training run, or an exported model.

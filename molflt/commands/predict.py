@@ -163,7 +163,7 @@ def _label(model: Pretrained, files: Sequence[Path], out: Path | None, batch_siz
 
 
 def merge(out: Path) -> None:
-    """Joins the files written by all N calls of molflt predict --shard I/N; the files are kept.
+    """Joins the files of all N calls of molflt predict --shard I/N, which are not removed.
 
     The result equals the file that a single process would have written. If a shard is missing or
     damaged, the error names it and the command that recreates it.

@@ -40,8 +40,8 @@ def train(
     """Trains a model, from random or existing weights (--init), or resumes a run.
 
     The run folder contains config.yaml (all options, including defaults), versions.json,
-    metrics.csv, curve.png, files of the data such as a vocabulary, and checkpoints/ with last.ckpt
-    (to resume), last.safetensors and best.safetensors (weights; best by validation).
+    metrics.csv, curve.png, files that describe the data, such as a vocabulary, and checkpoints/
+    with last.ckpt (to resume), last.safetensors and best.safetensors (weights; best by validation).
 
     Args:
         run: folder to write to or to resume; by default a new folder named after the recipe.

@@ -1,10 +1,10 @@
 """Calibrated uncertainty of ensembles: intervals that cover 68 % of new errors.
 
 The method is split conformal prediction (Papadopoulos et al. 2002; Lei et al., arXiv:1604.04173)
-with the score |error| / sqrt(spread² + floor²). It makes no assumption about the distribution of
-the errors. Half of a split is used for calibration; all other systems are used to evaluate it.
-Structures with elements that do not occur in the training data are calibrated separately, because
-the members agree on wrong energies for such structures.
+with the score |error| / sqrt(spread² + floor²). It does not assume a distribution of errors. Half
+of a split is used for calibration, and all other systems for the coverage. Structures with elements
+that do not occur in the training data are calibrated separately, because members often agree on
+wrong energies for them.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Calibration:
 
     Attributes:
         factor: dimensionless factor.
-        floor: spread in eV that is added in quadrature, because members may agree by chance.
+        floor: in eV, added to the spread in quadrature, because members may agree by chance.
         split: name of the split that was used for calibration.
         systems: number of systems that were used for calibration.
         members: SHA-256 digests of the members' weights, sorted.

@@ -131,9 +131,9 @@ def digest_of(model: nn.Module) -> str:
 def expect_same_totals(ensemble: EnsembleRegressor, dataset: Structures) -> None:
     """Raises ValueError if members were trained on different kinds of energies.
 
-    The compositions in the training data may not determine every reference. Therefore, the totals
-    (references plus mean) are compared for the structures to predict. If only some members add a
-    baseline, their totals include it.
+    Compares totals (references plus mean) for the structures to predict, because compositions in
+    the training data may not determine every reference. If only some members add a baseline, their
+    totals include it.
     """
     indices = np.unique(np.linspace(0, len(dataset) - 1, _COMPARED).astype(np.int64))
     atoms = torch.from_numpy(dataset.compositions(indices, by_contact(ensemble)[0]))

@@ -31,7 +31,7 @@ _NAMES = {
     "nearest": "attention to the nearest 10 % of the tokens",
     "farthest": "attention to the farthest 10 % of the tokens",
 }
-_EXPECTED = {  # files of a finished run, and the consequences if they are missing
+_EXPECTED = {  # files of a finished run, and the effect if one is missing
     "checkpoints/last.ckpt": "time and data of the training are unknown",
     "checkpoints/best.safetensors": "the best weights are lost, or the run was never validated",
     "metrics.csv": "curves are not shown",

@@ -1,6 +1,6 @@
 """Evaluation results: tables, CSV files, results.json and results_of.json.
 
-results_of.json records the weights and the data of the evaluation that wrote results.json.
+results_of.json records the weights and the data to which results.json belongs.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Sharded prediction files, and a function that merges them.
 
-Each process predicts some of the batches of the whole data set. The merged numbers are bitwise
-equal to those of a single process. Each row of a shard contains the index of its structure, the
-numbers of rows in this shard and in all shards, and digests of the model and the data. These values
-reveal missing or truncated shards and shards of different models or data.
+Each process predicts some batches of the data set; merged numbers are bitwise equal to those of a
+single process. Each row of a shard contains the index of its structure, the numbers of rows in this
+shard and in all shards, and digests of the model and the data, with which `merge_shards` detects
+missing or truncated shards and shards of different models or data.
 """
 
 from __future__ import annotations

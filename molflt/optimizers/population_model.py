@@ -1,8 +1,8 @@
 """Learned steps of a population whose members attend to each other.
 
-This follows the second experiment in section 5.4 of FLT (arXiv:2302.01925). Attention between
-members depends on their features and on an FLT mask f(x_i - x_j) of their positions. The paper does
-not specify the features or the form of a step.
+See the second experiment in section 5.4 of FLT (arXiv:2302.01925). Attention between members
+depends on their features and on an FLT mask f(x_i - x_j) of their positions. The paper does not
+specify the features or the update.
 """
 
 from __future__ import annotations
@@ -105,9 +105,9 @@ class PopulationModel(Redrawn):
 
     Here z and eps are normal, s is the spread, and u is the averaged movement of the mean of p. The
     covariance of n_i equals the covariance of p weighted by w_ij. The numbers a, b, c, e and g are
-    computed from the token of each member. All terms consist of differences and noise. A step
-    therefore commutes with permutations of members and, if the noise is transformed in the same
-    way, with translations, rotations, reflections and scaling.
+    computed from the token of each member. All terms consist of differences and noise. A step is
+    therefore equivariant under permutations of members and, if the noise is also transformed, under
+    translations, rotations, reflections and scaling.
 
     Gradients pass through these sums but not through the tokens, because the derivative of
     attention with respect to positions makes long unrolls chaotic.

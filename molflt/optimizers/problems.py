@@ -37,8 +37,8 @@ def draw_problem(seed: int, like: Tensor) -> Problem:
     """Draws a problem with a random family, size and scale, determined by the seed.
 
     Coordinates are rescaled by exp(N(0, 0.5^2)), and losses by a log-uniform factor from 10^-2 to
-    10^2; the model thus learns to handle any scale (arXiv:1703.03633). Tensors have the dtype and
-    device of `like`.
+    10^2; the model learns to handle any scale (arXiv:1703.03633). Tensors have the dtype and device
+    of `like`.
     """
     generator = generator_of(seed)
     family = list(FAMILIES)[_integer(generator, 0, len(FAMILIES) - 1)]

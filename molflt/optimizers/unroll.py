@@ -32,11 +32,11 @@ def unroll(
     """Optimizes all problems in parallel and computes a loss for the weights of the model.
 
     Gradients of the problems are treated as constants, as in arXiv:1606.04474, section 2.1: an
-    update affects later losses, but not the gradients that are inputs of the model. The steps are
-    therefore taken first, without gradients, and all updates are recomputed in one causal pass. The
-    derivative of the loss with respect to the update of step s is the sum of df(x_t) / dx over t >
-    s. The result is the same as with backpropagation through the steps, but only the memory of one
-    pass is needed.
+    update affects later losses, but not the gradients that are inputs of the model. Steps are
+    therefore taken first, without differentiation, and all updates are recomputed in one causal
+    pass. The derivative of the loss with respect to the update of step s is the sum of df(x_t) / dx
+    over t > s. The result equals that of backpropagation through the steps, with the memory of one
+    pass.
 
     Args:
         model: model to train.

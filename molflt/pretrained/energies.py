@@ -59,13 +59,13 @@ class Prediction(NamedTuple):
     energy: float
     """energy, in eV, of the relaxed structure or, for a potential, of the given structure"""
     uncertainty: float | None = None
-    """half the width of the 68 % interval, in eV; None if the model is not a calibrated ensemble,
-    and for new elements if the calibration has no factor for them"""
+    """half the width of the 68 % interval, in eV; None without a calibrated ensemble, and for new
+    elements that the calibration does not cover"""
     spread: float | None = None
     """standard deviation over the members of an ensemble, in eV; None for one model"""
     relaxed: Atoms | None = None
-    """estimate of the relaxed structure, subject to its constraints; None if they cannot be met, or
-    if the model was trained without relaxed positions"""
+    """estimate of the relaxed structure, subject to its constraints; None if constraints cannot be
+    met, or if the model was trained without relaxed positions"""
     outside: tuple[str, ...] = ()
     """differences between the structure or its energy and the training data"""
     embedding: NDArray[np.float32] | None = None
