@@ -24,9 +24,9 @@ class GraphAttention(Redrawn):
     The additive form is FLT (`arXiv:2302.01925 <https://arxiv.org/abs/2302.01925>`_) with the
     random features of the Performer (`arXiv:2009.14794 <https://arxiv.org/abs/2009.14794>`_). The
     multiplicative position, reciprocal nodes and near field are specific to molflt. The output for
-    a graph does not depend on the rest of the batch, on the order of its atoms or on its position
-    in space. With "reciprocal", it also does not depend on the choice of the cell or of periodic
-    images.
+    a graph does not depend on the rest of the batch, on the order of atoms or, except for crystals
+    with "spectral" or "mesh", on translations. With "reciprocal", it also does not depend on the
+    choice of the cell or of periodic images.
 
     Args:
         dim: width of the atom features, a multiple of `heads`.

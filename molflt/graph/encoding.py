@@ -116,7 +116,7 @@ class GraphEncoding(nn.Module):
                 no_effect("with mixing='softmax', whose q.k is exact everywhere", near_exact=True)
             _expect_map(feature_map, "estimates_exp", "near_exact=True needs estimates of exp(q.k)")
         if self.periodic.lattice and position == "spectral" and not self.softmax:
-            why = "reciprocal nodes of position='spectral' give random projections of factors"
+            why = "position='spectral' with reciprocal nodes needs a map of random projections"
             _expect_map(feature_map, "takes_projected", why)
             sizes = {} if num_features is None else {"num_features": num_features}
             self.frequency_projection = FrequencyProjection(heads, **sizes)

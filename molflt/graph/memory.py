@@ -21,7 +21,7 @@ def _expect_memory(weights: Tensor, geometry: Geometry, heads: int) -> None:
     expect_memory(
         size,
         f"{int(counts[most]):,} reciprocal nodes x {int(atoms[most]):,} atoms x {heads} heads "
-        f"of the largest of {len(atoms)} structures, and those of the others,",
+        f"of the largest of {len(atoms)} structures, plus those of the others,",
         "reduce max_frequency, or use periodic='mesh' (predict: --mesh_order 5)",
     )
 

@@ -194,6 +194,6 @@ def _expect_pairs(pairs: Sequence[float], atoms: NDArray[np.int64], cutoff: floa
     expect_memory(
         _PAIR * sum(pairs),
         f"{pairs[most]:.2g} or more neighbors within {cutoff:g} Å of the {atoms[most]:,} atoms "
-        f"of graph {most}, and those of the others,",
+        f"of graph {most}, plus those of the other graphs,",
         "use a smaller cutoff or fewer structures at once, or remove duplicate atoms",
     )

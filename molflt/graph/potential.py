@@ -250,7 +250,7 @@ def _refuse_rough(given: Mapping[str, Any], far_field: bool) -> None:
             not (products and given.get("num_features")),
             "None with the polynomial; projected products can be negative",
         ),
-        "degree": (given.get("degree") in (None, 2), "2; those of 3 can be negative"),
+        "degree": (given.get("degree") in (None, 2), "2; products of degree 3 can be negative"),
         "normalize_qk": (
             not (products and given.get("normalize_qk") is False),
             "True with the polynomial; products can otherwise be negative",
