@@ -22,10 +22,11 @@ OPTIONS: dict[str, Mapping[str, Callable[..., object]]] = {
 HEAD = """# Mechanisms
 
 The table lists all values of the attention options. N is the number of tokens, m the number of
-features, d the width of a head, and r the number of nodes. For positions, the last column lists the
-supported kinds of attention: "softmax" and "kernelized". Positions with "state" support
-step-by-step decoding with kernelized attention. Feature maps that support "potentials" are smooth
-and have positive sums. `python scripts/mechanisms.py > docs/mechanisms.md` creates this page.
+features, d the width of a head, r the number of nodes, K the number of Gaussians or waves, P the
+length of filters, and R the number of realizations. The last column lists the attention ("softmax",
+"kernelized") that a position supports, "state" if kernelized attention can decode step by step, and
+"potentials" for smooth feature maps with positive sums. `python scripts/mechanisms.py >
+docs/mechanisms.md` creates this page.
 """
 
 

@@ -28,7 +28,7 @@ class GaussianBias(Position):
     """
 
     paper = "2203.04810"
-    cost = "N^2 (K + d)"
+    cost = "N² (K + d)"
     mixings = ("softmax",)
     decodes = False
 
