@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TextIO
 
-# The filelock package does not suffice: it does not record the name of the holder, and does not
-# release locks that data workers inherit and keep after their training process has been killed.
+# The package filelock is not sufficient: it does not record the name of the holder, and if a
+# training process is killed, its data workers keep the lock.
 _held: set[TextIO] = set()
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=lambda: [file.close() for file in _held])

@@ -75,8 +75,8 @@ def baseline(
             are then learned from the labels.
         workers: number of processes.
         device: auto (the default), cpu, cuda or cuda:N, for potentials trained with molflt.
-        energy_key: name of the label (in eV) in files that ASE reads; by default y_relaxed or, if
-            it is missing, energy.
+        energy_key: name of the label, in eV, in files that ASE reads; by default y_relaxed, else
+            energy.
         tags: convention of the tags in files that ASE reads: oc20 (0 subsurface, 1 surface, 2
             adsorbate) or ase (layer numbers from the top, 1, 2, ..., and 0 for adsorbates).
     """

@@ -79,12 +79,12 @@ def predict(
             half the width of the 68 % interval (uncertainty_eV).
         calibration: uncertainty.json of an evaluation of the same runs; by default the file in the
             subfolder ensemble of `run`, if it exists; only for energy models.
-        tags: meaning of tags in a file that ASE reads: oc20 (0 subsurface, 1 surface, 2 adsorbate)
-            or ase (layers from the top, 1, 2, ..., and 0 for adsorbates); defaults to the
-            convention used in training. guess replaces the tags of any source and prints the
-            result: adsorbates are found by bonds, surface and subsurface by constraints or height.
-        force: predict even structures without tags or with implausible tags, although all training
-            structures had tags.
+        tags: convention of the tags in files that ASE reads: oc20 (0 subsurface, 1 surface, 2
+            adsorbate) or ase (layer numbers from the top, 1, 2, ..., and 0 for adsorbates); by
+            default that of training. guess derives the tags of any source from the geometry (bonds,
+            constraints, heights) and prints a summary.
+        force: also predict structures without tags or with implausible tags, which models trained
+            with tags reject.
         mesh_order: for cells of thousands of atoms, compute sums over reciprocal nodes on a mesh
             with splines of order 4, 5, 6 or 8; attention errors are at most 3e-3, 6e-4, 6e-6 or
             2e-7, respectively.

@@ -67,8 +67,8 @@ def evaluate(
             the first large enough split except the training split, whose errors are too small. Half
             of its systems, selected by a hash of the sid, are used for calibration and excluded
             from the coverage.
-        tags: tag convention of files read by ASE: oc20 or ase; guess derives the tags of any source
-            from the geometry; defaults to the convention used in training.
+        tags: convention of the tags in files that ASE reads: oc20 or ase; by default that of
+            training. guess derives the tags of any source from the geometry.
         relaxed: folder for SPLIT.extxyz with the structures predicted by the position head.
         force: also evaluate structures with implausible tags.
         which: see `molflt.evaluation.evaluated.EvaluationData`.

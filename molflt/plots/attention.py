@@ -37,7 +37,7 @@ def attention_matrices(
     All heads share one color scale, which is logarithmic over up to four decades if all weights are
     nonnegative and the largest is at least 30 times the median. Weights of exactly 0, such as those
     of masked keys, are gray. If some weights are negative, which is possible with signed features,
-    the scale is diverging and centered at 0, and it excludes the largest 1 % of the weights if they
+    the scale is diverging and centered at 0, and excludes the largest 1 % of the weights if they
     are outliers. Matrices with more than 512 queries or keys are averaged over blocks. The figure
     states whether weights are excluded or averaged.
 

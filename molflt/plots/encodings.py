@@ -32,7 +32,7 @@ def has_bias(position: torch.nn.Module | None) -> bool:
 
 
 def rpe_profiles(model: torch.nn.Module, file: Path, r_max: float = 8.0, unit: str = "Å") -> None:
-    """Draws the learned relative encoding f(r) of each head, each on its own scale.
+    """Draws the learned relative encoding f(r) of each head on a separate scale.
 
     Softmax attention adds f(r) to its logits; linear attention adds an estimate of f(r).
     Anisotropic encodings are drawn along the first axis. If a kernel multiplies the attention
@@ -66,7 +66,7 @@ def rpe_curves(
 ) -> None:
     """Draws the encoding f(r_i - r_j) of positions on a line for offsets of both signs.
 
-    Each head has its own scale. Curves have gaps where f is -inf.
+    Scales differ between heads. Curves have gaps where f is -inf.
 
     Args:
         position: a position module of dimension 1, or a model with one at `encoding.position`.

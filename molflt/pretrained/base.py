@@ -44,8 +44,8 @@ class Trained(NamedTuple):
     options: Sequence[Mapping[str, object]]
     """arguments of the model of each run"""
     task: Mapping[str, object]
-    """options of the task; for sentences also its `name`, for structures the meaning of `tags`, and
-    for images `data.resize`"""
+    """options of the task; for sentences also its `name`, for structures the convention of `tags`,
+    and for images `data.resize`"""
     results: Mapping[str, object]
     """metrics by split; empty before an evaluation"""
     files: Mapping[str, object]
@@ -54,7 +54,7 @@ class Trained(NamedTuple):
     license: str | None = None
     datasets: Sequence[str] = ()
     unmeasured: str = ""
-    """reason for missing results, if the results found belong to other weights or data"""
+    """reason why `results` is empty, if results belong to other weights or data"""
 
     def label(self, name: str) -> str:
         """Returns the name by which messages refer to a file of the model."""

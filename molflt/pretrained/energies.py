@@ -192,12 +192,12 @@ class EnergyPredictor(Pretrained):
             embedding: also return the tokens before the readout: "atoms" for all atoms (0 for atoms
                 that the model omits), or "pooled" for the mean over the atoms that contribute to
                 the energy (atoms with tag > 0 if there are tags; all atoms for a potential).
-            tags: meaning of the tags of `ase.Atoms` and of files that ASE reads: oc20 (0
-                subsurface, 1 surface, 2 adsorbate) or ase (layers from the top, 0 for adsorbates);
-                guess derives the tags of any source from the geometry. Defaults to the convention
-                used in training. Potentials do not read tags.
-            force: predict even structures without tags or with implausible tags, although all
-                training structures had tags; `outside` of the prediction reports it.
+            tags: convention of the tags of `ase.Atoms` and of files that ASE reads: oc20 (0
+                subsurface, 1 surface, 2 adsorbate) or ase (layer numbers from the top, 0 for
+                adsorbates); by default that of training. guess derives the tags of any source from
+                the geometry. Potentials do not read tags.
+            force: also predict structures without tags or with implausible tags, which models
+                trained with tags reject; `outside` contains the reason.
 
         Returns:
             A prediction for a single structure, or a list in the order of the structures.
@@ -221,7 +221,7 @@ class EnergyPredictor(Pretrained):
 
         Args:
             files: see :func:`molflt.data.structures.open_dataset`; None for structures in memory.
-            tags: meaning of the tags; defaults to the convention used in training.
+            tags: convention of the tags; by default that of training.
         """
         if tags is not None and self.predicts_forces:
             raise ValueError(f"tags={tags!r} has no effect on a potential; remove it")

@@ -35,11 +35,11 @@ def beam_search(
 ) -> list[Hypothesis]:
     """Finds the best complete target of each source.
 
-    The search keeps `beam` unfinished hypotheses for each source and ends when `beam` hypotheses
-    are complete (as in fairseq and, with `early_stopping`, in `transformers`). The returned target
-    has the largest log p / length^length_penalty (arXiv:1609.08144, section 7, without its
-    constants). A beam of 1 selects the most probable token at each step. Mechanisms without a state
-    recompute the whole target at each step (see `EncoderDecoder.decodes`).
+    The search continues `beam` hypotheses for each source and ends when `beam` hypotheses are
+    complete (as in fairseq and, with `early_stopping`, in `transformers`). The returned target has
+    the largest log p / length^length_penalty (arXiv:1609.08144, section 7, without its constants).
+    A beam of 1 selects the most probable token at each step. Mechanisms without a state recompute
+    the whole target at each step (see `EncoderDecoder.decodes`).
 
     Args:
         model: model in evaluation mode.
@@ -51,7 +51,7 @@ def beam_search(
         length_penalty: exponent of the length. 0 favors short targets; values above 1 favor long
             targets.
         limit: maximum length of a target, including the end token; by default 10 plus twice the
-            length of its source. If the maximum length of the model is smaller, it is used instead.
+            length of its source, and at most the maximum length of the model.
     """
     if model.training:
         raise ValueError("beam_search needs a model without dropout; call model.eval() first")

@@ -1,4 +1,4 @@
-"""Base class for token sequence models: positions, ID checks, and embeddings."""
+"""Base class for token sequence models: positions, embeddings, and checks of ids."""
 
 import math
 from typing import Any, ClassVar, cast
