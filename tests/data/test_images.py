@@ -42,7 +42,7 @@ def test_folders_are_classes_in_order(tmp_path: Path) -> None:
     for i in range(4):
         assert torch.equal(flat.datasets["train"][i][0], below.datasets["train"][i][0])
     Image.new("RGB", (9, 8)).save(root / "dog" / "1.png")
-    with pytest.raises(ValueError, match=r"dog/1.png: .*8 x 8 .*8 x 9"):
+    with pytest.raises(ValueError, match=r"dog/1.png: .*3, 8, 8.*3, 8, 9"):
         open_images(root)[5]
 
 
@@ -55,6 +55,11 @@ def test_gray_and_transparent_images_become_colors(tmp_path: Path) -> None:
         assert (open_images(root)[i][0].numpy() == gray).all()
     (image,) = read_alike(root / "cat", 8, 3)
     assert image.shape == (3, 8, 8) and (image.numpy() == gray).all()
+    for folder in ("dog", "eel"):
+        Image.fromarray(gray).save(root / folder / "0.png")
+    data = PixelData(root, val=root)  # equal channels would reduce the bits per dimension
+    data.setup()
+    assert data.channels == 1 and (data.datasets["train"][2][0].numpy() == gray).all()
     Image.fromarray(gray.astype(np.uint16) * 256).save(root / "eel" / "0.png")
     with pytest.raises(ValueError, match="eel/0.png.* 8 bits .*I;16"):
         open_images(root)[2]

@@ -22,6 +22,7 @@ from molflt.files import shown
 
 _MAGIC = {3: b"\0\0\x08\x03", 1: b"\0\0\x08\x01"}  # type (unsigned byte) and number of axes
 _CHUNK = 4096  # images that are resized at once
+_SAMPLE = 20  # images that are decoded to find out if a folder is gray
 _SUFFIXES = (".png", ".jpg", ".jpeg")
 _GRAY = ("1", "L", "LA")
 _DEEP = ("I", "F")  # modes with more than 8 bits, which Pillow would clip
@@ -64,11 +65,12 @@ class LabeledImages(Dataset[tuple[Tensor, Tensor]]):
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         image = self.read(index)
-        if tuple(image.shape[1:]) != self.size:
+        first = (self.channels, *self.size)
+        if image.shape != first:
             name = f"{self.path}, image {index}" if self.names is None else self.names[index]
             raise ValueError(
-                f"{name}: expected {self.size[0]} x {self.size[1]} pixels, as in the first image; "
-                f"got {image.shape[1]} x {image.shape[2]}; set data.image_size to resize all images"
+                f"{name}: expected {first} (channels, rows, columns), as in the first image; got "
+                f"{tuple(image.shape)}; convert the image, or set data.image_size to resize all"
             )
         return image, self.labels[index]
 
@@ -147,7 +149,8 @@ def open_images(
         size: side, in pixels, of the squares to which images are resized; None keeps the sizes.
         classes: names of the classes, in the order of labels.
         box: average over the area of each pixel when resizing, as in `fitted`.
-        flat: accept a folder of images without subfolders, as one class.
+        flat: accept a folder of images without subfolders, as one class; gray images then have one
+            channel instead of three, if a sample of the images in the folder is gray.
     """
     fit = partial(_fit, size=size, box=box)
     if labels is not None and source.is_dir():
@@ -194,12 +197,16 @@ def _open_folder(
     files = {name: _image_files(path / name) for name in found}
     labels = torch.tensor([known.index(name) for name, own in files.items() for _ in own])
     names = [*chain.from_iterable(files.values())]
-    read = partial(_read_image, names, draft, fit)
+    sample = names[:: max(1, len(names) // _SAMPLE)] if flat else []
+    gray = flat and all(len(_decode(name, None)) == 1 for name in sample)
+    read = partial(_read_image, names, None if gray else "RGB", draft, fit)
     return LabeledImages(path, labels, known, read, names)
 
 
-def _read_image(files: Sequence[str], draft: int | None, fit: _Fit, index: int) -> Tensor:
-    return fit(_decode(files[index], "RGB", draft)[None], files[index])[0]
+def _read_image(
+    files: Sequence[str], mode: str | None, draft: int | None, fit: _Fit, index: int
+) -> Tensor:
+    return fit(_decode(files[index], mode, draft)[None], files[index])[0]
 
 
 def _decode(path: str, mode: str | None, size: int | None = None) -> Tensor:
