@@ -233,6 +233,8 @@ def test_json_and_pictures(runs, capsys, tmp_path):
     assert 0 < own["seconds"] < 600
     assert (out / "curves.png").stat().st_size > 5000
     assert not list(runs.glob("*/comparison.json"))
+    (tmp_path / "link").symlink_to(runs / "wide")
+    assert "twice" in error_of(capsys, "compare", str(runs / "wide"), str(tmp_path / "link"))
 
 
 def test_shares_of_zero_and_one_have_no_standard_error():

@@ -88,7 +88,8 @@ class Run:
 def read_runs(paths: Sequence[Path]) -> list[Run]:
     """Reads the folders of two or more runs."""
     whole = [Path(os.path.abspath(path)) for path in paths]
-    twice = [path for place, path in enumerate(whole) if path in whole[:place]]
+    real = [path.resolve() for path in whole]
+    twice = [path for i, path in enumerate(whole) if real[i] in real[:i]]
     if len(whole) < 2 or twice:
         got = f"{twice[0]} twice" if twice else f"{len(whole)}"
         raise ValueError(f"expected at least two different runs; got {got}")
