@@ -41,14 +41,11 @@ def test_locality_sums_over_sorted_keys(causal: bool, fraction: float) -> None:
     np.testing.assert_allclose(found, expected / 60, atol=1e-14)
 
 
-def test_locality_ignores_padding_and_the_order_of_keys() -> None:
+def test_locality_ignores_padding_and_other_queries() -> None:
     weights, distances = random_rows(2, 30, 30), offsets(30)
     expected = locality(weights, distances)
     padded = np.pad(distances, ((0, 0), (0, 13)), constant_values=np.inf)
     found = locality(np.pad(weights, ((0, 0), (0, 0), (0, 13))), padded)
-    np.testing.assert_allclose(found, expected, atol=1e-14)
-    order = np.random.default_rng(2).permutation(30)
-    found = locality(weights[..., order], distances[:, order])
     np.testing.assert_allclose(found, expected, atol=1e-14)
     cut = locality(weights[:, 20:], distances[20:])  # some of the queries
     alone = locality(weights[1, 20:], np.broadcast_to(distances[20:], (10, 30)))

@@ -7,14 +7,7 @@ from scipy.interpolate import BSpline
 from scipy.special import gammainc
 from torch import Tensor
 
-from molflt.attention import (
-    FEATURE_MAPS,
-    NODES,
-    PROJECTIONS,
-    SPECTRA,
-    TOKEN_MIXERS,
-    make_position,
-)
+from molflt.attention import FEATURE_MAPS, NODES, PROJECTIONS, SPECTRA, TOKEN_MIXERS, make_position
 from molflt.attention.decoder import Decoder
 from molflt.attention.spectra import Gaussian, InversePower, ShiftInvariant
 from molflt.attention.spectra.inverse_power import POWERS
@@ -137,8 +130,3 @@ def test_smooth_part_is_an_incomplete_gamma_function(power):
     (slope,) = torch.autograd.grad(found.sum(), square)
     rest = law.smooth(square.detach() + 1e-7) - law.smooth(square.detach() - 1e-7)
     torch.testing.assert_close(slope, rest / 2e-7, rtol=1e-6, atol=1e-8)
-
-
-@pytest.mark.parametrize("power", POWERS)
-def test_smooth_parts_and_their_spectra_are_a_fourier_pair(power):
-    contract.check_fourier_pair(InversePower(power, 0.7))

@@ -152,14 +152,6 @@ def test_softmax_to_kernelized_and_back():
     assert convert_weights_(trained, learned) == missing
 
 
-def test_refinements_feed_the_output_back():
-    stack = Stack(16, 2, 2, refinements=3).double()
-    x = refined = torch.randn(2, 5, 16, dtype=torch.float64)
-    for _ in range(3):
-        refined = stack.one_pass(refined, None)
-    torch.testing.assert_close(stack(x), stack.norm(refined), rtol=0, atol=0)
-
-
 TOKENS = 6
 
 

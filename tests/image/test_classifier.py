@@ -49,19 +49,13 @@ def test_encodings_see_where_patches_are(name: str) -> None:
     assert (net(x) - net(shuffled)).abs().max() > 1e-7
 
 
-def test_softmax() -> None:
-    net = model(mixing="softmax", position="spectral", layers=1)
-    x = images()
-    tokens = net.tokens(x)
-    block = net.stack.blocks[0]
-    normed = block.attention_norm(tokens)
-    attention = block.attention
+def test_weights_of_attention_and_the_mean_over_patches() -> None:
+    net, x = model(mixing="softmax", position="spectral", layers=1), images()
+    tokens, block = net.tokens(x), net.stack.blocks[0]
     (weights,) = attention_of(net.stack, lambda: net(x))
-    torch.testing.assert_close(weights, attention.weights(normed, net.positions), **EXACT)
-    torch.testing.assert_close(weights.sum(dim=-1), torch.ones_like(weights[..., 0]), **EXACT)
-    value = attention.to_value(normed).unflatten(-1, (2, 8)).transpose(1, 2)
-    out = tokens + attention.to_out((weights @ value).transpose(1, 2).flatten(2))
-    out = net.stack.norm(out + block.ffn(block.ffn_norm(out)))
+    expected = block.attention.weights(block.attention_norm(tokens), net.positions)
+    torch.testing.assert_close(weights, expected, **EXACT)
+    out = net.stack(tokens, net.positions)
     torch.testing.assert_close(net(x), net.head(out.mean(dim=1)), **EXACT)
 
 

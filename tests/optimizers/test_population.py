@@ -117,20 +117,6 @@ def test_few_nodes_have_the_exact_mask_as_their_mean(count: int) -> None:
     assert float(((mean - exact[0]).abs() * draws**0.5 / spread).max()) < 4
 
 
-@pytest.mark.parametrize("kind", ["flt", "softmax-mask"])
-def test_the_mask_determines_the_attention(kind: str) -> None:
-    """With equal tokens, weights depend on the positions of members only if there is a mask."""
-    changes = {}
-    for name in (kind, "performer"):
-        model = made(name)
-        state = model.start(normal(1, MEMBERS, D), normal(1, model.waves, D, seed=2))
-        other = state._replace(best_position=state.position.flip(1))
-        tokens, rank = normal(1, MEMBERS, 16), torch.linspace(0, 1, MEMBERS).double()[None]
-        one, two = (model._attend(tokens, s, rank)[1] for s in (state, other))
-        changes[name] = float((one - two).abs().max().detach())
-    assert changes["performer"] == 0 and changes[kind] > 0.01
-
-
 def test_resumes_to_the_bit() -> None:
     model = made()
 
@@ -164,8 +150,6 @@ def test_a_generation_has_one_answer() -> None:
     assert torch.equal(optimizer.ask(), members)
     optimizer.tell([3.0, 1, 3, 3, 3, 3])
     assert torch.equal(optimizer.best.position, members[1])
-    with pytest.raises(ValueError, match="tell before ask in generation 1"):
-        optimizer.tell([1.0] * MEMBERS)
 
 
 def test_windows_cut_the_gradient_and_nothing_else() -> None:
