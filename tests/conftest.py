@@ -1,6 +1,7 @@
 import os
 import shutil
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,16 @@ def seeded() -> None:
     import torch
 
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def float64() -> Iterator[None]:
+    """Makes float64 the default type of new tensors."""
+    import torch
+
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
 
 
 @pytest.fixture(scope="session")

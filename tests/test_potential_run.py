@@ -1,6 +1,7 @@
 import json
 import shutil
 from typing import Any
+from unittest.mock import DEFAULT, Mock
 
 import ase.io
 import numpy as np
@@ -11,13 +12,7 @@ from ase.build import bulk, fcc111, molecule
 from ase.calculators.calculator import PropertyNotImplementedError
 from ase.calculators.fd import calculate_numerical_stress
 from ase.calculators.lj import LennardJones
-from ase.constraints import (
-    FixAtoms,
-    FixBondLength,
-    FixBondLengths,
-    FixCartesian,
-    FixScaled,
-)
+from ase.constraints import FixAtoms, FixBondLength, FixBondLengths, FixCartesian, FixScaled
 from tiny_run import argon, error_of, logged, page_of, printed, random_potential, results_of, table
 from torch_geometric.data import Batch
 
@@ -246,17 +241,10 @@ def test_cells_are_relaxed(potential_run, tmp_path):
 
 
 def test_failing_relaxations_keep_the_last_structure():
-    class Breaks(LennardJones):
-        calls = 0
-
-        def calculate(self, *args, **kwargs):
-            super().calculate(*args, **kwargs)
-            self.calls += 1
-            if self.calls > 2:
-                raise ValueError("Ar2: energy nan eV or a force is not finite")
-
-    start = Atoms("Ar2", [[0, 0, 0], [0.9, 0, 0]])
-    found = relax_atoms(start, Breaks(), fmax=1e-6)
+    start, breaks = Atoms("Ar2", [[0, 0, 0], [0.9, 0, 0]]), LennardJones()
+    later = [DEFAULT, DEFAULT, ValueError("Ar2: energy nan eV or a force is not finite")]
+    breaks.calculate = Mock(wraps=breaks.calculate, side_effect=later)
+    found = relax_atoms(start, breaks, fmax=1e-6)
     assert not found.converged and found.why.startswith("Ar2: energy nan")
     assert found.steps >= 1 and np.isfinite(found.after)
     assert np.isfinite(found.atoms.positions).all()
@@ -300,24 +288,6 @@ def calculator(model: dict[str, Any] | None = None, **options: Any) -> Calculato
     return Calculator(random_potential(**sizes, **(model or {})), **options)
 
 
-def boxed(pbc: bool | list[bool]) -> Atoms:
-    atoms = molecule("CH3OH", vacuum=8.0)
-    atoms.pbc = pbc
-    return atoms
-
-
-@pytest.mark.parametrize("pbc", [False, [True, True, False]])
-def test_stress_needs_three_periodic_axes(pbc):
-    atoms = boxed(pbc)
-    atoms.calc = calculator()
-    with pytest.raises(PropertyNotImplementedError, match="slab_stress"):
-        atoms.get_stress()
-    atoms.get_potential_energy()
-    assert "stress" not in atoms.calc.results
-    atoms.pbc = True
-    assert np.isfinite(atoms.get_stress()).all()
-
-
 def test_stress_of_a_slab_with_slab_stress():
     atoms = fcc111("Cu", (1, 1, 2), vacuum=6.0)
     atoms.rattle(0.1, seed=1)
@@ -332,7 +302,7 @@ def test_stress_of_a_slab_with_slab_stress():
 
 
 def test_total_charge():
-    """A charge of the structure is an input, or refused."""
+    """A charge of the structure is an input."""
     atoms, options = molecule("H2O"), {"long_range": [1], "total_charge": True}
     atoms.calc = calculator(options)
     neutral = atoms.get_potential_energy()
@@ -346,20 +316,15 @@ def test_total_charge():
     with pytest.raises(PropertyNotImplementedError, match="dipole"):
         atoms.get_dipole_moment()
     atoms.calc = calculator()
-    with pytest.raises(ValueError, match=r"charge.* 1 "):
-        atoms.get_potential_energy()
     with pytest.raises(PropertyNotImplementedError):
         atoms.get_charges()
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("pbc", [True, False])
-def test_energies_do_not_depend_on_the_origin(dtype, pbc):
-    calc, energies = calculator(dtype=dtype), []
+def test_energies_in_float32_do_not_depend_on_the_origin(pbc):
+    atoms, energies = molecule("CH3OH", vacuum=8.0), []
+    atoms.pbc, atoms.calc = pbc, calculator(dtype="float32")
     for move in ((0, 0, 0), (1e4, 0, 0), (9e4, -9e4, 12345.678)):
-        atoms = boxed(pbc)
         atoms.positions += move
-        atoms.calc = calc
         energies.append(atoms.get_potential_energy())
-        assert np.allclose(atoms.positions[0], boxed(pbc).positions[0] + move)
     assert np.ptp(energies) < 1e-6

@@ -12,22 +12,13 @@ from molflt.attention.nodes.random import GaussianNodes
 from molflt.attention.nodes.reciprocal import reciprocal_nodes
 from molflt.attention.nodes.shells import ShellNodes
 from molflt.attention.nodes.suggest import suggest_nodes
-from molflt.attention.positions.spectral import (
-    FrequencyProjection,
-    GraphNodes,
-    SpectralPosition,
-)
+from molflt.attention.positions.spectral import FrequencyProjection, GraphNodes, SpectralPosition
 from molflt.attention.spectra.base import Spectrum
 from molflt.attention.spectra.gaussian import GaussianBasis
 from molflt.attention.spectra.shell_weights import ShellWeights
 from molflt.attention.spectra.shift_invariant import Gaussian
 
-
-@pytest.fixture(autouse=True)
-def float64():
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
+pytestmark = pytest.mark.usefixtures("float64")
 
 
 def unit_gaussian(heads: int = 1, dim: int = 3) -> Gaussian:

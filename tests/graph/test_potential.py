@@ -19,14 +19,7 @@ from molflt.graph.neighbors import neighbor_list
 from molflt.graph.periodic import Reciprocal
 from molflt.graph.potential import Potential
 
-SQUARE = {"feature_map": "polynomial", "num_features": None, "degree": 2}
-
-
-@pytest.fixture(autouse=True)
-def double():
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
+pytestmark = pytest.mark.usefixtures("float64")
 
 
 def potential(**options) -> Potential:
@@ -86,47 +79,6 @@ def test_smooth_extents_remove_the_kink():
     assert kink(smooth) < 0.3 and kink(forces_along(model, atoms, step, 601)) > 0.6
 
 
-def slope(model: torch.nn.Module, atoms: Atoms, step: np.ndarray, strain: np.ndarray) -> float:
-    """Differentiates along a step and a strain with differences of fourth order."""
-    energies = {}
-    for k in (-2, -1, 1, 2):
-        there, change = atoms.copy(), np.eye(3) + 1e-4 * k * strain
-        there.cell = atoms.cell.array @ change
-        there.positions = (atoms.positions + 1e-4 * k * step) @ change
-        energies[k] = float(model(data(there))["energy"])
-    return (8 * (energies[1] - energies[-1]) - energies[2] + energies[-2]) / 12e-4
-
-
-@pytest.mark.parametrize("options", [{}, {"near_exact": True}, {"feature_map": "sigmoid"}, SQUARE])
-@pytest.mark.parametrize("atoms", [slab((True, True, True)), salt()], ids=["slab", "crystal"])
-def test_forces_and_stress_are_differences_of_energies(atoms, options):
-    model, draw = potential(**options), np.random.default_rng(0)
-    out = {name: x.numpy() for name, x in model(data(atoms)).items()}
-    step, strain = draw.normal(size=(len(atoms), 3)), draw.normal(size=(3, 3))
-    strain += strain.T
-    none = np.zeros((3, 3))
-    assert abs(slope(model, atoms, step, none) + (out["forces"] * step).sum()) < 1e-7
-    virial = (out["stress"][0] * strain).sum() * atoms.get_volume()
-    assert abs(slope(model, atoms, 0 * step, strain) - virial) < 1e-6
-    assert abs(out["forces"]).max() > 1e-3 and abs(out["forces"].sum(axis=0)).max() < 1e-10
-    np.testing.assert_allclose(out["stress"], out["stress"].swapaxes(1, 2), atol=1e-12)
-
-
-@pytest.mark.parametrize("options", [{}, {"feature_map": "sigmoid"}, SQUARE, {"long_range": [1]}])
-@pytest.mark.parametrize("atoms", [salt(), slab()], ids=["crystal", "slab"])
-def test_energy_per_atom_of_supercells(atoms, options):
-    model = potential(**options)
-    if "long_range" in options:
-        model.long_range.charge.weight.data.mul_(30)
-    first = model(data(atoms))
-    for repeat in ((1, 2, 1), (2, 2, 1)):
-        large = atoms.repeat(repeat)
-        out = model(data(large))
-        per_atom = float(out["energy"]) / len(large)
-        assert abs(per_atom - float(first["energy"]) / len(atoms)) < 1e-10
-        assert float((out["forces"][: len(atoms)] - first["forces"]).abs().max()) < 1e-9
-
-
 def test_a_batch_changes_nothing_and_tags_are_not_read():
     model = potential()
     structures = [data(ethanol()), data(slab((True, True, True))), data(salt())]
@@ -172,13 +124,6 @@ def test_large_molecules_have_nodes(monkeypatch):
     monkeypatch.setattr("molflt.graph.periodic._MOST_PAIRED", 8)
     by_nodes = model(small)["energy"]
     assert 1e-7 < abs(float(by_nodes - by_pairs)) < 1e-2
-
-
-def test_inference_mode_has_forces():
-    model = potential()
-    with torch.inference_mode():
-        quiet = model(Batch.from_data_list([data(ethanol())]))
-    assert not quiet["forces"].requires_grad and float(quiet["forces"].abs().max()) > 0
 
 
 # Epstein's zeta function of the simple cubic lattice: sum' 1 / r^p, continued for p < 3

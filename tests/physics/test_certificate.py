@@ -3,6 +3,7 @@
 import contextlib
 import random
 import warnings
+from collections.abc import Iterable
 from functools import partial
 
 import numpy as np
@@ -15,7 +16,7 @@ from ase.stress import full_3x3_to_voigt_6_stress
 from tiny_run import random_potential
 
 import molflt
-from molflt.certify import CHECKS, certify, main
+from molflt.certify import CHECKS, Row, certify, main
 
 
 class Law:
@@ -214,8 +215,7 @@ def test_each_check_finds_a_fault(check):
     assert row.result.startswith("FAILED")
 
 
-def failed(make, elements=(), **options) -> set[str]:
-    rows = certify(make, elements, **options)
+def failed(rows: Iterable[Row]) -> set[str]:
     return {row.check for row in rows if row.result.startswith("FAILED")}
 
 
@@ -229,27 +229,39 @@ def test_moments_of_iron_do_not_hide_that_a_charge_is_ignored():
     magnetic = energy_with(lambda a: np.abs(a.get_initial_magnetic_moments()).sum())
     names = {"charge used or named", "spin used or named"}
     made = partial(fault("Magnetic", expect=expect, **magnetic), 2.0)
-    assert failed(made, ["Fe"], names=names) == names
+    assert failed(certify(made, ["Fe"], names=names)) == names
 
 
 def potential(**options) -> molflt.Calculator:
     return molflt.Calculator(random_potential(**options), device="cpu")
 
 
+SQUARE = {"feature_map": "polynomial", "num_features": None, "degree": 2}
+FAR = {"two slabs, 100 Å apart"}  # attention among all atoms
+
+
 @pytest.mark.parametrize(
     ("options", "known"),
     [
         ({"messages": 1, "radial_basis": 0, "far_field": False}, set()),
-        ({}, {"two slabs, 100 Å apart"}),  # attention among all atoms
+        ({}, FAR),
+        ({"near_exact": True}, FAR),
+        ({"feature_map": "sigmoid"}, FAR),
+        (SQUARE, FAR),
         ({"long_range": [1, 6], "far_field": False}, set()),
+        ({"long_range": [1], "long_range_smearing": 0.0, "far_field": False}, set()),
     ],
-    ids=["messages", "far field", "long range"],
+    ids=["messages", "far field", "exact", "sigmoid", "polynomial", "long range", "no smearing"],
 )
 def test_potentials(options, known):
     names = [*CHECKS]
     if "messages" not in options:  # other checks do not depend on these options
         names = names[: names.index("energy jump: two atoms pulled apart")]
-    assert failed(partial(potential, **options), names=names) == known
+    rows = list(certify(partial(potential, **options), names=names))
+    assert failed(rows) == known
+    errors = {row.check: row.error for row in rows}
+    assert max(errors[f"supercell along {axis}"] for axis in "ab") < 1e-10
+    assert max(errors[name] for name in ("forces are -dE/dr", "stress is dE/dε / V")) < 1e-8
 
 
 def test_the_command_prints_a_table_and_fails_if_a_check_fails(capsys):
