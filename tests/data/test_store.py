@@ -38,20 +38,6 @@ def store(tmp_path):
     return path
 
 
-def test_round_trip_is_exact(store):
-    dataset = open_dataset(store)
-    assert isinstance(dataset, StructureStore)
-    with safe_open(store, framework="numpy") as file:
-        header = {"format": "molflt-structures", "version": "1", "source": "a test"}
-        metadata = file.metadata()
-        assert len(metadata.pop("sha256")) == 64 and metadata == header
-    assert dataset.source == "a test" and dataset.verify() is True
-    assert dataset.path == store and len(dataset) == 5 and dataset.bad == []
-    for written, read in zip(mixed(), dataset, strict=True):
-        same(written, read)
-    assert dataset.natoms.tolist() == [7, 1, 7, 31, 7] and dataset.natoms.dtype == np.int64
-
-
 def damage(path, **changes):
     columns = load_file(path)
     for name, change in changes.items():
@@ -84,9 +70,8 @@ def put(position, value):
 )
 def test_damaged(store, changes, message):
     damage(store, **changes)
-    with pytest.raises(ValueError, match=message) as caught:
+    with pytest.raises(ValueError, match=message):
         open_dataset(store)
-    assert str(store) in str(caught.value) and "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -100,6 +85,7 @@ def test_damaged(store, changes, message):
 def test_structures_of_other_writers_are_checked(store, changes, index, message):
     damage(store, **changes)
     dataset, others = open_dataset(store), [i for i in range(5) if i != index]
+    assert dataset.source == "a test"
     for i in others:
         same(dataset[i], mixed()[i])
     with pytest.raises(ValueError, match=rf"train\.safetensors: {message}"):
