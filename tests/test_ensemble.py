@@ -6,10 +6,8 @@ import numpy as np
 import pytest
 from ase.data import atomic_numbers
 from ase.io import read
-from matplotlib.figure import Figure
 from tiny_run import alone, error_of, printed, table
 
-from molflt import plots
 from molflt.commands.cli import main
 from molflt.commands.evaluate import evaluate
 from molflt.data.structures import open_dataset
@@ -248,23 +246,3 @@ def test_small_sets_calibrate_on_average(n: int, off: float) -> None:
         calibration = Calibration.fit(*drawn("laplace", n, seed), "s", MEMBERS)
         found.append(coverage(calibration, *drawn("laplace", 300, seed + 5000)))
     assert np.mean(found) == pytest.approx(LEVEL, abs=off)
-
-
-def test_picture_shows_coverage_and_binned_errors(tmp_path, monkeypatch) -> None:
-    kept = []
-    save = Figure.savefig
-    monkeypatch.setattr(Figure, "savefig", lambda f, *a, **k: kept.append(f) or save(f, *a, **k))
-    error, spread = drawn("normal", 100, 0)
-    levels = np.array([0.2, 0.5, 0.9])
-    panels = {"val_id": (levels, levels / 2), "val_ood_ads": (levels, levels)}
-    errors = {"val_id": (spread, np.abs(error)), "val_ood_ads": (spread[:9], np.abs(error[:9]))}
-    plots.calibration(panels, errors, LEVEL, tmp_path / "u.png")
-    assert (tmp_path / "u.png").stat().st_size > 10_000
-    left, right = kept[0].axes
-    lines = {line.get_label(): line for line in left.lines}
-    np.testing.assert_allclose(lines["val_id (n = 100)"].get_ydata(), [10, 25, 45])
-    bins = {line.get_label(): line.get_xydata() for line in right.lines}
-    assert len(bins["val_id"]) == 4 and len(bins["val_ood_ads"]) == 1  # 25 systems in each
-    lowest = np.argsort(spread)[:25]
-    expected = [spread[lowest].mean(), np.quantile(np.abs(error)[lowest], LEVEL)]
-    np.testing.assert_allclose(bins["val_id"][0], expected)

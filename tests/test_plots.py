@@ -231,3 +231,20 @@ def test_tables_are_drawn_reversed(tmp_path: Path, figures) -> None:
     plots.rpe_surfaces(plane, tmp_path / "s.png", (3, 2))
     shown = figures[1].axes[1].images[0].get_array()
     np.testing.assert_array_equal(shown, plane.table[1].flip(0, 1).detach().double())
+
+
+def test_calibration_shows_coverage_and_binned_errors(tmp_path: Path, figures) -> None:
+    error, spread = np.random.default_rng(0).gamma(1.0, size=(2, 100))
+    levels = np.array([0.2, 0.5, 0.9])
+    covered = {"val_id": (levels, levels / 2), "val_ood_ads": (levels, levels)}
+    errors = {"val_id": (spread, error), "val_ood_ads": (spread[:9], error[:9])}
+    plots.calibration(covered, errors, 0.68, tmp_path / "u.png")
+    assert is_picture(tmp_path / "u.png")
+    left, right = figures[0].axes
+    lines = {line.get_label(): line for line in left.lines}
+    np.testing.assert_allclose(lines["val_id (n = 100)"].get_ydata(), [10, 25, 45])
+    bins = {line.get_label(): line.get_xydata() for line in right.lines}
+    assert len(bins["val_id"]) == 4 and len(bins["val_ood_ads"]) == 1  # 25 systems in each
+    lowest = np.argsort(spread)[:25]
+    expected = [spread[lowest].mean(), np.quantile(error[lowest], 0.68)]
+    np.testing.assert_allclose(bins["val_id"][0], expected)
