@@ -5,17 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from ase import Atoms
-from ase.build import (
-    bcc110,
-    fcc100,
-    fcc110,
-    fcc111,
-    fcc211,
-    graphene,
-    hcp0001,
-    molecule,
-    surface,
-)
+from ase.build import bcc110, fcc100, fcc110, fcc111, fcc211, graphene, hcp0001, molecule, surface
 from ase.calculators.emt import EMT
 from ase.constraints import FixAtoms
 from ase.data import covalent_radii

@@ -6,13 +6,7 @@ import numpy as np
 import pytest
 from safetensors import SafetensorError, safe_open
 
-from molflt.files import (
-    append,
-    atomically,
-    save_tensors,
-    verify_tensors,
-    write_atomically,
-)
+from molflt.files import append, atomically, save_tensors, verify_tensors, write_atomically
 
 
 def test_a_block_that_fails_leaves_the_older_file(tmp_path):

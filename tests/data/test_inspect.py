@@ -11,12 +11,7 @@ from tiny_run import error_of, inspected, printed, write_splits
 
 from molflt.data.structures import open_dataset
 from molflt.data.structures.datamodule import IS2REData
-from molflt.data.structures.overlaps import (
-    TOO_NEAR,
-    atoms_coincide,
-    equal_structures,
-    fingerprint,
-)
+from molflt.data.structures.overlaps import TOO_NEAR, atoms_coincide, equal_structures, fingerprint
 from molflt.data.structures.records import make_record
 from molflt.data.structures.store import write_store
 

@@ -5,15 +5,7 @@ import numpy as np
 import pytest
 import torch
 from ase import Atoms
-from ase.build import (
-    add_adsorbate,
-    bulk,
-    fcc100,
-    fcc111,
-    graphene,
-    molecule,
-    surface,
-)
+from ase.build import add_adsorbate, bulk, fcc100, fcc111, graphene, molecule, surface
 from ase.constraints import FixAtoms
 from shared_files import shared
 
