@@ -5,6 +5,7 @@ import os
 import re
 import shlex
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -14,7 +15,6 @@ from ase.io import write
 from data.oc20_files import old_record, write_lmdb
 from script_files import SCRIPTS, benchmark, load_script  # makes the kit importable
 from torch import nn
-from torch_geometric.data import Batch
 
 from kit import layers  # isort: skip
 from kit.rows import Rows, exponent  # isort: skip
@@ -73,18 +73,6 @@ def check_memory(study: layers.Study, rows: Rows) -> None:
                 assert (exponent(points) < 1.4) == (mechanism not in matrix), (mechanism, points)
 
 
-class NotCompiled:
-    """Replaces machine code, which tests/graph/test_computation.py covers, with the model."""
-
-    matrix = False
-
-    def __init__(self, model: torch.nn.Module, path: Path) -> None:
-        self.model = model
-
-    def __call__(self, batch: Batch) -> dict[str, torch.Tensor]:
-        return self.model(batch)
-
-
 @pytest.mark.parametrize(
     "name",
     [pytest.param(n, marks=needs_linux) if n in MEMORY else n for n in NAMES if n not in LONG],
@@ -92,8 +80,10 @@ class NotCompiled:
 def test_quick_run_writes_rows_block_and_picture(name, inputs, tmp_path, monkeypatch) -> None:
     module = benchmark(name)
     if name == "compiled":
+        # tests/graph/test_computation.py covers machine code
         monkeypatch.setattr(module, "compile_energies", lambda model, path: path)
-        monkeypatch.setattr(module, "CompiledEnergies", NotCompiled)
+        eager = lambda model, path: Mock(side_effect=model, matrix=False)  # noqa: E731
+        monkeypatch.setattr(module, "CompiledEnergies", eager)
     pages, threads = every_page(), torch.get_num_threads()
     words = [name, "--quick", *inputs.get(name, []), "--out", str(tmp_path)]
     assert RUN.main(words) == 0
@@ -158,22 +148,6 @@ def test_the_measure_of_isolation_finds_leaks() -> None:
     row = benchmark("isolation").changes("leaky", Leaky, cases=1, large=40)
     assert min(row["batch"], row["padding"], row["gradient"]) > 1e-3
     assert torch.get_default_dtype() == torch.float32
-
-
-def test_agreement_of_labels_by_hand() -> None:
-    """Checks that adsorbates with few systems share a line."""
-    script = benchmark("labels")
-    made = [("A", 0, 1), ("A", 1, 2), ("A", 2, 3), ("B", 0, 2), ("B", 1, 1), ("C", 2, 0)]
-    rows = [
-        {"adsorbate": name, "dft": dft, "energy": energy, "converged": True}
-        for name, dft, energy in made
-    ]
-    assert script.table(rows).splitlines()[2:] == [
-        "| A | 3 | 1.00 | 1.00 | 1.00 | 1.00 | 0.00 |",
-        "| others | 3 | -1.00 | 1.33 | 0.00 | -1.00 | 0.67 |",
-        "| all | 6 | 0.00 | 1.17 | 0.50 | 0.60 | 0.33 |",
-    ]
-    assert script.table(rows[:1]).splitlines()[2] == "| others | 1 | – | 1.00 | 1.00 | – | 0.00 |"
 
 
 # --- costs ---------------------------------------------------------------------------------------

@@ -142,11 +142,6 @@ def test_all_ways_to_classify_agree(tmp_path: Path, capsys) -> None:
         again = molflt.load(tmp_path / "labeler").classify(given)
         assert [one.name for one in again] == [one.name for one in labels]
         assert [one.probability for one in again] == pytest.approx(confidence.tolist(), abs=1e-5)
-    out = tmp_path / "labels.json"
-    assert main(["predict", str(run), str(idx), "--out", str(out), "--device=cpu"]) == 0
-    rows = json.loads(out.read_text())
-    assert [row["label"] for row in rows] == [one.name for one in labels]
-    assert rows[3]["probability"] == pytest.approx(labels[3].probability, rel=1e-5)
     (tmp_path / "images").mkdir()
     for i in (3, 60):
         Image.fromarray(pixels[i, 0].numpy()).save(tmp_path / "images" / f"{i:02d}.png")

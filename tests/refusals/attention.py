@@ -16,7 +16,6 @@ from molflt.attention import (
     suggest_nodes,
 )
 from molflt.attention.encodings import Bias
-from molflt.attention.features.base import Projected
 from molflt.attention.mixing.toeplitz import toeplitz
 from molflt.attention.nodes import GaussianNodes, ShellNodes
 from molflt.attention.nodes.lattice import Lattice
@@ -27,13 +26,7 @@ from molflt.attention.positions.grid import BucketedPosition, LowRankPosition, T
 from molflt.attention.positions.rotary import RotaryPosition
 from molflt.attention.positions.spectral import SpectralPosition
 from molflt.attention.positions.stochastic import ConvSPE
-from molflt.attention.spectra import (
-    GaussianBasis,
-    InversePower,
-    Matern,
-    ShellWeights,
-    SmoothLocal,
-)
+from molflt.attention.spectra import GaussianBasis, InversePower, Matern, ShellWeights, SmoothLocal
 from refusals import Refusal, refused
 
 DIM, HEADS = 16, 2
@@ -67,7 +60,6 @@ P = position()
 MADE, TURNS = P("linear", R, R), RotaryPosition(8)("", line(4), line(4))
 UNIT = {"normalize_qk": True}
 BIAS = Bias(torch.zeros(1, HEADS, 5, 5))
-PROJECTED = Projected(torch.ones(1, 2, 5, 3), torch.ones(1, 2, 5, 1))
 PHI = Features(torch.ones(1, HEADS, 4, 2))
 FLAT = torch.stack((CELL[0], torch.tensor([[7.0, 0, 0], [14.0, 1e-9, 0], [0, 0, 8.0]])))
 

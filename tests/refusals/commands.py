@@ -33,7 +33,6 @@ ABSENT = "{folder}/absent"
 ROWS = [
     # unknown names
     refused("preddict", "preddict", "predict"),
-    refused("train --model.dmi 3", "--model.dmi", "--model.dim"),
     refused("train --epochs 3", "--epochs", "--trainer.max_epochs"),
     # missing and superfluous words
     refused("predict", "file", "predict --help"),

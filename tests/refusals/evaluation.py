@@ -3,15 +3,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-from tiny_run import structures
-from torch import nn
 
-from molflt.data.structures.in_memory import StructuresInMemory
 from molflt.data.structures.systems import read_systems
 from molflt.evaluation.calibration import Calibration
 from molflt.evaluation.common import classes_of, named_sources
-from molflt.evaluation.ensemble import EnsembleRegressor, expect_same_totals, load_ensemble
+from molflt.evaluation.ensemble import load_ensemble
 from molflt.evaluation.shard_files import merge_shards
 from molflt.metrics import locality
 from refusals import Refusal, refused
@@ -30,20 +26,6 @@ def calibration(**change):
         Calibration.read(path)
 
     return read
-
-
-class Member(nn.Module):
-    """A module with the buffers of an energy regressor."""
-
-    def __init__(self, mean: float) -> None:
-        super().__init__()
-        self.register_buffer("energy_mean", torch.tensor(mean))
-        self.register_buffer("energy_std", torch.tensor(0.5))
-
-
-def totals(_: Path) -> None:
-    ensemble = EnsembleRegressor([Member(-1.0), Member(-90.0)])
-    expect_same_totals(ensemble, StructuresInMemory(list(structures(3))))
 
 
 def classes(folder: Path) -> None:
@@ -72,7 +54,6 @@ ROWS = [
     Refusal(
         lambda folder: Calibration.read(folder / "u.json"), "u.json", AGAIN, "", FileNotFoundError
     ),
-    Refusal(totals, "model 2", "same kind of energy", "89 eV"),
     refused(lambda: load_ensemble([Path("a"), Path("b")], "w.pt"), "--checkpoint", "best", "w.pt"),
     Refusal(lambda folder: merge_shards(folder / "e.csv"), "e.csv", "--shard", "no shards"),
     refused(lambda: named_sources(DATA, ["val"], Path("x")), "--splits", "--data", "both"),

@@ -90,18 +90,6 @@ def relabeled(folder: Path) -> None:
     write_store(folder / "data" / "train.safetensors", records)
 
 
-def spoil(name: str) -> Prepare:
-    """Flips a bit of a file in checkpoints/."""
-
-    def change(run: Path) -> None:
-        path = run / "checkpoints" / name
-        content = bytearray(path.read_bytes())
-        content[-5] ^= 16
-        path.write_bytes(content)
-
-    return change
-
-
 def foreign(folder: Path) -> None:
     (folder / "new").mkdir()
     (folder / "new" / "config.yaml").write_text("trainer: {max_steps: 4}")
@@ -154,7 +142,6 @@ READ: list[tuple[Prepare, str, str, str]] = [
     (config(b""), "config.yaml", "key: value", "None"),
     (edit("  dim: 16", "  dim: 24"), "config.yaml", "16", "model.dim is 24"),
     (edit("recipe: is2re", "recipe: sounds"), "config.yaml", "is2re", "sounds"),
-    (spoil("best.safetensors"), "best.safetensors", "sha256", ""),
 ]
 
 
