@@ -10,7 +10,7 @@ from ase.calculators.emt import EMT
 from ase.calculators.singlepoint import SinglePointCalculator
 from ase.optimize import BFGS
 from data.oc20_files import old_record, write_lmdb
-from tiny_run import printed
+from tiny_run import printed, write_frames
 
 from molflt.commands.cli import main
 from molflt.data.structures import Reading, open_dataset
