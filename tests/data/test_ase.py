@@ -137,6 +137,53 @@ JOB = "#P HF\n\nhydroxide\n\n-1 1\nO 0.0 0.0 0.0\nH 0.0 0.0 0.96\n\n"
 RES = "TITL x\nCELL 1 5 5 5 90 90 90\nLATT -1\nSFAC H\nH 1 .1 .2 .3 1\nEND\n"
 
 
+SDF = """
+  made by hand
+
+  2  1  0  0  0  0  0  0  0  0999 V2000
+    0.0000    0.0000    0.0000 O   0  5  0  0  0
+    0.0000    0.0000    0.9600 H   0  0  0  0  0
+  1  2  1  0
+M  CHG  1   1  -1
+M  END
+"""
+PWI = """&system
+ ibrav=0, nat=1, ntyp=1, tot_charge=-1.d0
+/
+ATOMIC_SPECIES
+O 16 O.upf
+CELL_PARAMETERS angstrom
+9 0 0
+0 9 0
+0 0 9
+ATOMIC_POSITIONS angstrom
+O 0 0 0
+"""
+GAUSSIAN = """ Entering Gaussian System, Link 0=g16
+ Charge = -1 Multiplicity = 1
+                          Input orientation:
+ ------
+ Center
+ Number
+ ------
+      1          8           0        0.000000    0.000000    0.000000
+ ------
+ SCF Done:  E(RHF) =  -74.0     A.U. after    9 cycles
+"""
+ORCA = """                                 * O   R   C   A *
+ Total Charge           Charge          ....   -1
+ Multiplicity           Mult            ....    1
+Number of atoms                             ...      1
+---------------------------------
+CARTESIAN COORDINATES (ANGSTROEM)
+---------------------------------
+  O      0.000000    0.000000    0.000000
+
+FINAL SINGLE POINT ENERGY       -74.0
+                             ****ORCA TERMINATED NORMALLY****
+"""
+
+
 REFUSED = {
     "two_species.cif": (f"{OCCUPIED}A1 Cu 0 0 0 0.6\nA2 Zn 0 0 0 0.4\n", "Cu 0.6, Zn 0.4"),
     "one_species.cif": (f"{OCCUPIED}A1 Cu 0 0 0 1\nA2 O .5 0 0 0.5(1)\n", "site 1 .*O 0.5"),
@@ -187,51 +234,6 @@ def test_fields_that_change_nothing_are_taken(tmp_path):
         assert open_dataset(tmp_path / name)[0].atomic_numbers.tolist() == numbers
 
 
-SDF = """
-  made by hand
-
-  2  1  0  0  0  0  0  0  0  0999 V2000
-    0.0000    0.0000    0.0000 O   0  5  0  0  0
-    0.0000    0.0000    0.9600 H   0  0  0  0  0
-  1  2  1  0
-M  CHG  1   1  -1
-M  END
-"""
-PWI = """&system
- ibrav=0, nat=1, ntyp=1, tot_charge=-1.d0
-/
-ATOMIC_SPECIES
-O 16 O.upf
-CELL_PARAMETERS angstrom
-9 0 0
-0 9 0
-0 0 9
-ATOMIC_POSITIONS angstrom
-O 0 0 0
-"""
-GAUSSIAN = """ Entering Gaussian System, Link 0=g16
- Charge = -1 Multiplicity = 1
-                          Input orientation:
- ------
- Center
- Number
- ------
-      1          8           0        0.000000    0.000000    0.000000
- ------
- SCF Done:  E(RHF) =  -74.0     A.U. after    9 cycles
-"""
-ORCA = """                                 * O   R   C   A *
- Total Charge           Charge          ....   -1
- Multiplicity           Mult            ....    1
-Number of atoms                             ...      1
----------------------------------
-CARTESIAN COORDINATES (ANGSTROEM)
----------------------------------
-  O      0.000000    0.000000    0.000000
-
-FINAL SINGLE POINT ENERGY       -74.0
-                             ****ORCA TERMINATED NORMALLY****
-"""
 STATED = {
     "a.gjf": JOB,
     "title.gjf": JOB.replace("hydroxide", "Charge 2, multiplicity 3"),

@@ -58,8 +58,7 @@ _STATED = {
     r"(?:[ \t,]+[-+]?\d+)*[ \t]*\n[ \t]*\S",  # the title has a blank line below
     "gaussian-out": rf"^ *charge *= *{_NUMBER} +multiplicity *= *(?P<multiplicity>\d+)"
     r"( *$| in supermolecule| for .* on real)",  # not of fragments or model systems
-    "nwchem-in": _OF_NWCHEM,
-    "nwchem-out": _OF_NWCHEM,
+    **{"nwchem-in": _OF_NWCHEM, "nwchem-out": _OF_NWCHEM},
     "orca-output": rf"^ *total charge +charge *\.+ *{_NUMBER}"
     r"\s+multiplicity +mult *\.+ *(?P<multiplicity>\d+)",
     "espresso-in": rf"^[^!\n]*\btot_charge *= *{_NUMBER}",
@@ -72,7 +71,6 @@ _IGNORED = {  # units, cells, symmetry and atoms that ASE ignores
     "res": r"^SYMM\b.*|^LATT[ \t]+(?!-1\b).*",
     "turbomole": r"^[ \t]*\$(?:periodic|lattice|cell|coord[ \t]+(?:angs|frac)).*",
 }
-_PEEK = 50_000  # bytes that are read to recognize a format
 # Keys of XYZ files that ASE reads, and other names of cells, which it ignores
 _READ = {name.lower(): name for name in ("Lattice", "pbc", "Properties")}
 _CELLS = ("cell", "unit_cell", "unitcell", "box", "lattice_vectors", "cell_vectors")
@@ -173,6 +171,7 @@ def _reason(error: Exception, path: Path) -> str:
 
 
 def _loads(path: Path, kind: str) -> _Loads:
+    from ase.io.cif import parse_cif
     from ase.io.formats import ioformats, iread
 
     if not path.stat().st_size:
@@ -190,9 +189,11 @@ def _loads(path: Path, kind: str) -> _Loads:
         if kind == "extxyz":
             yield from enumerate(xyz_frames(file))
         elif kind == "cif":
-            yield from enumerate(cif_frames(file))
+            blocks = (block for block in parse_cif(file) if block.has_structure())
+            yield from enumerate(partial(_cif_block, block) for block in blocks)
         elif kind in ("mol", "sdf"):
-            yield from enumerate(molecules_of_sdf(file))
+            parts = re.split(r"^\$\$\$\$.*\n?", file.read(), flags=re.M)
+            yield from enumerate(partial(_molecule_of_sdf, part) for part in parts if part.strip())
         else:
             stated = {} if form.isbinary else _stated(kind, file)
             if kind == "vasp":
@@ -293,15 +294,12 @@ def ase_format(path: Path) -> str | None:
 
     try:
         with opened(path) as file:
-            beginning = file.read(_PEEK)
+            beginning = file.read(50_000)
     except (OSError, EOFError, lzma.LZMAError):
         return None
     of_vasp = (kind for mark, kind in _OF_VASP.items() if re.match(mark, beginning))
     others = (kind for kind in sorted(_BEGINNINGS) if ioformats[kind].match_magic(beginning))
     return next(of_vasp, None) or next(others, None)
-
-
-# The functions below reject XYZ, CIF, POSCAR and PDB files that ASE would misread.
 
 
 def xyz_frames(file: IO[str]) -> Iterator[Callable[[], Atoms]]:
@@ -359,15 +357,6 @@ def _columns(comment: str) -> str:
     return columns
 
 
-def cif_frames(file: IO[bytes]) -> Iterator[Callable[[], Atoms]]:
-    """Yields, for each structure in a CIF file, a function that reads it."""
-    from ase.io.cif import parse_cif
-
-    for block in parse_cif(file):
-        if block.has_structure():
-            yield partial(_cif_block, block)
-
-
 def _cif_block(block: CIFBlock) -> Atoms:
     from ase.data import atomic_numbers
 
@@ -381,13 +370,6 @@ def _cif_block(block: CIFBlock) -> Atoms:
             )
     atoms: Atoms = block.get_atoms()
     return atoms
-
-
-def molecules_of_sdf(file: IO[str]) -> Iterator[Callable[[], Atoms]]:
-    """Yields, for each molecule in a MOL or SDF file, a function that reads it with its charge."""
-    for block in re.split(r"^\$\$\$\$.*\n?", file.read(), flags=re.M):
-        if block.strip():
-            yield partial(_molecule_of_sdf, block)
 
 
 def _molecule_of_sdf(block: str) -> Atoms:

@@ -192,9 +192,7 @@ class StructureStore(Structures):
             names = {"offsets", *_COLUMNS} & set(file.keys())
             columns = {name: file.get_tensor(name).numpy() for name in names}
         offsets = columns.get("offsets", np.empty(0))
-        sound = (
-            offsets.dtype == "<i8" and offsets.ndim == 1 and len(offsets) > 1 and offsets[0] == 0
-        )
+        sound = offsets.dtype == "<i8" and offsets.ndim == 1 and len(offsets) > 1 and not offsets[0]
         if not sound or (offsets[1:] <= offsets[:-1]).any():  # differences could overflow
             raise ValueError(
                 f"{path}: key 'offsets' must be (structures + 1,) int64 that increase from 0; the "
