@@ -70,6 +70,7 @@ _IGNORED = {  # units, cells, symmetry and atoms that ASE ignores
     "proteindatabank": r"^CRYST1.{49}(?!(?:P ?1)? *\d* *$).*",
     "res": r"^SYMM\b.*|^LATT[ \t]+(?!-1\b).*",
     "turbomole": r"^[ \t]*\$(?:periodic|lattice|cell|coord[ \t]+(?:angs|frac)).*",
+    "vasp": r"^[ \t]*(?:[-+.\de]+[ \t]+){3}(?:\S+[ \t]+){0,2}(?-i:f\b|\.[fF]|F(?:alse|ALSE)).*",
 }
 # Keys of XYZ files that ASE reads, and other names of cells, which it ignores
 _READ = {name.lower(): name for name in ("Lattice", "pbc", "Properties")}
@@ -385,12 +386,13 @@ def _molecule_of_sdf(block: str) -> Atoms:
 
 
 def expect_counts_of_poscar(file: IO[str]) -> None:
-    """Rejects a POSCAR in which the number of counts differs from the number of elements."""
-    symbols, counts = (line.split() for line in islice(file, 5, 7))
-    if not symbols[0].isdigit() and len(counts) != len(symbols):
-        raise ValueError(
-            f"line 7 has {len(counts)} counts for {len(symbols)} elements; expected one count each"
-        )
+    """Rejects a POSCAR without one element for each count."""
+    title, *_, symbols, counts = (line.split() for line in islice(file, 7))
+    if symbols[0].isdigit():  # VASP 4: elements are in line 1
+        known = all(re.fullmatch("[A-Z][a-z]?", word) for word in title)
+        symbols, counts = title * known, symbols
+    if len(symbols) != len(counts):
+        raise ValueError(f"expected {len(counts)} elements in line 6; got {len(symbols)}")
 
 
 def expect_elements_of_pdb(file: IO[str]) -> None:
