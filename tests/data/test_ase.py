@@ -132,6 +132,8 @@ SPECIES = "Properties=species:S:1:pos:R:3"
 CELL = "9 0 0 0 9 0 0 0 9"
 
 
+MODEL = f"MODEL\n{PDB}ENDMDL\n"
+BOX = f"CRYST1{3 * '   9.000'}{3 * '  90.00'}"
 POSCAR = "x\n1\n9 0 0\n0 9 0\n0 0 9\nC O Cu\n1 1 1\nCart\n0 0 1 F\n0 0 2 F\n0 0 4 F\n"
 NWI = "charge -1\n\ngeometry\n  O 0.0 0.0 0.0\nend\n\ntask dft energy\n"
 JOB = "#P HF\n\nhydroxide\n\n-1 1\nO 0.0 0.0 0.0\nH 0.0 0.0 0.96\n\n"
@@ -199,7 +201,9 @@ REFUSED = {
     "bohr.nwi": (NWI.replace("geometry", "geometry units bohr"), "ignores 'geometry units bohr'"),
     "symmetry.nwi": (NWI.replace("  O", "  symmetry d2h\n  O"), "ignores 'symmetry d2h'"),
     "label.nwi": (NWI.replace("end", "  H1 0.0 0.0 0.7\nend"), "ignores 'H1 0.0"),
-    "group.pdb": (f"CRYST1{3 * '   9.000'}{3 * '  90.00'} P 21 21 21    4\n{PDB}", "P 21 21 21"),
+    "group.pdb": (f"{BOX} P 21 21 21    4\n{PDB}", "P 21 21 21"),
+    "models.pdb": (f"{BOX} P 1           1\n{2 * MODEL}", "ignores 'CRYST1"),
+    "ion.pdb": (f"{PDB.rstrip()}2+\n", "ignores '2.'"),
     "symmetry.res": (f"{RES}SYMM -x,-y,z\n", "ignores 'SYMM -x,-y,z'"),
     "coord": ("$coord angs\n 0 0 0 h\n 0 0 0.74 h\n$end\n", "ignores '.coord angs'"),
     "POSCAR_free": (POSCAR.replace("Cart", "Selective\nCart").replace(" F", " f f f"), "1 f f f"),

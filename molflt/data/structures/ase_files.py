@@ -67,7 +67,9 @@ _IGNORED = {  # units, cells, symmetry and atoms that ASE ignores
     "gaussian-in": r"\bunits[ \t]*[=(][ (]*(?:au|bohr)\b",
     "nwchem-in": r"^[ \t]*geometry\b.*\bunits[ \t]+(?!an)\w+|^[ \t]*symmetry\b(?![ \t]+c1\b).*|"
     r"^(?![ \t]*(?-i:[A-Z][a-z]?)(?:[ \t]+\S+){3}$)[ \t]*[a-z]\w*(?:[ \t]+[-+]?\d*\.\d\S*){3}.*$",
-    "proteindatabank": r"^CRYST1.{49}(?!(?:P ?1)? *\d* *$).*",
+    "proteindatabank": r"^CRYST1.{49}(?!(?:P ?1)? *\d* *$).*|"
+    r"^CRYST1.*\n(?:(?!END).*\n)*END.*\n(?:(?!CRYST1|END).*\n)*?(?:ATOM|HETATM)|"  # next model
+    r"(?:[1-9][-+]|[-+][1-9])(?<=^(?:ATOM  |HETATM).{74})",  # charges
     "res": r"^SYMM\b.*|^LATT[ \t]+(?!-1\b).*",
     "turbomole": r"^[ \t]*\$(?:periodic|lattice|cell|coord[ \t]+(?:angs|frac)).*",
     "vasp": r"^[ \t]*(?:[-+.\de]+[ \t]+){3}(?:\S+[ \t]+){0,2}(?-i:f\b|\.[fF]|F(?:alse|ALSE)).*",
