@@ -208,6 +208,7 @@ REFUSED = {
     "coord": ("$coord angs\n 0 0 0 h\n 0 0 0.74 h\n$end\n", "ignores '.coord angs'"),
     "POSCAR_free": (POSCAR.replace("Cart", "Selective\nCart").replace(" F", " f f f"), "1 f f f"),
     "POSCAR_4": (POSCAR.replace("C O Cu\n", "").replace("x\n", "CO on Cu\n"), "3 elements"),
+    "drawing.mol": (SDF.replace("  made by hand", "  RDKit             2D"), "2D"),
     "triplet.gjf": (JOB.replace("-1 1", "0 3"), "multiplicity must be 1.*3"),
     "more.xyz": (xyz(SPECIES, "Cu 0 0 0 0.1 0.2 0.3"), "7 columns; expected 4"),
     "two_columns.xyz": (xyz("Properties=species:S:1:pos:R:3:Z:I:1", "Cu 0 0 0 8"), "0 .*O"),

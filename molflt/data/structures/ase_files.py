@@ -378,6 +378,8 @@ def _cif_block(block: CIFBlock) -> Atoms:
 def _molecule_of_sdf(block: str) -> Atoms:
     from ase.io.sdf import read_sdf
 
+    if block.split("\n", 2)[1][20:22] == "2D":
+        raise ValueError("line 2 says 2D, a drawing; expected three-dimensional coordinates")
     atoms: Atoms = read_sdf(StringIO(block))
     block = block.partition("\nM  END")[0]
     codes = [int(row[36:39].strip() or 0) for row in block.splitlines()[4 : 4 + len(atoms)]]
