@@ -137,6 +137,7 @@ BOX = f"CRYST1{3 * '   9.000'}{3 * '  90.00'}"
 POSCAR = "x\n1\n9 0 0\n0 9 0\n0 0 9\nC O Cu\n1 1 1\nCart\n0 0 1 F\n0 0 2 F\n0 0 4 F\n"
 NWI = "charge -1\n\ngeometry\n  O 0.0 0.0 0.0\nend\n\ntask dft energy\n"
 JOB = "#P HF\n\nhydroxide\n\n-1 1\nO 0.0 0.0 0.0\nH 0.0 0.0 0.96\n\n"
+GRID = "1 0.5 0 0\n 1 0 0.5 0\n 1 0 0 0.5\n 8 0 0 0 0\n 0.1\n"
 RES = "TITL x\nCELL 1 5 5 5 90 90 90\nLATT -1\nSFAC H\nH 1 .1 .2 .3 1\nEND\n"
 
 
@@ -206,6 +207,7 @@ REFUSED = {
     "ion.pdb": (f"{PDB.rstrip()}2+\n", "ignores '2.'"),
     "symmetry.res": (f"{RES}SYMM -x,-y,z\n", "ignores 'SYMM -x,-y,z'"),
     "coord": ("$coord angs\n 0 0 0 h\n 0 0 0.74 h\n$end\n", "ignores '.coord angs'"),
+    "molecule.cube": (f"x\nx\n 1 -5.0 0.0 0.0\n {GRID}", "ignores 'x"),
     "POSCAR_free": (POSCAR.replace("Cart", "Selective\nCart").replace(" F", " f f f"), "1 f f f"),
     "POSCAR_4": (POSCAR.replace("C O Cu\n", "").replace("x\n", "CO on Cu\n"), "3 elements"),
     "drawing.mol": (SDF.replace("  made by hand", "  RDKit             2D"), "2D"),
