@@ -207,6 +207,7 @@ REFUSED = {
     "ion.pdb": (f"{PDB.rstrip()}2+\n", "ignores '2.'"),
     "symmetry.res": (f"{RES}SYMM -x,-y,z\n", "ignores 'SYMM -x,-y,z'"),
     "coord": ("$coord angs\n 0 0 0 h\n 0 0 0.74 h\n$end\n", "ignores '.coord angs'"),
+    "bohr.abo": (".Version 9.6.2 of ABINIT\n acell 5.0 5.0 5.0 Bohr\n", "ignores 'acell 5.0"),
     "dispersion.castep": ("Dispersion corrected final energy*, Ecor = -3 eV\n", "ignores 'Disp"),
     "molecule.cube": (f"x\nx\n 1 -5.0 0.0 0.0\n {GRID}", "ignores 'x"),
     "aenet.xsf": ("# total energy = -3.0 eV\nATOMS\nCu 0 0 0 0.1 0 0\n", "ignores '# total"),

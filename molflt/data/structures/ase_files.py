@@ -64,6 +64,7 @@ _STATED = {
     "espresso-in": rf"^[^!\n]*\btot_charge *= *{_NUMBER}",
 }
 _IGNORED = {  # units, cells, symmetry and atoms that ASE ignores
+    "abinit-out": r"^[ -]*acell(?!(?:[ \t]+1\.88972\S*){3} ).*",  # other units of rprim
     "castep-castep": r"^ *dispersion corrected final energy.*",
     "cube": r"\A.*\n.*\n[ \t]*-?\d+(?:[ \t]+\S+){0,2}[ \t]+\S*[1-9].*",  # around a molecule
     "gaussian-in": r"\bunits[ \t]*[=(][ (]*(?:au|bohr)\b",
