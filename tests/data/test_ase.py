@@ -138,6 +138,23 @@ POSCAR = "x\n1\n9 0 0\n0 9 0\n0 0 9\nC O Cu\n1 1 1\nCart\n0 0 1 F\n0 0 2 F\n0 0 
 NWI = "charge -1\n\ngeometry\n  O 0.0 0.0 0.0\nend\n\ntask dft energy\n"
 JOB = "#P HF\n\nhydroxide\n\n-1 1\nO 0.0 0.0 0.0\nH 0.0 0.0 0.96\n\n"
 GRID = "1 0.5 0 0\n 1 0 0.5 0\n 1 0 0 0.5\n 8 0 0 0 0\n 0.1\n"
+HEADER = "Northwest Computational Chemistry Package\n"
+GEOMETRY = """
+                    Geometry "geometry" -> ""
+                    -------------------------
+
+ Output coordinates in angstroms (scale by  1.889725989 to convert to a.u.)
+
+  No.       Tag          Charge          X              Y              Z
+ ---- ---------------- ---------- -------------- -------------- --------------
+    1 He                   2.0000     0.00000000     0.00000000     0.00000000
+
+                                 NWChem DFT Module
+                                 -----------------
+
+         Total DFT energy =    -2.8
+
+"""
 RES = "TITL x\nCELL 1 5 5 5 90 90 90\nLATT -1\nSFAC H\nH 1 .1 .2 .3 1\nEND\n"
 
 
@@ -207,6 +224,8 @@ REFUSED = {
     "ion.pdb": (f"{PDB.rstrip()}2+\n", "ignores '2.'"),
     "symmetry.res": (f"{RES}SYMM -x,-y,z\n", "ignores 'SYMM -x,-y,z'"),
     "coord": ("$coord angs\n 0 0 0 h\n 0 0 0.74 h\n$end\n", "ignores '.coord angs'"),
+    "bohr.nwo": (HEADER + GEOMETRY.replace("angstroms", "a.u."), "ignores 'Output coord"),
+    "two.nwo": (HEADER + 2 * GEOMETRY, "ignores 'Total DFT energy"),
     "bohr.abo": (".Version 9.6.2 of ABINIT\n acell 5.0 5.0 5.0 Bohr\n", "ignores 'acell 5.0"),
     "dispersion.castep": ("Dispersion corrected final energy*, Ecor = -3 eV\n", "ignores 'Disp"),
     "molecule.cube": (f"x\nx\n 1 -5.0 0.0 0.0\n {GRID}", "ignores 'x"),

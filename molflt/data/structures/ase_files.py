@@ -70,6 +70,8 @@ _IGNORED = {  # units, cells, symmetry and atoms that ASE ignores
     "gaussian-in": r"\bunits[ \t]*[=(][ (]*(?:au|bohr)\b",
     "nwchem-in": r"^[ \t]*geometry\b.*\bunits[ \t]+(?!an)\w+|^[ \t]*symmetry\b(?![ \t]+c1\b).*|"
     r"^(?![ \t]*(?-i:[A-Z][a-z]?)(?:[ \t]+\S+){3}$)[ \t]*[a-z]\w*(?:[ \t]+[-+]?\d*\.\d\S*){3}.*$",
+    "nwchem-out": r"^ *output coordinates in (?!angstrom).*|"  # or an energy before a geometry
+    r"^ *total (?:DFT|SCF) energy.*(?=(?:(?!energy gradients|mode=accept)[\s\S])*?\n *geometry \")",
     "proteindatabank": r"^CRYST1.{49}(?!(?:P ?1)? *\d* *$).*|"
     r"^CRYST1.*\n(?:(?!END).*\n)*END.*\n(?:(?!CRYST1|END).*\n)*?(?:ATOM|HETATM)|"  # next model
     r"(?:[1-9][-+]|[-+][1-9])(?<=^(?:ATOM  |HETATM).{74})",  # charges
