@@ -67,6 +67,8 @@ _IGNORED = {  # units, cells, symmetry and atoms that ASE ignores
     "abinit-out": r"^[ -]*acell(?!(?:[ \t]+1\.88972\S*){3} ).*",  # other units of rprim
     "castep-castep": r"^ *dispersion corrected final energy.*",
     "cube": r"\A.*\n.*\n[ \t]*-?\d+(?:[ \t]+\S+){0,2}[ \t]+\S*[1-9].*",  # around a molecule
+    "espresso-in": r"^[ \t]*(?:atomic_p|cell_p).*[!#].*(?:crystal|bohr|angs|alat).*",
+    "espresso-out": r"^!! +total energy.*",  # with exact exchange
     "gaussian-in": r"\bunits[ \t]*[=(][ (]*(?:au|bohr)\b",
     "nwchem-in": r"^[ \t]*geometry\b.*\bunits[ \t]+(?!an)\w+|^[ \t]*symmetry\b(?![ \t]+c1\b).*|"
     r"^(?![ \t]*(?-i:[A-Z][a-z]?)(?:[ \t]+\S+){3}$)[ \t]*[a-z]\w*(?:[ \t]+[-+]?\d*\.\d\S*){3}.*$",
