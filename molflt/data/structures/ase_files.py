@@ -69,7 +69,8 @@ _IGNORED = {  # units, cells, symmetry and atoms that ASE ignores
     "cube": r"\A.*\n.*\n[ \t]*-?\d+(?:[ \t]+\S+){0,2}[ \t]+\S*[1-9].*",  # around a molecule
     "espresso-in": r"^[ \t]*(?:atomic_p|cell_p).*[!#].*(?:crystal|bohr|angs|alat).*",
     "espresso-out": r"^!! +total energy.*",  # with exact exchange
-    "gaussian-in": r"\bunits[ \t]*[=(][ (]*(?:au|bohr)\b",
+    "gaussian-in": r"\bunits[ \t]*[=(][ (=]*(?:\w+[ \t]*,[ \t]*)?(?:au|bohr)\b",
+    "gaussian-out": r"^ *(?:ONIOM: extrapolated|counterpoise corrected) energy.*",
     "nwchem-in": r"^[ \t]*geometry\b.*\bunits[ \t]+(?!an)\w+|^[ \t]*symmetry\b(?![ \t]+c1\b).*|"
     r"^(?![ \t]*(?-i:[A-Z][a-z]?)(?:[ \t]+\S+){3}$)[ \t]*[a-z]\w*(?:[ \t]+[-+]?\d*\.\d\S*){3}.*$",
     "nwchem-out": r"^ *output coordinates in (?!angstrom).*|"  # or an energy before a geometry
@@ -230,8 +231,8 @@ def _stated(kind: str, file: IO[str]) -> dict[str, float]:
         raise ValueError(
             f"ASE ignores {shown(ignored[0].strip(), 60)}; convert the file, for example to .xyz"
         )
-    if "--link1--" in text.lower():
-        raise ValueError("several jobs (--Link1--), whose atoms ASE joins; split the file")
+    if several := re.search(r"--link1--|\$new_job", text, re.I):
+        raise ValueError(f"several jobs ({several[0]}), which ASE joins; split the file")
     stated: dict[str, float] = {}
     matches = [*re.finditer(_STATED.get(kind, ""), text, re.M | re.I)] if text else []
     for found in matches[: 1 if kind == "gaussian-in" else None]:
