@@ -229,6 +229,10 @@ REFUSED = {
     "coord": ("$coord angs\n 0 0 0 h\n 0 0 0.74 h\n$end\n", "ignores '.coord angs'"),
     "bohr.nwo": (HEADER + GEOMETRY.replace("angstroms", "a.u."), "ignores 'Output coord"),
     "two.nwo": (HEADER + 2 * GEOMETRY, "ignores 'Total DFT energy"),
+    "geometry.in": (
+        "lattice_vector 9 0 0\n constrain_relaxation .true.\natom 0 0 0 Cu\n",
+        "ignores 'lattice_vector",
+    ),
     "bohr.abo": (".Version 9.6.2 of ABINIT\n acell 5.0 5.0 5.0 Bohr\n", "ignores 'acell 5.0"),
     "dispersion.castep": ("Dispersion corrected final energy*, Ecor = -3 eV\n", "ignores 'Disp"),
     "molecule.cube": (f"x\nx\n 1 -5.0 0.0 0.0\n {GRID}", "ignores 'x"),

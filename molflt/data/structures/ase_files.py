@@ -65,6 +65,7 @@ _STATED = {
 }
 _IGNORED = {  # units, cells, symmetry and atoms that ASE ignores
     "abinit-out": r"^[ -]*acell(?!(?:[ \t]+1\.88972\S*){3} ).*",  # other units of rprim
+    "aims": r"^[ \t]*lattice_vector\b.*\n[ \t]*constrain_relaxation\b.*",
     "castep-castep": r"^ *dispersion corrected final energy.*",
     "cube": r"\A.*\n.*\n[ \t]*-?\d+(?:[ \t]+\S+){0,2}[ \t]+\S*[1-9].*",  # around a molecule
     "espresso-in": r"^[ \t]*(?:atomic_p|cell_p).*[!#].*(?:crystal|bohr|angs|alat).*",
