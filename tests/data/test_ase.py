@@ -238,6 +238,7 @@ REFUSED = {
     "molecule.cube": (f"x\nx\n 1 -5.0 0.0 0.0\n {GRID}", "ignores 'x"),
     "hybrid.pwo": ("!    total energy = -1 Ry\n!!   total energy = -2 Ry\n", "ignores '!!"),
     "comment.pwi": (PWI.replace("IONS angstrom", "IONS angstrom ! not crystal"), "crystal"),
+    "images.xsd": ('<Atom3d ImageOf="3"/>', "ignores 'ImageOf"),
     "aenet.xsf": ("# total energy = -3.0 eV\nATOMS\nCu 0 0 0 0.1 0 0\n", "ignores '# total"),
     "POSCAR_free": (POSCAR.replace("Cart", "Selective\nCart").replace(" F", " f f f"), "1 f f f"),
     "POSCAR_4": (POSCAR.replace("C O Cu\n", "").replace("x\n", "CO on Cu\n"), "3 elements"),

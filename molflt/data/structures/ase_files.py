@@ -82,6 +82,7 @@ _IGNORED = {  # units, cells, symmetry and atoms that ASE ignores
     "res": r"^SYMM\b.*|^LATT[ \t]+(?!-1\b).*",
     "turbomole": r"^[ \t]*\$(?:periodic|lattice|cell|coord[ \t]+(?:angs|frac)).*",
     "vasp": r"^[ \t]*(?:[-+.\de]+[ \t]+){3}(?:\S+[ \t]+){0,2}(?-i:f\b|\.[fF]|F(?:alse|ALSE)).*",
+    "xsd": r"\b(?:ImageOf|Restrict(?:ed|s)Properties)=\"[^\"]+\"",
     "xsf": r"^#[ \t]*total energy\b.*",  # of aenet, which writes forces in eV/Å
 }
 # Keys of XYZ files that ASE reads, and other names of cells, which it ignores
