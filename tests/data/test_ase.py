@@ -303,6 +303,11 @@ def test_charges_are_read_from_files_of_other_programs(tmp_path, name):
     assert float(open_dataset(tmp_path / name)[0].charge) == -1
 
 
+def test_files_of_eon_are_periodic(tmp_path):
+    ase.io.write(tmp_path / "a.con", CRYSTAL, format="eon")
+    assert open_dataset(tmp_path / "a.con")[0].pbc.all()
+
+
 def test_all_molecules_of_an_sdf_file_are_read(tmp_path):
     (tmp_path / "a.sdf").write_text(f"{SDF}$$$$\n{SDF.replace('-1', ' 1').replace('O', 'N')}$$$$\n")
     found = [(int(x.atomic_numbers[0]), float(x.charge)) for x in open_dataset(tmp_path / "a.sdf")]

@@ -37,7 +37,7 @@ ENDINGS = {
     **{".cube": "cube", ".res": "res", ".shelx": "res", ".pwi": "espresso-in"},
     **{".pwo": "espresso-out", ".castep": "castep-castep", ".geom": "castep-geom"},
     **{".com": "gaussian-in", ".gjf": "gaussian-in", ".nwi": "nwchem-in", ".nwo": "nwchem-out"},
-    **{".xv": "siesta-xv", ".struct": "struct", ".mol": "mol", ".sdf": "sdf", ".xsd": "xsd"},
+    **{".xv": "siesta-xv", ".mol": "mol", ".sdf": "sdf", ".xsd": "xsd"},
     **{".con": "eon", ".magres": "magres", **_DATABASES},
 }
 _NAMES = {  # names of files without a known extension, in lower case
@@ -222,6 +222,7 @@ def _loads(path: Path, kind: str) -> _Loads:
             images = iread(given, index=":", format=kind, do_not_split_by_at_sign=True)
             for number, atoms in enumerate(images):
                 atoms.info |= stated
+                atoms.pbc |= kind == "eon"  # whose files are periodic
                 yield number, partial(lambda same: same, atoms)
 
 
