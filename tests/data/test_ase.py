@@ -276,6 +276,18 @@ def test_fields_that_change_nothing_are_taken(tmp_path):
         assert open_dataset(tmp_path / name)[0].atomic_numbers.tolist() == numbers
 
 
+GPAW = """  ___ ___ ___ _ _ _
+Total Charge: -1.000000
+
+Positions:
+   0 O      4.500000    4.500000    4.500000    ( 0.0000,  0.0000,  0.0000)
+
+Unit cell:
+           periodic     x           y           z      points  spacing
+  1. axis:    no     9.000000    0.000000    0.000000    36     0.2500
+  2. axis:    no     0.000000    9.000000    0.000000    36     0.2500
+  3. axis:    no     0.000000    0.000000    9.000000    36     0.2500
+"""
 STATED = {
     "a.gjf": JOB,
     "title.gjf": JOB.replace("hydroxide", "Charge 2, multiplicity 3"),
@@ -294,6 +306,8 @@ STATED = {
         "ity = 1\n", "ity = 1 in supermolecule\n Charge = 0 Multiplicity = 1 in fragment 1.\n"
     ),
     "orca.out": ORCA,
+    "coord": "$coord\n 0 0 0 h\n$chrg -1\n$end\n",
+    "gpaw.out": GPAW,
 }
 
 
@@ -301,6 +315,25 @@ STATED = {
 def test_charges_are_read_from_files_of_other_programs(tmp_path, name):
     (tmp_path / name).write_text(STATED[name])
     assert float(open_dataset(tmp_path / name)[0].charge) == -1
+
+
+@pytest.mark.parametrize(
+    ("path", "place", "line"),
+    [
+        ("castep/md.castep", " number of bands", " net charge of system : -1.000\n"),
+        (
+            "aims/issue_3345_spin_md_light.out",
+            "          Preparing all fixed parts",
+            "  Charge =  -1.000000E+00: Charged system requested explicitly.\n",
+        ),
+    ],
+)
+def test_charges_are_read_from_outputs_of_dynamics(tmp_path, path, place, line):
+    content = example(path).read_text()
+    assert content.count(place) == 1
+    content = content.replace(" net charge of system                           :  0.000    \n", "")
+    (tmp_path / Path(path).name).write_text(content.replace(place, line + place))
+    assert float(open_dataset(tmp_path / Path(path).name)[0].charge) == -1
 
 
 def test_files_of_eon_are_periodic(tmp_path):

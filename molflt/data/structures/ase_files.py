@@ -62,6 +62,10 @@ _STATED = {
     "orca-output": rf"^ *total charge +charge *\.+ *{_NUMBER}"
     r"\s+multiplicity +mult *\.+ *(?P<multiplicity>\d+)",
     "espresso-in": rf"^[^!\n]*\btot_charge *= *{_NUMBER}",
+    "castep-castep": rf"^ *net charge of system *: *{_NUMBER}",
+    "gpaw-out": rf"^ *total charge: *{_NUMBER}",
+    "aims-output": rf"^ *charge *= *{_NUMBER}: *(?:charged|neutral) system",
+    "turbomole": rf"^[ \t]*\$(?:chrg|eht[ \t]+charge)[ \t=]+{_NUMBER}",
 }
 _IGNORED = {  # units, cells, symmetry and atoms that ASE ignores
     "abinit-out": r"^[ -]*acell(?!(?:[ \t]+1\.88972\S*){3} ).*",  # other units of rprim
