@@ -67,7 +67,7 @@ _STATED = {
     "aims-output": rf"^ *charge *= *{_NUMBER}: *(?:charged|neutral) system",
     "turbomole": rf"^[ \t]*\$(?:chrg|eht[ \t]+charge)[ \t=]+{_NUMBER}",
 }
-_IGNORED = {  # units, cells, symmetry and atoms that ASE ignores
+_IGNORED = {  # units, cells, symmetry, atoms, constraints and energies that ASE ignores or misreads
     "abinit-out": r"^[ -]*acell(?!(?:[ \t]+1\.88972\S*){3} ).*",  # other units of rprim
     "aims": r"^[ \t]*lattice_vector\b.*\n[ \t]*constrain_relaxation\b.*",
     "castep-castep": r"^ *dispersion corrected final energy.*",
@@ -234,10 +234,8 @@ def _stated(kind: str, file: IO[str]) -> dict[str, float]:
     """Returns charge and multiplicity if ASE does not read them; rejects what else it ignores."""
     text = file.read() if kind in _STATED or kind in _IGNORED else ""
     file.seek(0)
-    if ignored := re.search(_IGNORED.get(kind, "(?!)"), text, re.M | re.I):
-        raise ValueError(
-            f"ASE ignores {shown(ignored[0].strip(), 60)}; convert the file, for example to .xyz"
-        )
+    if lost := re.search(_IGNORED.get(kind, "(?!)"), text, re.M | re.I):
+        raise ValueError(f"ASE ignores {shown(lost[0].strip(), 60)}; convert the file without ASE")
     if several := re.search(r"--link1--|\$new_job", text, re.I):
         raise ValueError(f"several jobs ({several[0]}), which ASE joins; split the file")
     stated: dict[str, float] = {}
