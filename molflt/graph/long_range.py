@@ -28,7 +28,8 @@ from molflt.attention.numerics import (
 )
 from molflt.attention.spectra import InversePower
 from molflt.graph.geometry import Geometry, _sum_by
-from molflt.graph.near import _all_pairs
+from molflt.graph.memory import expect_memory
+from molflt.graph.near import _all_pairs, in_pieces
 from molflt.graph.neighbors import Neighbors, neighbor_list
 from molflt.graph.radial import softened
 
@@ -41,6 +42,7 @@ _LARGEST = 550.0  # ratio volume / cutoff^3 above which the cutoff grows with th
 _TRANSIENT = 2**21  # largest number of waves in one chunk of nodes
 _START = 0.02  # factor of the initial charges; energies are then a few meV per atom
 _REACH = 5.0  # Å, largest distance between atoms that exchange charge
+_PAIR = 200  # bytes per pair of a molecule, measured
 _LEAST = 1e-12  # added to each weight of the total charge; if all weights are 0, shares are equal
 
 
@@ -249,34 +251,42 @@ def _pair_sums(
     laws: Sequence[InversePower],
     found: Neighbors,
     smearing: float,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     """Computes near parts, and far parts of nonperiodic graphs; lengths are divided by `scale`."""
     molecule, cutoff = ~geometry.pbc.any(dim=1), _DEPTH / laws[0].sharpness
+    counts = geometry.ptr.diff()[molecule]
+    expect_memory(
+        _PAIR * float(counts.double().square().sum()),
+        f"all pairs of up to {max(counts.tolist(), default=0):,} atoms without periodic axes",
+        "omit long_range, or set pbc to True with vacuum between images",
+    )
     kept = ~molecule[geometry.batch[found.center]]
     first, second = _all_pairs(geometry, molecule)
     query = torch.cat((found.center[kept], first))
     key = torch.cat((found.neighbor[kept], second))
     vector = torch.cat((found.vector[kept], geometry.pos[second] - geometry.pos[first]))
-    square = vector.double().square().sum(dim=-1)
-    share = fade((distances(vector.double()) / cutoff - _ONSET) / (1 - _ONSET))
-    graph = geometry.batch[query]
-    alone, unit = molecule[graph], scale[graph]
-    near, far = [], []
-    for law in laws:
-        if smearing:
-            whole = InversePower(law.power, 0.5**0.5 / smearing).smooth(square * unit**2)
-        else:
-            whole = softened(square * unit**2) ** (-law.power / 2)
-        close = share * (whole - law.smooth(square) * unit**-law.power)
-        near.append(close)
-        far.append((whole - close) * alone)
 
-    def energies(weights: list[Tensor]) -> Tensor:
-        weight = torch.stack(weights, dim=1).to(charges.dtype)[..., None]
-        field = _sum_by(weight * charges[key], query, len(charges))
-        return geometry.sum((charges * field).double()) / 2
+    def sums(some: Neighbors) -> Tensor:
+        square = some.vector.double().square().sum(dim=-1)
+        share = fade((some.distance / cutoff - _ONSET) / (1 - _ONSET))
+        graph = geometry.batch[some.center]
+        alone, unit = molecule[graph], scale[graph]
+        near, far = [], []
+        for law in laws:
+            if smearing:
+                whole = InversePower(law.power, 0.5**0.5 / smearing).smooth(square * unit**2)
+            else:
+                whole = softened(square * unit**2) ** (-law.power / 2)
+            close = share * (whole - law.smooth(square) * unit**-law.power)
+            near.append(close)
+            far.append((whole - close) * alone)
+        weight = torch.stack((*near, *far), dim=1).to(charges.dtype)[..., None]
+        both = charges.repeat(1, 2, 1)
+        field = _sum_by(weight * both[some.neighbor], some.center, len(both))
+        return geometry.sum((both * field).double()) / 2
 
-    return energies(near), energies(far)
+    pairs = Neighbors(query, key, vector, distances(vector.double()))
+    return sum(in_pieces(sums, pairs), charges.new_zeros(())).chunk(2, dim=1)
 
 
 def _far_of_lattice(

@@ -12,6 +12,7 @@ from torch_geometric.data import Batch, Data
 
 import molflt
 from molflt.atoms import Tag
+from molflt.attention.spectra import InversePower
 from molflt.graph import long_range
 from molflt.graph.geometry import Geometry
 from molflt.graph.long_range import COULOMB, ChargeShare, inverse_power_sums
@@ -258,18 +259,39 @@ def test_gradients_by_differences(atoms):
     assert torch.autograd.gradgradcheck(total, inputs, fast_mode=True)
 
 
-def test_nodes_in_chunks_are_the_same(monkeypatch):
+@pytest.mark.parametrize("atoms", [salt(), ethanol()], ids=["crystal", "molecule"])
+def test_nodes_and_pairs_in_pieces_are_the_same(monkeypatch, atoms):
     def found() -> list[Tensor]:
-        pos = torch.tensor(salt().positions, requires_grad=True)
-        q = torch.tensor([0.7, -0.4]).view(2, 1, 1).requires_grad_()
-        geometry = Geometry.of_data(data(salt()))._replace(pos=pos)
-        total = sum(inverse_power_sums(q, geometry, [4])).sum()
+        pos = torch.tensor(atoms.positions, requires_grad=True)
+        q = torch.linspace(0.7, -0.4, len(pos), dtype=torch.float64).view(-1, 1, 1)
+        q = (q * torch.tensor([[[1.0], [0.5]]])).requires_grad_()
+        geometry = Geometry.of_data(data(atoms))._replace(pos=pos)
+        total = sum(inverse_power_sums(q, geometry, [4, 6])).sum()
         (slope,) = torch.autograd.grad(total, pos, create_graph=True)
         return [total, slope, *torch.autograd.grad(slope.square().sum(), (pos, q))]
 
     whole = found()
     monkeypatch.setattr(long_range, "_TRANSIENT", 64)
+    pieces: list[int] = []
+    smooth = InversePower.smooth
+    monkeypatch.setattr(
+        InversePower, "smooth", lambda law, x: pieces.append(len(x)) or smooth(law, x)
+    )
+    monkeypatch.setattr("molflt.graph.near._MANY", 8)
+    monkeypatch.setattr("molflt.graph.near._PIECE", 10)
     torch.testing.assert_close(found(), whole, rtol=1e-11, atol=1e-12)
+    assert max(pieces) == 10
+
+
+def test_pairs_of_large_molecules_are_limited_before_allocation(monkeypatch):
+    model, atoms = potential(long_range=[1], far_field=False), data(ethanol())
+    monkeypatch.setattr("molflt.graph.memory._SMALL", 0)
+    monkeypatch.setattr("molflt.graph.neighbors.expect_memory", lambda *_: None)
+    monkeypatch.setattr("molflt.graph.memory.available_memory", lambda: 200 * 9**2 - 1)
+    with pytest.raises(MemoryError, match=r"pairs of up to 9 atoms .* set pbc"):
+        model(atoms)
+    monkeypatch.setattr("molflt.graph.memory.available_memory", lambda: 200 * 9**2)
+    model(atoms)
 
 
 def test_single_precision():
