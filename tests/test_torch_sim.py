@@ -7,6 +7,7 @@ import torch
 from ase.build import add_adsorbate, fcc111, molecule
 from tiny_run import random_potential
 
+from molflt.graph import Potential
 from molflt.pretrained.calculator import Calculator
 
 
@@ -72,3 +73,21 @@ def test_results_are_those_of_the_calculator():
     energy, forces = calculator.get_potential_energy(atoms), calculator.get_forces(atoms)
     assert np.abs(found["energy"].numpy() - energy).max() < 1e-10
     assert np.abs(found["forces"].numpy() - np.tile(forces, (2, 1))).max() < 1e-10
+
+
+def test_charges_and_elements_are_those_of_training(capsys):
+    ts = pytest.importorskip("torch_sim", reason="torch-sim is not installed")
+    from molflt.pretrained.torch_sim import TorchSimModel
+
+    options = {"long_range": [1], "total_charge": True, "far_field": False}
+    potential = Potential(16, 2, layers=1, num_features=8, **options)
+    torch.nn.init.normal_(potential.charge_vector)
+    potential.trained_elements[1] = True
+    model, atoms = TorchSimModel(potential, device="cpu"), molecule("CH3OH")
+    atoms.info["charge"] = 1.0
+    state = ts.initialize_state([atoms], torch.device("cpu"), torch.float64)
+    given = {name: getattr(state, name) for name in ("positions", "cell", "pbc", "atomic_numbers")}
+    found = model(given | {"charge": torch.ones(1)})["energy"]
+    assert "C, O did not occur in training" in capsys.readouterr().err
+    expected = Calculator(model.model, device="cpu").get_potential_energy(atoms)
+    assert float(found) == pytest.approx(expected, abs=1e-10)

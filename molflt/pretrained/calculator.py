@@ -169,10 +169,13 @@ class Calculator(AseCalculator):
     def _warn_of_new(self, atoms: Atoms) -> None:
         whole("atomic_numbers", torch.from_numpy(atoms.numbers), 1, MAX_ATOMIC_NUMBER, "elements")
         self._warn_of_unused(atoms)
-        if new := set(atoms.numbers.tolist()) - self._warned_elements:
-            refuse_undescribed(new, undescribed(self.model), atoms.get_chemical_formula())
+        self._warn_of_elements(set(atoms.numbers.tolist()), atoms.get_chemical_formula())
+
+    def _warn_of_elements(self, present: set[int], name: str) -> None:
+        if new := present - self._warned_elements:
+            refuse_undescribed(new, undescribed(self.model), name)
             self._warned_elements |= new
-            warn_of_elements(self.model, new, atoms.get_chemical_formula())
+            warn_of_elements(self.model, new, name)
 
 
 def _data(atoms: Atoms) -> Data:

@@ -43,7 +43,8 @@ class TorchSimModel(ModelInterface):
     ) -> None:
         super().__init__()
         self.slab_stress = slab_stress
-        self.model = Calculator(source, checkpoint, device, dtype).model  # type: ignore[arg-type]
+        self._calculator = Calculator(source, checkpoint, device, dtype)  # type: ignore[arg-type]
+        self.model = self._calculator.model
         weight = self.model.embedding.element.weight
         self._device, self._dtype = weight.device, weight.dtype
         self._compute_stress = self._compute_forces = True
@@ -62,7 +63,8 @@ class TorchSimModel(ModelInterface):
 
         if isinstance(state, dict):
             state = SimState(**state, masses=torch.ones_like(state["positions"][:, 0]))
-        index = state.system_idx
+        index, charge = state.system_idx, getattr(state, "charge", None)
+        self._calculator._warn_of_elements({*state.atomic_numbers.tolist()}, "state")
         cell = state.row_vector_cell
         pbc = torch.as_tensor(state.pbc, device=cell.device).expand(len(cell), 3)
         ends = torch.bincount(index, minlength=len(cell)).cumsum(0)
@@ -73,7 +75,7 @@ class TorchSimModel(ModelInterface):
             atomic_numbers=state.atomic_numbers.long(),
             cell=cell.to(self._dtype),
             pbc=pbc,
-            charge=getattr(state, "charge", None),
+            charge=charge,
         )
         out = dict(self.model(batch))
         given = pbc.all(dim=1)[:, None, None] | self.slab_stress
