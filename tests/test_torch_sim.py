@@ -87,6 +87,8 @@ def test_charges_and_elements_are_those_of_training(capsys):
     atoms.info["charge"] = 1.0
     state = ts.initialize_state([atoms], torch.device("cpu"), torch.float64)
     given = {name: getattr(state, name) for name in ("positions", "cell", "pbc", "atomic_numbers")}
+    with pytest.raises(ValueError, match=r"charge of each system.* system_extras_map"):
+        model(given)
     found = model(given | {"charge": torch.ones(1)})["energy"]
     assert "C, O did not occur in training" in capsys.readouterr().err
     expected = Calculator(model.model, device="cpu").get_potential_energy(atoms)

@@ -64,6 +64,11 @@ class TorchSimModel(ModelInterface):
         if isinstance(state, dict):
             state = SimState(**state, masses=torch.ones_like(state["positions"][:, 0]))
         index, charge = state.system_idx, getattr(state, "charge", None)
+        if charge is None and self.model.charge_share is not None:
+            raise ValueError(
+                "total_charge=True needs the charge of each system, in e; got None; pass "
+                "system_extras_map={'charge': 'charge'} to torch_sim.io.atoms_to_state"
+            )
         self._calculator._warn_of_elements({*state.atomic_numbers.tolist()}, "state")
         cell = state.row_vector_cell
         pbc = torch.as_tensor(state.pbc, device=cell.device).expand(len(cell), 3)
