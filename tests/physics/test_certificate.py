@@ -234,6 +234,16 @@ def test_moments_of_iron_do_not_hide_that_a_charge_is_ignored():
     assert failed(certify(made, ["Fe"], names=names)) == names
 
 
+def test_energies_and_stress_that_are_not_finite_are_failures():
+    names = ("stress is dE/dε / V", "rotation", "torque on a molecule")
+    for faults in (
+        energy_with(lambda a: np.nan if a.pbc.all() else 0),
+        result_with("stress", lambda s, a: np.nan * s),
+    ):
+        made = partial(fault("NotFinite", **faults), 2.0)
+        assert failed(made, ["Cu"], names=names) == {*names[:2]}
+
+
 def potential(**options) -> molflt.Calculator:
     return molflt.Calculator(random_potential(**options), device="cpu")
 
