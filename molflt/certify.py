@@ -471,10 +471,15 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("--elements", nargs="+", default=[], help="elements of the test structures")
     parser.add_argument("--float32", action="store_true", help="use 1000 times wider bounds")
     given = parser.parse_args(words)
-    make = partial(pkgutil.resolve_name(given.calculator), **given.args)
     failed = 0
+    try:
+        make = partial(pkgutil.resolve_name(given.calculator), **given.args)
+        rows = certify(make, given.elements, given.float32)
+        first = next(rows)
+    except Exception as problem:  # checks do not raise
+        parser.error(f"{given.calculator}: {_line(problem)}")
     print(f"{'check':40}{'error':>9}{'bound':>9}  {'unit':9} result")
-    for row in certify(make, given.elements, given.float32):
+    for row in itertools.chain([first], rows):
         error = "" if math.isnan(row.error) else f"{row.error:.1e}"
         print(f"{row.check:40}{error:>9}{row.bound:9.0e}  {row.unit:9} {row.result}", flush=True)
         failed += row.result.startswith("FAILED")

@@ -286,6 +286,24 @@ def test_the_command_prints_a_table_and_fails_if_a_check_fails(capsys):
     assert main([f"{__name__}:Pairs", "--elements", "Cu"]) == 0
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["ase.calculators.emt:EMX"],
+        ["no_module:EMT"],
+        ["ase.calculators.emt:EMT", "--args", "[1]"],
+        ["ase.calculators.emt:EMT", "--elements", "Xx"],
+        ["ase.calculators.emt:EMT", "--elements", "U"],
+        ["molflt:Calculator", "--args", '{"source": "missing"}'],
+    ],
+)
+def test_wrong_arguments_are_one_line(capsys, words):
+    with pytest.raises(SystemExit, match="2"):
+        main(words)
+    printed = capsys.readouterr()
+    assert not printed.out and f"error: {words[0]}: " in printed.err.splitlines()[-1]
+
+
 def test_missing_properties_are_not_failures():
     class Energies(Pairs):
         implemented_properties = ["energy"]  # noqa: RUF012
