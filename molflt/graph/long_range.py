@@ -296,12 +296,10 @@ def _far_of_lattice(
     pos, cell, pbc = pos.double(), cell.double()[None], pbc[None]
     sharpness = laws[0].sharpness
     highest, slab = _HIGHEST * sharpness, not bool(pbc.all())
-    height = torch.zeros_like(cell[:, 0])
-    if slab:
-        # The box is twice as tall as the slab, plus margins. Energies and forces do not depend on
-        # its height.
-        graph = torch.zeros(len(pos), dtype=torch.long, device=pos.device)
-        height = 2 * free_extent(pos.detach(), graph, cell.detach(), pbc)
+    # The box is twice as tall as the slab, plus margins. Energies and forces do not depend on its
+    # height.
+    graph = torch.zeros(len(pos), dtype=torch.long, device=pos.device)
+    height = 2 * free_extent(pos.detach(), graph, cell.detach(), pbc)
     reach = 2 * _APART / sharpness
     nodes, weights = reciprocal_nodes(cell, pbc, highest, height, reach)
     spectra = torch.cat([law.spectrum(nodes) for law in laws])  # [p, r]
