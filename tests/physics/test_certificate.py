@@ -241,7 +241,7 @@ def test_energies_and_stress_that_are_not_finite_are_failures():
         result_with("stress", lambda s, a: np.nan * s),
     ):
         made = partial(fault("NotFinite", **faults), 2.0)
-        assert failed(made, ["Cu"], names=names) == {*names[:2]}
+        assert failed(certify(made, ["Cu"], names=names)) == {*names[:2]}
 
 
 def potential(**options) -> molflt.Calculator:
