@@ -94,8 +94,8 @@ class FourierMixer(Mixer):
 
     Args:
         dim: width of the tokens.
-        normalize: divide by sqrt(tokens dim), as in eq. 2. This preserves the scale of the tokens.
-            Use this option in blocks that apply LayerNorm first.
+        normalize: divide by sqrt(tokens dim), as in eq. 2. The result is 1 / sqrt(2) times as large
+            as x. Use this option in blocks that apply LayerNorm first.
     """
 
     paper = "2105.03824, eq. 3"
