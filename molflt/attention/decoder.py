@@ -129,7 +129,7 @@ class Decoder(nn.Module):
         positions: Tensor | None = None,
         context_mask: Tensor | None = None,
     ) -> Tensor:
-        """Applies all blocks and a final LayerNorm: (batch, tokens, dim) -> (batch, tokens, dim).
+        """Applies the blocks as in `Stack.forward`: (batch, tokens, dim) -> (batch, tokens, dim).
 
         Args:
             x: (batch, tokens, dim).

@@ -242,10 +242,10 @@ class Stack(Positioned):
         key_positions: Tensor | None = None,
         **keys: Unpack[Keys],
     ) -> Tensor:
-        """Applies all passes and a final LayerNorm: (batch, tokens, dim) -> (batch, tokens, dim).
+        """Applies all passes and, unless `norm` is "post", a final LayerNorm.
 
         Args:
-            x: (batch, tokens, dim).
+            x: (batch, tokens, dim), as the result.
             positions: (batch, tokens, l), centered for each graph; for the encoding, if any.
             key_positions: (batch, keys, l), relative to the same center; by default the positions
                 of the queries.
