@@ -50,8 +50,9 @@ class Potential(EnergyRegressor):
         max_frequency: largest frequency of the reciprocal nodes, 0.25 cycles/Å by default.
         radial_basis: size of the radial summary; 0 omits it.
         far_field: False ends attention at `near_field`. With L layers and R refinements, an atom
-            depends on atoms at distances of up to L R times `near_field`, but not across a gap
-            wider than `near_field`. `long_range` covers larger distances.
+            depends on atoms at distances of up to L R times `near_field`, plus `neighbor_cutoff`
+            for the radial summary and for each layer of messages, but not across a gap wider than
+            both. `long_range` covers larger distances.
         long_range: one or more of the powers p = 1 (charges), 2, 4 and 6 (dispersion), which add
             energies of 1 / r^p between latent charges and all their images; see
             `molflt.graph.long_range.LongRange`.
