@@ -11,18 +11,10 @@ from molflt.plots.figure import further_formats
 from molflt.plots.parity import calibration, parity
 from molflt.plots.structures import structure_views
 from molflt.plots.tokens import losses_by_place, substitutions
-from molflt.plots.training import (
-    best_values,
-    loss_curves,
-    overlaid_curves,
-    training_curve,
-)
+from molflt.plots.training import best_values, loss_curves, overlaid_curves, training_curve
 
 __all__ = ["attention_matrices", "best_values", "calibration"]
-__all__ += [
-    "further_formats",
-    "has_bias",
-]
+__all__ += ["further_formats", "has_bias"]
 __all__ += ["loss_curves", "losses_by_place", "overlaid_curves", "parity", "rpe_curves"]
 __all__ += ["rpe_profiles", "rpe_surfaces", "structure_views"]
 __all__ += ["substitutions", "training_curve"]
