@@ -61,11 +61,13 @@ def run(file, tmp_path_factory) -> Path:
     return folder
 
 
-def test_unknown_displacements_have_no_error(run) -> None:
+def test_unknown_displacements_have_no_error(run, tmp_path, capsys) -> None:
     """A column of zeros would look like perfect predictions."""
     rows = table(run / "metrics.csv")
     assert rows[-1]["val_mae_eV"] and any(row["train_mae_eV"] for row in rows)
     assert not any(row.get("train_displacement_mae_A") for row in rows)
+    words = ["evaluate", run, "--device=cpu", "--relaxed", tmp_path / "moved"]
+    assert "trained with relaxed positions" in error_of(capsys, *words)
 
 
 def sids(data: Any) -> list[int]:
