@@ -51,7 +51,7 @@ def reciprocal_nodes(
       width w is reproduced to within 1e-6, 1e-7 and 1e-10 of its height for w k = 1, 1.1 and 1.3. A
       sharper mask is smoothed and oscillates below zero, by 6 percent of its height for w k = 0.2.
     - "positive": Wendland's function (1 - x)^4 (1 + 4 x) of x = |G| / k, whose Fourier transform is
-      also positive. A non-negative mask stays non-negative and is smoothed over about 0.6 / k.
+      also positive. A non-negative mask stays non-negative and is smoothed over about 0.7 / k.
 
     Args:
         cell: (b, 3, 3), lattice vectors as rows, in Å; rows of nonperiodic axes are ignored.
