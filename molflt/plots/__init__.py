@@ -13,8 +13,6 @@ from molflt.plots.structures import structure_views
 from molflt.plots.tokens import losses_by_place, substitutions
 from molflt.plots.training import best_values, loss_curves, overlaid_curves, training_curve
 
-__all__ = ["attention_matrices", "best_values", "calibration"]
-__all__ += ["further_formats", "has_bias"]
+__all__ = ["attention_matrices", "best_values", "calibration", "further_formats", "has_bias"]
 __all__ += ["loss_curves", "losses_by_place", "overlaid_curves", "parity", "rpe_curves"]
-__all__ += ["rpe_profiles", "rpe_surfaces", "structure_views"]
-__all__ += ["substitutions", "training_curve"]
+__all__ += ["rpe_profiles", "rpe_surfaces", "structure_views", "substitutions", "training_curve"]
