@@ -123,7 +123,7 @@ def test_labels_are_smoothed_in_training_only() -> None:
     logs = net(images).log_softmax(dim=1)
     hit, mean = logs[torch.arange(4), labels].mean(), logs.mean()
     torch.testing.assert_close(smooth.loss((images, labels), 0.0)[0], -0.7 * hit - 0.3 * mean)
-    assert smooth.judge((images, labels)) == plain.judge((images, labels))
+    assert smooth.validation_sums((images, labels)) == plain.validation_sums((images, labels))
 
 
 def test_all_ways_to_classify_agree(tmp_path: Path, capsys) -> None:

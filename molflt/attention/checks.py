@@ -93,11 +93,11 @@ def tensors(**arguments: object) -> None:
 def whole(name: str, values: torch.Tensor, low: int, high: int, of: str) -> None:
     """Raises ValueError unless all values, described by `of`, are integers from `low` to `high`.
 
-    The range is checked only if the values can be read on the CPU; see `at_hand`.
+    The range is checked only if the values can be read on the CPU; see `readable`.
     """
     if values.dtype.is_floating_point or values.dtype.is_complex or values.dtype == torch.bool:
         raise ValueError(f"{name} must be integers, {of}; got {values.dtype}; use .long()")
-    if at_hand(values) and values.numel():
+    if readable(values) and values.numel():
         for found in map(int, values.long().aminmax()):
             if not low <= found <= high:
                 raise ValueError(f"{name} must be {low} to {high}, {of}; got {found}")
@@ -115,7 +115,7 @@ def in_checkpoint() -> bool:
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
-def at_hand(values: torch.Tensor) -> bool:
+def readable(values: torch.Tensor) -> bool:
     """Returns True if values are on the CPU and code is neither compiled nor transformed."""
     if torch.compiler.is_compiling() or in_transform():
         return False

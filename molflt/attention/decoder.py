@@ -11,7 +11,7 @@ from molflt.attention.features.base import Operand
 from molflt.attention.keys import without_masked
 from molflt.attention.layer import Attention
 from molflt.attention.mixing.causal import DecodeState, KeyValues
-from molflt.attention.mixing.chunked import KeySums, absorb, answer
+from molflt.attention.mixing.chunked import KeySums, key_sums, query_sums
 from molflt.attention.mixing.forms import softmax
 from molflt.attention.stack import ATTENTION, MIXER_OPTIONS, Block, Stack, StackState
 
@@ -49,7 +49,7 @@ class CrossAttention(Attention):
         mask = None if context_mask is None else context_mask[:, None]
         if self.feature_map is None:
             return KeyValues(key, value, mask)
-        return absorb(Operand(self.feature_map, key, None, mask), value)
+        return key_sums(Operand(self.feature_map, key, None, mask), value)
 
     def recall(self, x: Tensor, memory: Memory) -> Tensor:
         """Computes `forward(x, context=..., key_mask=...)` from a memory, without dropout.
@@ -63,7 +63,7 @@ class CrossAttention(Attention):
             out = softmax(query, memory.key, memory.value, None, memory.mask)
         else:
             assert self.feature_map is not None
-            sums = answer(Operand(self.feature_map, query), memory)
+            sums = query_sums(Operand(self.feature_map, query), memory)
             out = sums.extensive() if self.normalize == "none" else sums.ratio(self.floor)
         return self._join(out.to(query.dtype)).view_as(x)
 
@@ -137,7 +137,7 @@ class Decoder(nn.Module):
             positions: (batch, tokens, l), for the encoding of self-attention, if any.
             context_mask: (batch, keys) bool, True where a token of the other sequence exists.
         """
-        encoding = self.stack._evaluate(self.stack._face, positions, None)
+        encoding = self.stack._evaluate(self.stack._encoded_for, positions, None)
         for block, cross, norm in self._layers():
             mixed = block.attention(block._before(x), encoding=encoding)
             x = block._added(x, mixed, block.attention_norm)

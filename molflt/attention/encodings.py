@@ -21,7 +21,7 @@ from molflt.attention.mixing.pairs import Pairs, SortedPairs, with_exact_pairs
 from molflt.attention.mixing.ragged import Ragged, Waves, ragged
 from molflt.attention.mixing.sums import Sums
 from molflt.attention.mixing.toeplitz import dense_log_kernel, toeplitz
-from molflt.attention.numerics import Once, at_least_float32, products_of_all
+from molflt.attention.numerics import Shared, at_least_float32, products_of_all
 
 SOFTMAX, KERNELIZED, TRITON = "softmax", "kernelized", "triton"
 
@@ -42,7 +42,7 @@ class Terms(NamedTuple):
 class Encoding:
     """Base class for encodings; an instance of it does not change attention."""
 
-    faces: ClassVar[tuple[str, ...]] = (SOFTMAX, KERNELIZED)  #: supported kinds of attention
+    supports: ClassVar[tuple[str, ...]] = (SOFTMAX, KERNELIZED)  #: supported kinds of attention
     decodes: ClassVar[bool] = True  #: True if causal attention keeps a state of constant size
     chunked = True  #: True if sums over many keys can be computed in chunks
     #: factors U (b, h, queries, p) and V (b, h, keys, p) of a multiplicative kernel, or None
@@ -120,7 +120,7 @@ class Encoding:
 class Bias(Encoding):
     """Bias f(r_i - r_j) that is added to the logits of softmax attention (FLT, eq. 1)."""
 
-    faces = (SOFTMAX,)
+    supports = (SOFTMAX,)
     bias: Tensor
 
     def __init__(self, matrix: Tensor) -> None:
@@ -136,7 +136,7 @@ class Factors(Encoding):
     N1 is (b, h, queries, 2r) and N2 is (b, h, keys, 2r), unless both are randomly projected.
     """
 
-    faces = (KERNELIZED,)
+    supports = (KERNELIZED,)
 
     columns: tuple[Columns, Columns]
 
@@ -153,12 +153,12 @@ class Factors(Encoding):
 class _Multiplied(Encoding):
     """Base class for multiplicative positional kernels with corrections for individual pairs."""
 
-    faces = (KERNELIZED,)
+    supports = (KERNELIZED,)
 
     def __init__(self, pairs: Pairs | None = None) -> None:
         self.pairs = pairs
-        self._matrix: Once[Tensor] = Once()
-        self._by_query: Once[Pairs | SortedPairs] = Once()
+        self._matrix: Shared[Tensor] = Shared()
+        self._by_query: Shared[Pairs | SortedPairs] = Shared()
 
     def _sorted_pairs(self, terms: Terms) -> Pairs | SortedPairs | None:
         # All layers share the sorted pairs.
@@ -242,7 +242,7 @@ class MeshNodes(_Multiplied):
 class RaggedKernel(_Multiplied):
     """Positional kernel like `Kernel`, but with sums computed by Triton kernels; see `ragged`."""
 
-    faces = (TRITON,)
+    supports = (TRITON,)
     decodes = False
     chunked = False
 
@@ -267,7 +267,7 @@ class Toeplitz(Encoding):
     See `molflt.attention.mixing.toeplitz.toeplitz` for the arguments.
     """
 
-    faces = (KERNELIZED,)
+    supports = (KERNELIZED,)
     decodes = False
     chunked = False
 

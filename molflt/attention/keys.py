@@ -5,7 +5,7 @@ from typing import TypedDict
 import torch
 from torch import Tensor
 
-from molflt.attention.checks import at_hand
+from molflt.attention.checks import readable
 from molflt.attention.numerics import at_least_float32
 
 
@@ -44,7 +44,7 @@ def log_weights(key_weight: Tensor | None, key_mask: Tensor | None, key: Tensor)
     if key_mask is not None:  # before the logarithm, whose derivative at 0 is infinite
         weight = weight.masked_fill(~key_mask, 1.0)
     least = torch.finfo(weight.dtype).tiny  # below this, the slope 1 / weight overflows
-    if at_hand(weight) and bool((wrong := ~((weight >= least) & weight.isfinite())).any()):
+    if readable(weight) and bool((wrong := ~((weight >= least) & weight.isfinite())).any()):
         raise ValueError(
             f"key_weight must be finite and at least {least:.3g} in {weight.dtype}; got "
             f"{key_weight[wrong][0].item():g}; exclude keys with key_mask"

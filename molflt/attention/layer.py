@@ -184,13 +184,13 @@ class Attention(Positioned):
         if self.floor and self.normalize == "none":
             no_effect("with normalize='none'", floor=self.floor)
         if self.position is not None:
-            self.position.check(self.face, self.causal, gate)
-            self.position.use_for(self.face)
+            self.position.check(self.encoded_for, self.causal, gate)
+            self.position.use_for(self.encoded_for)
         if self.mixing == TRITON:
             expect_triton()
 
     @property
-    def face(self) -> str:
+    def encoded_for(self) -> str:
         """Mixing for which an encoding is evaluated; "linear" if mixing is "auto"."""
         return "linear" if self.mixing == "auto" else self.mixing
 
@@ -290,14 +290,14 @@ class Attention(Positioned):
         self, positions: Tensor | None, key_positions: Tensor | None, encoding: Encoding | None
     ) -> Encoding:
         if encoding is None:
-            encoding = self._evaluate(self.face, positions, key_positions)
+            encoding = self._evaluate(self.encoded_for, positions, key_positions)
             return Encoding() if encoding is None else encoding
         if positions is not None or key_positions is not None:
             raise ValueError("got both positions and an encoding; pass one of them")
-        face = self.mixing if self.mixing in (SOFTMAX, TRITON) else KERNELIZED
-        if face not in encoding.faces:
+        kind = self.mixing if self.mixing in (SOFTMAX, TRITON) else KERNELIZED
+        if kind not in encoding.supports:
             raise ValueError(
-                f"the encoding is {type(encoding).__name__}, for {' and '.join(encoding.faces)} "
+                f"the encoding is {type(encoding).__name__}, for {' and '.join(encoding.supports)} "
                 f"attention; this layer has mixing={self.mixing!r}; evaluate it for this mixing"
             )
         return encoding

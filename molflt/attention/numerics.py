@@ -116,7 +116,7 @@ def recomputed(function: Callable[..., _R], *arguments: object, several: bool = 
     return checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=False)
 
 
-class Once(Generic[_R]):
+class Shared(Generic[_R]):
     """Tensor computed by the first layer that needs it and shared with the other layers.
 
     Layers with gradients do not reuse a tensor computed without gradients. Inside a checkpoint,
@@ -147,7 +147,7 @@ def gauss_rule(count: int) -> tuple[list[float], list[float]]:
 vars(gauss_rule)["_dynamo_marked_constant"] = True
 
 
-def searched(fake: Callable[..., object]) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
+def opaque(fake: Callable[..., object]) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
     """Decorates a function of tensors to make it one opaque operation in compiled graphs.
 
     The operation has no gradient. It may read values and raise errors when the graph runs. `fake`
@@ -171,7 +171,7 @@ def searched(fake: Callable[..., object]) -> Callable[[Callable[_P, _R]], Callab
     return decorate
 
 
-def undecided(condition: bool, otherwise: bool) -> bool:
+def decided(condition: bool, otherwise: bool) -> bool:
     """Returns `condition`, or `otherwise` if it depends on sizes unknown at compile time."""
     if not torch.compiler.is_compiling():
         return condition

@@ -231,7 +231,7 @@ class Stack(Positioned):
         for attention in attentions:
             attention.share_position()
         self.mixings = sorted({attention.mixing for attention in attentions})
-        self._face = attentions[0].face if attentions else "linear"
+        self._encoded_for = attentions[0].encoded_for if attentions else "linear"
         post, eps = blocks[-1].norm == "post", blocks[0].attention_norm.eps
         self.norm = nn.Identity() if post else nn.LayerNorm(blocks[0].attention.dim, eps)
 
@@ -253,7 +253,7 @@ class Stack(Positioned):
         """
         mask = keys.get("key_mask")
         x, _ = without_masked(x, mask, keys.get("key_index"))
-        encoding = self._evaluate(self._face, *placed(positions, key_positions, mask))
+        encoding = self._evaluate(self._encoded_for, *placed(positions, key_positions, mask))
         for _ in range(self.refinements):
             x = self.one_pass(x, encoding, **keys)
         return self.norm(x)
@@ -284,9 +284,9 @@ class Stack(Positioned):
         """Returns the encoding of new tokens that follow a state, and the positions to remember."""
         keys = positions
         past = None if state is None else state.positions
-        if self._face == "softmax" and past is not None and positions is not None:
+        if self._encoded_for == "softmax" and past is not None and positions is not None:
             keys = torch.cat((past, positions), dim=1)  # linear attention needs only new keys
-        return self._evaluate(self._face, positions, keys), keys
+        return self._evaluate(self._encoded_for, positions, keys), keys
 
     @property
     def decodes(self) -> bool:
@@ -318,11 +318,11 @@ def _refuse_misfits(attentions: Sequence[Attention], position: Position | None) 
                 f"attention of block {number} was built {built}; expected {wanted}; pass the "
                 "same object to Attention(position=...) and Stack.of(blocks, position)"
             )
-    faces = sorted({a.mixing if a.mixing in (SOFTMAX, TRITON) else "linear" for a in attentions})
-    if position is not None and len(faces) > 1:
+    kinds = sorted({a.mixing if a.mixing in (SOFTMAX, TRITON) else "linear" for a in attentions})
+    if position is not None and len(kinds) > 1:
         raise ValueError(
             f"layers that share a {name} must have the same kind of attention; got "
-            f"{' and '.join(faces)}; use Attention of one kind"
+            f"{' and '.join(kinds)}; use Attention of one kind"
         )
 
 

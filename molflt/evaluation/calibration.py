@@ -54,7 +54,7 @@ _COLUMNS = {
 
 _Array = NDArray[np.float64]
 _Errors = tuple[_Array, _Array]  # |error| and spread, in eV, of the systems with labels
-_Judged = tuple[_Array, _Array]  # |error| and uncertainty, in eV, of these systems
+_Evaluated = tuple[_Array, _Array]  # |error| and uncertainty, in eV, of these systems
 
 
 @dataclass(frozen=True)
@@ -236,18 +236,18 @@ def assess(
     calibration = Calibration.fit(*calibrating, chosen, model.weights)
     calibration, widths = _with_new(calibration, found)
     columns = {name: uncertainty_of(model, part, calibration) for name, part in found.items()}
-    judged, rows = {}, {}
+    evaluated, rows = {}, {}
     for name, part in found.items():
         own = part.labeled & np.isfinite(widths[name])
         own &= ~aside if name == chosen else True
         if own.any():
-            judged[name] = (np.abs(part.energy - part.target)[own], widths[name][own])
-        rows[name] = _row(part, columns[name]["uncertainty_eV"], judged.get(name))
+            evaluated[name] = (np.abs(part.energy - part.target)[own], widths[name][own])
+        rows[name] = _row(part, columns[name]["uncertainty_eV"], evaluated.get(name))
     rest = _errors(found[chosen], found[chosen].labeled & ~found[chosen].is_new & ~aside)
     rows[chosen]["coverage_crossed_percent"] = _crossed(calibration, calibrating, rest)
     calibration.save(out / CALIBRATION)
-    if judged:
-        _draw(calibration, calibrating, judged, out / "uncertainty.png")
+    if evaluated:
+        _draw(calibration, calibrating, evaluated, out / "uncertainty.png")
     heading = (
         f"uncertainty: {calibration.factor:.3g} * sqrt(spread^2 + ({calibration.floor:.3g} eV)^2) "
         f"covers {100 * LEVEL:.0f} % of the errors of {calibration.systems:,} systems of "
@@ -319,7 +319,7 @@ def _with_new(
 
 
 def _row(
-    part: Predictions, uncertainty: _Array | None = None, judged: _Judged | None = None
+    part: Predictions, uncertainty: _Array | None = None, evaluated: _Evaluated | None = None
 ) -> dict[str, float | None]:
     """Returns the metrics of a split; metrics that require missing labels are None."""
     from scipy.stats import spearmanr
@@ -331,8 +331,8 @@ def _row(
         row["member_mae_eV"] = float(np.abs(off[part.labeled]).mean())
     if uncertainty is not None and np.isfinite(uncertainty).any():
         row["uncertainty_eV"] = float(np.nanmean(uncertainty))
-    if judged is not None:
-        error, width = judged
+    if evaluated is not None:
+        error, width = evaluated
         n = len(error)
         row["coverage_percent"] = 100 * float((error <= width).mean())
         # The nominal level is used because the estimate would be 0 at a coverage of 0 or 100 %.
@@ -353,14 +353,16 @@ def _crossed(calibration: Calibration, aside: _Errors, rest: _Errors) -> float |
     return 100 * float(np.concatenate(held).mean())
 
 
-def _draw(calibration: Calibration, aside: _Errors, judged: dict[str, _Judged], png: Path) -> None:
+def _draw(
+    calibration: Calibration, aside: _Errors, evaluated: dict[str, _Evaluated], png: Path
+) -> None:
     scores = aside[0] / calibration.uncertainty(aside[1])
     factors = np.array([conformal_factor(scores, level) for level in _LEVELS])
     coverage = {
         split: (_LEVELS, (error[:, None] <= width[:, None] * factors).mean(axis=0))
-        for split, (error, width) in judged.items()
+        for split, (error, width) in evaluated.items()
     }
-    errors = {split: (width, error) for split, (error, width) in judged.items()}
+    errors = {split: (width, error) for split, (error, width) in evaluated.items()}
     plots.calibration(coverage, errors, LEVEL, png)
 
 

@@ -96,7 +96,9 @@ def named_images(
         own |= {"train_labels": None, "val_labels": None}
     made = kind(**own)  # type: ignore[arg-type]  # from a checked configuration
     made.setup()
-    return made, {name if data is None else Path(data).name: made.judged(name) for name in wanted}
+    return made, {
+        name if data is None else Path(data).name: made.for_evaluation(name) for name in wanted
+    }
 
 
 def evaluate(
@@ -163,7 +165,7 @@ def total_of(task: Task[Any, Any], source: Iterable[object], name: str, batch: s
     total = torch.zeros((), dtype=torch.float64)
     with batches(source, task.model, name, batch) as loaded:
         for one in loaded:
-            total = total + torch.stack([part.cpu().double() for part in task.judge(one)])
+            total = total + torch.stack([part.cpu().double() for part in task.validation_sums(one)])
     expect_finite(name, total)
     return total
 

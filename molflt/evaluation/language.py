@@ -99,7 +99,7 @@ def evaluate(
             own = blocks.ids != blocks.eos
             share = 100 * float(np.concatenate(right)[known][own].mean())
             perplexity = metrics_of(counted[own])["perplexity"]
-            results[split] |= residues.judge(perplexity, share, blocks.ids[own])
+            results[split] |= residues.metrics(perplexity, share, blocks.ids[own])
     plots.losses_by_place(curves, out / "losses.png")
     first = blocks[0][0][:_SHOWN].to(common.device_of(model))[None]
     title = f"last layer, first {first.shape[1]} tokens of {split}"
@@ -201,7 +201,7 @@ def evaluate_masked(
         if residues is not None:
             found = always.summarize(common.total_of(always, loader, split, batch))
             scores = found["perplexity"], found["accuracy_percent"]
-            results[split] |= residues.judge(*scores, _targets(always, loader))
+            results[split] |= residues.metrics(*scores, _targets(always, loader))
     tokens, types, there = (part[None] for part in blocks[0])
     count = min(_SHOWN, int(there.sum()))
     first = [part[:, :count].to(common.device_of(model)) for part in (tokens, types)]
@@ -243,7 +243,7 @@ class Residues:
             self._counts = np.where(possible, counts + 1, 0)
             self._note = f"unigram: frequencies in {source}"
 
-    def judge(
+    def metrics(
         self, perplexity: float | None, accuracy: float | None, targets: NDArray[np.integer]
     ) -> dict[str, float | None]:
         """Returns the metrics of the model and the unigram model; `targets` are ids of residues."""

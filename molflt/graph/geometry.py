@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from molflt.atoms import FARTHEST, MAX_ATOMIC_NUMBER, Tag
-from molflt.attention.checks import at_hand, in_transform, tensors, whole
+from molflt.attention.checks import in_transform, readable, tensors, whole
 from molflt.attention.numerics import at_least_float32, counts_of
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ class Geometry(NamedTuple):
         cell = pos.new_zeros(3, 3) if cell is None else cell.to(pos)
         pbc = _for_each("pbc", pbc.to(pos.device).bool(), (3,), graphs)
         cell = _for_each("cell", cell, (3, 3), graphs).masked_fill(~pbc[..., None], 0.0)
-        if at_hand(pos) and not bool(cell.isfinite().all()):
+        if readable(pos) and not bool(cell.isfinite().all()):
             raise ValueError(
                 "cell must be finite along periodic axes; got NaN or infinity; correct it"
             )
@@ -159,7 +159,7 @@ def _points(pos: Tensor | None, atoms: int | None) -> Tensor:
             f"pos must be real numbers, Å; got {pos.dtype}; pass positions instead of indices"
         )
     pos = at_least_float32(pos)
-    if at_hand(pos) and not bool((near := pos.detach().abs() <= FARTHEST).all()):  # False for NaN
+    if readable(pos) and not bool((near := pos.detach().abs() <= FARTHEST).all()):  # False for NaN
         atom = int((~near).any(dim=1).nonzero()[0])
         raise ValueError(
             f"pos must be finite and within {FARTHEST:g} Å; got {pos[atom].tolist()} for atom "
@@ -230,7 +230,7 @@ class Atoms(NamedTuple):
                 "the data need atomic_numbers, (atoms,) int64; got "
                 f"{', '.join(sorted(map(str, data.keys())))}; set data.atomic_numbers"
             )
-        if data.get("cell") is None and at_hand(geometry.pbc) and bool(geometry.pbc.any()):
+        if data.get("cell") is None and readable(geometry.pbc) and bool(geometry.pbc.any()):
             raise ValueError(
                 "pbc is True, which needs cell, (graphs, 3, 3), Å; got None; set one of them"
             )

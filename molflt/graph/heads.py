@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from molflt.atoms import MAX_ATOMIC_NUMBER, Tag
-from molflt.attention.checks import at_hand, one_of
+from molflt.attention.checks import one_of, readable
 from molflt.attention.numerics import fade
 from molflt.graph import elements
 from molflt.graph.geometry import Geometry, _sum_by
@@ -63,7 +63,7 @@ class ElementEmbedding(nn.Embedding):
         """Returns the vectors of elements; raises ValueError for elements without descriptors."""
         if not self.described:
             return super().forward(numbers)
-        if at_hand(numbers):
+        if readable(numbers):
             self.check(numbers)
         x = self.get_buffer("table").to(self.weight)
         own = self.weight

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from molflt.attention.checks import at_hand
+from molflt.attention.checks import readable
 from molflt.graph.geometry import Geometry
 from molflt.memory import available_memory
 
@@ -12,7 +12,7 @@ _SMALL = 2**26  # bytes; for smaller sizes, free memory is not measured, because
 
 def _expect_memory(weights: Tensor, geometry: Geometry, heads: int) -> None:
     """Raises MemoryError if waves of nodes exceed free CPU memory; `weights` is (graphs, nodes)."""
-    if not at_hand(weights):
+    if not readable(weights):
         return
     counts, atoms = (weights != 0).sum(dim=1), geometry.ptr.diff()
     # graphs are counted separately, because classes of similar size have little padding

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from molflt.atoms import FARTHEST, LOWEST, lattice_heights, reduced_cell
-from molflt.attention.numerics import distances, searched, uncompiled
+from molflt.attention.numerics import distances, opaque, uncompiled
 from molflt.graph.geometry import Geometry
 from molflt.graph.memory import expect_memory
 
@@ -64,7 +64,7 @@ def _unknown_pairs(
     return ptr.new_empty(2, pairs), ptr.new_empty(pairs, 3), ptr.new_empty(pairs)
 
 
-@searched(_unknown_pairs)
+@opaque(_unknown_pairs)
 def _neighbors(
     pos: Tensor, cell: Tensor, pbc: Tensor, ptr: Tensor, cutoff: float
 ) -> tuple[Tensor, Tensor, Tensor]:

@@ -15,7 +15,7 @@ from molflt.attention.mixing.pairs import products
 from molflt.attention.nodes.lattice import Lattice, free_extent
 from molflt.attention.nodes.mesh import OVERSAMPLING
 from molflt.attention.nodes.reciprocal import reciprocal_nodes, tapered_mask
-from molflt.attention.numerics import distances, fade, searched, uncompiled
+from molflt.attention.numerics import distances, fade, opaque, uncompiled
 from molflt.attention.positions.multiplicative import MultiplicativePosition
 from molflt.attention.positions.spectral import GraphNodes, SpectralPosition
 from molflt.attention.spectra import SPECTRA
@@ -189,7 +189,7 @@ def _unknown_images(positions: Tensor, mask: Tensor, *_: object) -> tuple[Tensor
     return kept.long(), positions.new_empty(*kept.shape, 3), kept
 
 
-@searched(_unknown_images)
+@opaque(_unknown_images)
 def _images(
     positions: Tensor,
     mask: Tensor,

@@ -164,7 +164,7 @@ class EnergyRegressor(Redrawn):
             heads,
             position,
             kind,
-            **_best_form(position, periodic, near_field, far_field),
+            **_periodic_and_near(position, periodic, near_field, far_field),
             position_options=position_options,
             image_cutoff=image_cutoff,
             max_frequency=max_frequency,
@@ -343,7 +343,7 @@ def _fill_added(
         weights.setdefault(prefix + name, new & False if new.dtype == torch.bool else new)
 
 
-def _best_form(
+def _periodic_and_near(
     position: str, periodic: str | Open | None, near_field: float | None, far_field: bool
 ) -> dict[str, Any]:
     """Returns the periodic scheme and the near field, with the defaults of `EnergyRegressor`."""

@@ -8,11 +8,11 @@ from torch import Tensor, nn
 
 from molflt.attention import Attention, Position, Stack
 from molflt.attention.checks import (
-    at_hand,
     at_least_one,
     known_names,
     no_effect,
     one_of,
+    readable,
     tensors,
     whole,
 )
@@ -155,7 +155,7 @@ class ImageClassifier(Redrawn):
         if not images.is_floating_point():
             whole("images", images, 0, 255, "bytes, or real numbers in [0, 1]")
             images = images.to(self.image_mean.dtype) / 255
-        elif at_hand(images):
+        elif readable(images):
             low, high = map(float, images.detach().aminmax())
             if not (low >= -_MARGIN and high <= 1 + _MARGIN):
                 raise ValueError(

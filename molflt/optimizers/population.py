@@ -149,21 +149,21 @@ class PopulationOptimizer:
                 f"tell before ask in generation {generation}; expected the values at the points "
                 "that ask() returns; call ask() first"
             )
-        told = torch.as_tensor(values, dtype=torch.float64, device="cpu").detach()
-        if told.shape != (self.members,):
+        given = torch.as_tensor(values, dtype=torch.float64, device="cpu").detach()
+        if given.shape != (self.members,):
             raise ValueError(
                 f"values must have shape ({self.members},), one for each member; got "
-                f"{tuple(told.shape)}"
+                f"{tuple(given.shape)}"
             )
-        if not bool(told.isfinite().all()):
-            member = int((~told.isfinite()).nonzero()[0])
+        if not bool(given.isfinite().all()):
+            member = int((~given.isfinite()).nonzero()[0])
             raise ValueError(
                 f"the value of member {member} in generation {generation} is "
-                f"{float(told[member])}; expected a finite number; pass a large number where the "
+                f"{float(given[member])}; expected a finite number; pass a large number where the "
                 "function is undefined"
             )
         with torch.no_grad():
-            self._populations.tell(told[None].to(self._populations.device))
+            self._populations.tell(given[None].to(self._populations.device))
         self.evaluations += self.members
         self._asked = False
 

@@ -8,12 +8,12 @@ from torch import Tensor, nn
 
 from molflt.attention import Attention, Position, Stack
 from molflt.attention.checks import (
-    at_hand,
     at_least_one,
     known_names,
     no_effect,
     one_of,
     positive,
+    readable,
     tensors,
     whole,
 )
@@ -166,7 +166,7 @@ def expect_first(name: str, mask: Tensor, tokens: Tensor) -> None:
     the values can be read on the CPU.
     """
     check_mask(mask, tokens.shape)
-    if at_hand(mask) and bool((left := ~mask[:, :1] & mask).any()):
+    if readable(mask) and bool((left := ~mask[:, :1] & mask).any()):
         row = int(left.any(dim=1).nonzero()[0])
         raise ValueError(
             f"{name} is False for the first token of row {row}, but positions count from this "

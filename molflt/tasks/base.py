@@ -142,7 +142,7 @@ class Task(ABC, Generic[_Batch, _Data]):
     def loss(self, batch: _Batch, progress: float) -> tuple[Tensor, _Sums]:
         """Returns the loss and sums of a training batch; `progress` is the share of steps done."""
 
-    def judge(self, batch: _Batch) -> _Sums:
+    def validation_sums(self, batch: _Batch) -> _Sums:
         """Returns the sums of a validation batch; by default, they are computed as in training."""
         return self.loss(batch, 1.0)[1]
 

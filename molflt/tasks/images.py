@@ -90,7 +90,7 @@ class ImageTask(Task[_Batch, "ImageData"]):
         loss = F.cross_entropy(logits, labels, label_smoothing=self.label_smoothing)
         return loss, _ImageSums.of(logits.detach(), labels)
 
-    def judge(self, batch: _Batch) -> _ImageSums:
+    def validation_sums(self, batch: _Batch) -> _ImageSums:
         images, labels = batch
         return _ImageSums.of(self.model(images), labels)
 

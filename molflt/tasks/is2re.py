@@ -259,7 +259,7 @@ class IS2RETask(OfStructures, Task["Batch", "IS2REData"]):
             displacement, known = errors[-1], _goal(batch)[1]
         return loss, _EnergySums.of(energy.detach(), target, displacement, known)
 
-    def judge(self, batch: "Batch") -> "_EnergySums":
+    def validation_sums(self, batch: "Batch") -> "_EnergySums":
         return _EnergySums.of(self.model(batch)["energy"], batch.y_relaxed)
 
     def _position_weight(self, progress: float) -> float:

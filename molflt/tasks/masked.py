@@ -98,7 +98,7 @@ class MaskedTask(Task[_Batch, "TokenizedText"]):
     def loss(self, batch: _Batch, progress: float) -> tuple[Tensor, _GapSums]:
         return self._judged(batch, Draws.new(batch[0]))
 
-    def judge(self, batch: _Batch) -> _GapSums:
+    def validation_sums(self, batch: _Batch) -> _GapSums:
         return self._judged(batch, Draws.of_content(batch[0], batch[2]))[1]
 
     def size(self, batch: _Batch) -> int:
@@ -108,8 +108,8 @@ class MaskedTask(Task[_Batch, "TokenizedText"]):
         """Raises ValueError if no token of the text is hidden; the perplexity would then be 1."""
         for i in range(len(blocks)):
             tokens, types, there = (x[None].to(self.model.mask_id.device) for x in blocks[i])
-            told = self.gaps((tokens, types, there), Draws.of_content(tokens, there))[1]
-            if bool((told >= 0).any()):
+            chosen = self.gaps((tokens, types, there), Draws.of_content(tokens, there))[1]
+            if bool((chosen >= 0).any()):
                 return
         raise ValueError(
             f"{name}: expected hidden tokens among its {blocks.tokens:,}; got none with "
@@ -203,14 +203,14 @@ def hide(
     Returns:
         Input ids and targets, each (batch, length); targets are -1 for tokens that are not hidden.
     """
-    told = there & ordinary[tokens] & (draws[0] < rate)
+    chosen = there & ordinary[tokens] & (draws[0] < rate)
     anything = ordinary.nonzero()[:, 0]
     index = (draws[2].clamp(max=1 - 2**-24) * len(anything)).long()
-    masked = told & (draws[1] < mask_share)
-    replaced = told & ~masked & (draws[1] < mask_share + random_share)
+    masked = chosen & (draws[1] < mask_share)
+    replaced = chosen & ~masked & (draws[1] < mask_share + random_share)
     seen = torch.where(masked, mask_id.to(tokens.dtype), tokens)
     seen = torch.where(replaced, anything[index].to(tokens.dtype), seen)
-    return seen, tokens.where(told, -1)
+    return seen, tokens.where(chosen, -1)
 
 
 def swap_parts(

@@ -81,7 +81,7 @@ class OptimizerTask(Task[Tensor, object]):
         found = self._unroll(batch, self.unroll, before)
         return found.loss.to(next(self.model.parameters()).dtype), _OptimizerSums.of(found)
 
-    def judge(self, batch: Tensor) -> _OptimizerSums:
+    def validation_sums(self, batch: Tensor) -> _OptimizerSums:
         # problems cannot be differentiated if their tensors are created in inference mode
         with torch.inference_mode(False), torch.no_grad():
             return _OptimizerSums.of(self._unroll(batch, self.burn_in + self.unroll, 0))
@@ -171,7 +171,7 @@ class PopulationTask(Task[Tensor, ProblemData]):
         return torch.stack(terms).mean().float(), _sums(populations.state)
 
     @torch.no_grad()
-    def judge(self, batch: Tensor) -> _PopulationSums:
+    def validation_sums(self, batch: Tensor) -> _PopulationSums:
         functions, populations = self._begin(batch)
         for _ in range(self.generations):
             populations.tell(functions(populations.state.position))

@@ -23,19 +23,19 @@ class _LabelSums(NamedTuple):
     items: Tensor
     right: Tensor  # number of correctly classified items
     loss: Tensor
-    told: Tensor  # sum of predicted scores or classes
+    predicted: Tensor  # sum of predicted scores or classes
     label: Tensor
     told_square: Tensor
     label_square: Tensor
     product: Tensor
 
     @classmethod
-    def of(cls, told: Tensor, label: Tensor, loss: Tensor) -> _LabelSums:
+    def of(cls, predicted: Tensor, label: Tensor, loss: Tensor) -> _LabelSums:
         """Computes the sums from predictions (items,), labels (items,) and the summed loss."""
-        told, label = told.detach().double(), label.double()
-        parts = (told, label, told.square(), label.square(), told * label)
+        predicted, label = predicted.detach().double(), label.double()
+        parts = (predicted, label, predicted.square(), label.square(), predicted * label)
         sums = (part.sum() for part in parts)
-        return cls(torch.tensor(len(label)), (told == label).sum(), loss.detach(), *sums)
+        return cls(torch.tensor(len(label)), (predicted == label).sum(), loss.detach(), *sums)
 
     def metrics(self) -> dict[str, float]:
         n, right, loss, x, y, xx, yy, xy = (float(part) for part in self)
@@ -95,13 +95,15 @@ class SentenceTask(Task[_Batch, object]):
         tokens, types, there, label = batch
         logits = self.model(tokens, types, there).float()
         if self.model.classes == 1:
-            told = logits[:, 0]
-            loss = F.mse_loss(told, label.to(told.dtype), reduction="sum")
+            predicted = logits[:, 0]
+            loss = F.mse_loss(predicted, label.to(predicted.dtype), reduction="sum")
         else:
-            told = logits.argmax(dim=1).float()
-            told = told.masked_fill(logits.isnan().any(dim=1), math.nan)  # argmax would select NaN
+            predicted = logits.argmax(dim=1).float()
+            predicted = predicted.masked_fill(
+                logits.isnan().any(dim=1), math.nan
+            )  # argmax would select NaN
             loss = F.cross_entropy(logits, label.long(), reduction="sum")
-        return loss / len(label), _LabelSums.of(told, label, loss)
+        return loss / len(label), _LabelSums.of(predicted, label, loss)
 
     def size(self, batch: _Batch) -> int:
         return len(batch[3])

@@ -106,7 +106,7 @@ class _LightningTask(pl.LightningModule):
 
     def validation_step(self, batch: object, batch_idx: int) -> None:
         self._batch, self._size = self.task.name(batch), self.task.size(batch)
-        self._sums.append(_row(list(self.task.judge(batch)), self.device))
+        self._sums.append(_row(list(self.task.validation_sums(batch)), self.device))
 
     def validation_metrics(self) -> dict[str, float]:
         """Returns the metrics of the whole validation split; must be called by all ranks."""

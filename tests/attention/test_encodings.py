@@ -128,7 +128,7 @@ def test_a_bias_is_added_to_the_logits():
     query, key, *_ = attention._split(x)
     weights = (query @ key.mT + encoding.dense(TOKENS, TOKENS)).softmax(dim=-1)
     torch.testing.assert_close(attention.weights(x, encoding=encoding), weights, **EXACT)
-    assert encoding.faces == (SOFTMAX,)
+    assert encoding.supports == (SOFTMAX,)
 
 
 @pytest.mark.parametrize("form", ["linear", "quadratic"])

@@ -189,4 +189,4 @@ def test_only_training_images_keep_a_margin_for_crops(tmp_path: Path) -> None:
     assert data.sizes()["image_size"] == 8
     train, val = (data.datasets[use][0][0] for use in ("train", "val"))
     assert train.shape == (3, 10, 10) and (val == train[:, 1:9, 1:9]).all()
-    assert torch.equal(data.judged("train")[0][0], val)
+    assert torch.equal(data.for_evaluation("train")[0][0], val)

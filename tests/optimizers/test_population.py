@@ -163,7 +163,7 @@ def test_windows_cut_the_gradient_and_nothing_else() -> None:
         found[window] = loss.detach(), sums.best, model.head.bias.grad
     assert torch.equal(found[2][0], found[6][0]) and torch.equal(found[2][1], found[6][1])
     assert float((found[2][2] - found[6][2]).abs().max()) > 1e-4
-    assert torch.equal(task.judge(seeds).best, sums.best)
+    assert torch.equal(task.validation_sums(seeds).best, sums.best)
 
 
 def test_the_gradient_is_that_of_the_values() -> None:

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from molflt.attention.features.base import Operand, cut
 from molflt.attention.mixing.sums import Sums, _stable_query
-from molflt.attention.numerics import at_least_float32, finite, recomputed, undecided
+from molflt.attention.numerics import at_least_float32, decided, finite, recomputed
 
 _AT_ONCE = 2**22  # maximum number of elements in a chunk of tokens
 _LONG = 2**24  # chunks are used if all tokens together need more elements
@@ -23,7 +23,7 @@ def chunk_size(query: Operand, key: Operand, value: Tensor, columns: int = 0) ->
     graphs, heads, queries, _ = query.x.shape
     widths = query.feature_map.width, columns * (value.shape[-1] + 1)
     sizes = (width * n * graphs * heads for width in widths for n in (queries, key.x.shape[2]))
-    if all(undecided(size < _LONG, True) for size in sizes):
+    if all(decided(size < _LONG, True) for size in sizes):
         return 0
     each = max(1, graphs * heads * max(widths))
     tokens, size = max(queries, key.x.shape[2]), max(_LEAST, _AT_ONCE // each)
@@ -46,11 +46,11 @@ def linear_in_chunks(
     rights = cut(right, size, len(keys))
     carried: KeySums | None = None
     for operand, v, values in zip(keys, rights, value.split(size, dim=-2), strict=True):
-        added = recomputed(absorb, operand, values, v)
+        added = recomputed(key_sums, operand, values, v)
         carried = added if carried is None else carried.plus(added)
     assert carried is not None
     answers = [
-        recomputed(answer, operand, carried, u)
+        recomputed(query_sums, operand, carried, u)
         for operand, u in zip(queries, cut(left, size, len(queries)), strict=True)
     ]
     joined = (
@@ -81,7 +81,7 @@ class KeySums(NamedTuple):
         return KeySums(self.context * before + added.context * own, peak)
 
 
-def absorb(key: Operand, value: Tensor, right: Tensor | None = None) -> KeySums:
+def key_sums(key: Operand, value: Tensor, right: Tensor | None = None) -> KeySums:
     """Computes sums over keys; `value` is (batch, heads, keys, dv) and `right` is the factor V."""
     phi = key.features()
     with torch.autocast(value.device.type, enabled=False):
@@ -98,7 +98,7 @@ def absorb(key: Operand, value: Tensor, right: Tensor | None = None) -> KeySums:
         return KeySums(phi.shifted(finite(own)).transpose(-1, -2) @ value, own)
 
 
-def answer(query: Operand, keys: KeySums, left: Tensor | None = None) -> Sums:
+def query_sums(query: Operand, keys: KeySums, left: Tensor | None = None) -> Sums:
     """Computes the sums of each query over absorbed keys; `left` is the factor U of the kernel."""
     with torch.autocast(keys.context.device.type, enabled=False):
         log_max = None if keys.log_max is None else finite(keys.log_max)  # infinite if masked

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from molflt.attention.features import Features
 from molflt.attention.mixing.pairs import _TRANSIENT, Pairs, SortedPairs, _pair_sums
 from molflt.attention.mixing.sums import Sums, _causal_mask, _per_token, _stabilize
-from molflt.attention.numerics import finite, recomputed, undecided
+from molflt.attention.numerics import decided, finite, recomputed
 
 _COMPILED = 8  # columns per chunk in compiled code
 
@@ -154,7 +154,7 @@ def linear_with_kernel(
     left, right = (factor.to(value.dtype) for factor in kernel)
     sums = torch.zeros_like(phi_q[..., :1]).expand(*phi_q.shape[:-1], value.shape[-1])
     # Multiplies values by features or by columns, whichever are fewer, and then uses matmul.
-    by_feature = undecided(left.shape[-1] > phi_q.shape[-1], True)
+    by_feature = decided(left.shape[-1] > phi_q.shape[-1], True)
     parts, rest = ((phi_q, phi_k), (left, right))[:: 1 if by_feature else -1]
     # Compiled code has the same number of chunks for all sizes.
     compiling = torch.compiler.is_compiling()
@@ -188,5 +188,5 @@ def cheaper(queries: int, keys: int, features: int, dim: int, columns: int | Non
     kernel, columns = columns is not None, 1 if columns is None else columns
     by_matrix = queries * keys * (features + dim + columns)
     by_sums = (queries + keys) * features * dim * columns
-    by_sums = 2 * by_sums if undecided(columns > features, True) else by_sums
-    return "quadratic" if undecided(by_matrix < by_sums, kernel) else "linear"
+    by_sums = 2 * by_sums if decided(columns > features, True) else by_sums
+    return "quadratic" if decided(by_matrix < by_sums, kernel) else "linear"

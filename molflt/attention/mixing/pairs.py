@@ -9,10 +9,10 @@ from molflt.attention.mixing.sparse import Pattern, correlate, gather, has_spars
 from molflt.attention.mixing.sums import Sums
 from molflt.attention.numerics import (
     at_least_float32,
+    decided,
     pieces,
     products_of_all,
     recomputed,
-    undecided,
 )
 
 _TRANSIENT = 2**22  # largest number of elements per chunk of columns or pairs
@@ -144,7 +144,7 @@ def _weighted(value: Tensor, weight: Tensor, b: Tensor, j: Tensor) -> Tensor:
 def products(left: Tensor, right: Tensor, pairs: Pairs) -> Tensor:
     """Computes U_i . V_j of pairs from U and V (batch or 1, heads or 1, n, p): (heads, pairs)."""
     batch = max(left.shape[0], right.shape[0])
-    if undecided(batch * left.shape[-2] * right.shape[-2] <= 4 * pairs.query.shape[0], True):
+    if decided(batch * left.shape[-2] * right.shape[-2] <= 4 * pairs.query.shape[0], True):
         # For few tokens, this is cheaper than gathering the factors.
         matrix = products_of_all(left, right)
         return matrix.expand(batch, -1, -1, -1)[pairs.batch, :, pairs.query, pairs.key].T

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from molflt.attention.checks import positive
-from molflt.attention.numerics import at_least_float32, counts_of, finite, searched
+from molflt.attention.numerics import at_least_float32, counts_of, finite, opaque
 
 _DEGENERATE = 1e-6  # volume of the periodic vectors relative to the product of their lengths
 _SHARPNESS = 4.0  # 1/Å, sharpness of smooth extents
@@ -120,7 +120,7 @@ def _reduced(cell: Tensor, pbc: Tensor) -> Tensor:
     return found.masked_fill(dependent[..., None], 0.0)
 
 
-@searched(lambda cell: (torch.empty_like(cell), cell.new_empty(cell.shape[:2], dtype=torch.bool)))
+@opaque(lambda cell: (torch.empty_like(cell), cell.new_empty(cell.shape[:2], dtype=torch.bool)))
 def _reduction(cell: Tensor) -> tuple[Tensor, Tensor]:
     """Returns the combinations (b, 3, 3) of rows that are short, and a mask (b, 3) of zeros."""
     combination = torch.eye(3, dtype=torch.float64, device=cell.device)

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 
 from molflt.attention.checks import one_of, positive
 from molflt.attention.nodes.lattice import Lattice
-from molflt.attention.numerics import counts_of, distances, fade, gauss_rule, searched, sinc
+from molflt.attention.numerics import counts_of, distances, fade, gauss_rule, opaque, sinc
 from molflt.attention.spectra import Spectrum
 
 # Largest number of nodes of a batch; a larger number suggests a wrong cell or frequency.
@@ -119,7 +119,7 @@ def _unknown_indices(lattice: Tensor, dual: Tensor, max_frequency: float) -> tup
     return index, index.new_empty(lattice.shape[0], most, dtype=torch.bool)
 
 
-@searched(_unknown_indices)
+@opaque(_unknown_indices)
 @torch.no_grad()
 def _indices(lattice: Tensor, dual: Tensor, max_frequency: float) -> tuple[Tensor, Tensor]:
     """Returns triples n (b, r, 3) with |n . dual| < max_frequency, and a mask (b, r) of these."""

@@ -109,7 +109,7 @@ class ImageData(BatchedData[LabeledImages]):
         labels = hashlib.sha256(images.labels.numpy().tobytes()).hexdigest()
         return labels[:16] + super()._digest(use, most if images.in_memory else 2000)[:48]
 
-    def judged(self, use: str) -> LabeledImages:
+    def for_evaluation(self, use: str) -> LabeledImages:
         """Returns the images of a data set, cropped to central squares as in validation."""
         self.setup()
         images = self.datasets[use]

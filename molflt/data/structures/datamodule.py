@@ -241,24 +241,24 @@ class IS2REData(BatchedData[Structures]):
         """Domain of the training split, sids of its copies, and sids of charged structures."""
         self.setup()
         train, val = self.datasets["train"], self.datasets["val"]
-        learned, judged = Survey(), Survey()
-        own = Domain.of(train, learned)
+        of_train, of_val = Survey(), Survey()
+        own = Domain.of(train, of_train)
         if val is not train:
             for record in with_bar(val, "reading positions"):
-                judged(record)
-        for use, survey in (("train", learned), ("val", judged)):
+                of_val(record)
+        for use, survey in (("train", of_train), ("val", of_val)):
             if sids := survey.overlapping:
                 name = f"{self.datasets[use].path}: split {self.splits[use]!r}"
                 warnings.warn(overlaps_of(name, sids, len(self.datasets[use])), stacklevel=4)
-        if self.reading.tags != "any" and (sids := learned.one_tag):
+        if self.reading.tags != "any" and (sids := of_train.one_tag):
             warnings.warn(f"{train.path}: {one_tagged(sids, len(train))}", stacklevel=4)
-        equal = equal_structures(np.array([*learned.features, *judged.features]))
+        equal = equal_structures(np.array([*of_train.features, *of_val.features]))
         there = np.isin(equal[len(train) :], equal[: len(train)])
-        copies = [judged.sids[i] for i in np.flatnonzero(there)]
+        copies = [of_val.sids[i] for i in np.flatnonzero(there)]
         if self.initial is not None:
             name, content = self.initial
             own = own.after(Domain.from_json(content, name))
-        return own, copies, {"train": learned.charged, "val": judged.charged}
+        return own, copies, {"train": of_train.charged, "val": of_val.charged}
 
     def fingerprints(self) -> dict[str, Fingerprint]:
         return {

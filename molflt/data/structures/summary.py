@@ -109,8 +109,8 @@ def summarize(
         "left_out": [{"name": name, "reason": reason} for name, reason in dataset.bad],
         "labels_not_used": dataset.unused,
     }
-    judge = _of_potentials if recipe == "potential" else _of_relaxations
-    warnings = [*judge(summary, seen, labels, dataset.hint), *_of_all(summary, seen)]
+    find = _of_potentials if recipe == "potential" else _of_relaxations
+    warnings = [*find(summary, seen, labels, dataset.hint), *_of_all(summary, seen)]
     return Inspected(summary | {"warnings": warnings}, seen.sids, np.array(seen.features))
 
 
