@@ -69,7 +69,7 @@ def _inspect_folder(path: Path, json: bool, look: Callable[[Path], Inspected]) -
         try:
             found[name] = look(each)
         except ValueError as error:
-            print(f"molflt: warning: {error}; left out", file=sys.stderr)
+            print(f"molflt: warning: {error}; skipped", file=sys.stderr)
     if not found:
         raise ValueError(f"{path}: cannot read any of {', '.join(sources)}")
     for name, text in _shared(found):

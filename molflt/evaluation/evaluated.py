@@ -50,8 +50,8 @@ class EvaluationData:
         splits: names of splits; by default OC20's four validation splits and the validation split
             of the run, if they exist.
         data: folder of a data set, or a file, which is evaluated as a whole; by default the data of
-            the run without the structures that training omitted.
-        skip_bad: omit and list structures that cannot be used.
+            the run without the structures that training skipped.
+        skip_bad: skip and list structures that cannot be used.
         energy_key: key of the energy (in eV) in files read by ASE; by default the key used in
             training, if the source contains it; null selects the usual keys, such as energy.
         reading: further options for reading files.
@@ -133,7 +133,7 @@ class EvaluationData:
         return there
 
     def open(self, model: nn.Module, domain: Domain | None = None) -> dict[str, Structures]:
-        """Opens and returns splits, and warns about omitted structures; see `check_structures`."""
+        """Opens and returns splits, and warns about skipped structures; see `check_structures`."""
         runs = model.data if isinstance(model, EnsembleRegressor) else {self.run: self.own}
         self._expect_same_unseen(runs)
         if self.stem is not None:

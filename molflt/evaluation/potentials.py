@@ -85,7 +85,7 @@ def evaluate(
         if fault := unit_fault(points):
             warn(f"{split}: {fault}")
         if points.without_energy:
-            warn(f"{split}: {points.without_energy} structures have no energy and are omitted")
+            warn(f"{split}: {points.without_energy} structures have no energy and are skipped")
         warn_of_labels(split, dataset, points.absurd)
         found[split] = infer_points(model, points, batch_size, split, domain)
         row = {name: found[split].metrics.get(name) for name in _COLUMNS if name != "n"}

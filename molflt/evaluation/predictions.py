@@ -154,10 +154,10 @@ def open_structures(
 def check_structures(
     dataset: Structures, model: nn.Module | None = None, domain: Domain | None = None
 ) -> Structures:
-    """Returns the structures that can be predicted and warns about omitted structures.
+    """Returns the structures that can be predicted and warns about skipped structures.
 
-    If the data set omits invalid structures, structures with unsupported elements and structures
-    that the training domain rejects are also omitted.
+    If the data set skips invalid structures, structures with unsupported elements and structures
+    that the training domain rejects are also skipped.
     """
     path = dataset.path
     dataset.verify()
@@ -167,11 +167,11 @@ def check_structures(
         refused = {i: domain.refusal(record) for i, record in enumerate(dataset)}
         faults |= {i: reason for i, reason in refused.items() if reason}
     dataset = without(dataset, faults)
-    if text := dataset.left_out():
+    if text := dataset.skipped():
         warn(text)
     if len(dataset) == 0:
         raise ValueError(
-            f"{path}: expected at least one structure; got 0 ({len(dataset.bad)} invalid omitted)"
+            f"{path}: expected at least one structure; got 0 ({len(dataset.bad)} invalid skipped)"
         )
     return dataset
 

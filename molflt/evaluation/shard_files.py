@@ -44,7 +44,7 @@ def made_of(model: nn.Module, dataset: Structures, **options: object) -> dict[st
     """Returns values that all shards must share: `options`, and digests of model and data."""
     members = getattr(model, "members", [model])
     weights = hashlib.sha256("".join(sorted(map(digest_of, members))).encode())
-    data = hashlib.sha256(dataset.natoms.astype("<i8").tobytes())  # without omitted structures
+    data = hashlib.sha256(dataset.natoms.astype("<i8").tobytes())  # without skipped structures
     for file in (part for path in dataset.files for part in shards_in(path) or [path]):
         with open(file, "rb") as opened:
             data.update(hashlib.file_digest(opened, "sha256").digest())

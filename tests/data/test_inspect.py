@@ -17,7 +17,7 @@ from molflt.data.structures.store import write_store
 
 
 def test_an_lmdb_is_inspected_and_converted(tmp_path, capsys):
-    """Bad records are listed or left out."""
+    """Bad records are listed or skipped."""
     content = {str(i): old_record(i) for i in range(5)}
     content |= {"1": old_record(1, y_relaxed=math.nan), "3": b"damaged"}
     content |= {"2": old_record(2, fixed=torch.ones(7))}  # fixed atoms do not count
@@ -29,7 +29,7 @@ def test_an_lmdb_is_inspected_and_converted(tmp_path, capsys):
     original = open_dataset(path, skip_bad=True)
     assert inspected(capsys, path, "--limit", 1)["systems"] == 1
     told = printed(capsys, "data", "convert", path, store, "--limit=4", "--skip_bad").err
-    assert "left out" in told and "sid 1001" in told
+    assert "skipped" in told and "sid 1001" in told
     for index, item in enumerate(open_dataset(store)):
         same(original[index], item)
     assert "is also the input" in error_of(capsys, "data", "convert", store, store, "--limit=2")

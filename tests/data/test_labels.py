@@ -89,7 +89,7 @@ def test_training_names_bad_labels_or_leaves_them_out(tmp_path: Path, capsys) ->
     assert train.y_relaxed.tolist() == [-1.0, -2.0, 0.5, 1.5]
     assert train.natoms.tolist() == [7] * 4
     assert train.where(2) == f"{path}: key '4'"
-    assert "train 4 systems (28 atoms, 2 bad left out)" in data.describe()
+    assert "train 4 systems (28 atoms, 2 bad skipped)" in data.describe()
     assert data.normalizer() == pytest.approx((-0.25, np.std([-1.0, -2.0, 0.5, 1.5])))
     assert sorted(sid for batch in data.val_dataloader() for sid in batch.sid.tolist()) == sids
     assert data.fingerprints()["train"]["systems"] == 4

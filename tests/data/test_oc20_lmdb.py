@@ -29,7 +29,7 @@ def test_length_key(tmp_path, length):
     write_lmdb(tmp_path / "data.0001.lmdb", numbered(2, 10))  # shards in order of name
     assert [item.sid - 1000 for item in open_dataset(tmp_path)] == [10, 11, 0, 1]
     dataset = open_dataset(path)
-    assert len(dataset) == 2 and "'2'" in dataset.left_out()
+    assert len(dataset) == 2 and "'2'" in dataset.skipped()
     assert len(open_dataset(path, skip_bad=True)) == 3
     write_lmdb(path, {"length": pickle.dumps(0)})
     with pytest.raises(ValueError, match="no records"):

@@ -113,7 +113,7 @@ def test_missing_labels_are_counted_and_left_out(tmp_path):
     points = data.datasets["train"]
     assert isinstance(points, SinglePoints) and len(points) == 5
     assert "train 5 systems (20 atoms), forces in 4, stress in all" in data.describe()[0]
-    assert "1 without energy left out" in data.describe()[0]
+    assert "1 without energy skipped" in data.describe()[0]
     known = np.concatenate([frames[i].get_forces() for i in (0, 2, 3, 5)])
     assert data.force_scale() == pytest.approx(np.sqrt((known**2).mean()), rel=1e-6)
     assert [int(points[i].sid) for i in range(5)] == [0, 1, 2, 3, 5]
@@ -166,7 +166,7 @@ def test_an_absurd_force_is_refused_or_left_out(tmp_path, capsys):
     with pytest.warns(UserWarning, match="1 bad structure.*sid 7: the force on atom 2"):
         data.setup()
     assert len(data.datasets["train"]) == 29 and data.force_scale() < 10
-    assert "train 29 systems (116 atoms, 1 bad left out), forces in all" in data.describe()[0]
+    assert "train 29 systems (116 atoms, 1 bad skipped), forces in all" in data.describe()[0]
 
     words = ["data", "convert", str(path), str(store)]
     assert f"{path}: {said}" in printed(capsys, *words, status=2).err and not store.exists()

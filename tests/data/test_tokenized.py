@@ -225,7 +225,7 @@ def test_batches_contain_both_sides(tmp_path):
         assert (source[row][~there[row]] == own.pad).all()
         assert pairs.sizes[(0, 3, 5)[row]] == max(len(ids), len(target) - 1)
     assert made.sizes() == {"vocabulary": len(own)} and not own.ignores_case
-    train = "train 60 pairs de-en, 1 longer than 25 left out"
+    train = "train 60 pairs de-en, 1 longer than 25 skipped"
     assert made.describe() == [train, "val 12 pairs de-en"]
 
 

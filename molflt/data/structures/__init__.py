@@ -33,7 +33,7 @@ def open_dataset(
             shards), file that ASE reads without running code (``.traj``, ``.extxyz``, ``.db``,
             ``.cif``, POSCAR, OUTCAR, ...), folder of such files, or pattern such as
             ``runs/*/OUTCAR``; or a list of these, which are joined.
-        skip_bad: read everything once, leave out invalid structures, and list them in ``.bad`` as
+        skip_bad: read everything once, skip invalid structures, and list them in ``.bad`` as
             (name, reason), instead of raising an error at the first invalid structure.
         reading: interpretation of the entries in files that ASE reads.
         once: True if the caller makes a single pass and skips records that raise an error.

@@ -20,7 +20,7 @@ import numpy as np
 
 from molflt.data.packed import opened, without_packing
 from molflt.data.structures.ase_fields import Converter, text_sid
-from molflt.data.structures.base import Held, Reading
+from molflt.data.structures.base import LoadedStructures, Reading
 from molflt.data.structures.lmdb_file import LmdbFile
 from molflt.files import shown, warn
 
@@ -97,7 +97,7 @@ _NOT_ANGSTROM = re.compile(r"(?<![/\w])(cell\(|(bohr|fractional|atomic_unit|nm)\
 _Loads = Iterator[tuple[int, "Callable[[], Atoms]"]]  # number of a structure, function to read it
 
 
-class AseStructures(Held):
+class AseStructures(LoadedStructures):
     """Structures from files or databases that ASE reads, kept in memory.
 
     Reads positions, cell, periodic axes, ``atoms.get_tags()`` (0 subsurface, 1 surface, 2

@@ -87,13 +87,13 @@ class Structures(Dataset["Data"], ABC):
     """Base class for data sets of structures at one path; worker processes can share them.
 
     A new source needs a subclass with `kind`, `suffixes`, ``__init__(path, skip_bad)``, ``len()``,
-    ``[i]`` and `natoms`, or a subclass of `Held` with the first three, and an entry in
+    ``[i]`` and `natoms`, or a subclass of `LoadedStructures` with the first three, and an entry in
     `molflt.data.structures.SOURCES`. :func:`molflt.data.structures.records.make_record` creates and
     checks structures.
 
     Args:
         path: source to read.
-        skip_bad: leave out invalid structures and list them in `bad`, instead of raising a
+        skip_bad: skip invalid structures and list them in `bad`, instead of raising a
             ValueError at the first invalid structure.
 
     Attributes:
@@ -103,7 +103,7 @@ class Structures(Dataset["Data"], ABC):
         path: path of the source.
         files: files that are read.
         names: names of structures with a textual sid, by index in the source.
-        bad: (name, reason) of each structure that was omitted.
+        bad: (name, reason) of each skipped structure.
         hint: advice about missing labels, based on the structures read so far.
         labels: fields of records, keyed by the names of labels in the file; None for labels that
             are not read.
@@ -133,12 +133,12 @@ class Structures(Dataset["Data"], ABC):
         """Names of labels in the file that are not read."""
         return [name for name, field in self.labels.items() if field is None]
 
-    def left_out(self) -> str:
-        """Returns a description of the omitted structures, with reasons, or ""."""
+    def skipped(self) -> str:
+        """Returns a description of the skipped structures, with reasons, or ""."""
         if not self.bad:
             return ""
         listed = "; ".join(grouped(self.bad, f"{self.path}: "))
-        return f"{self.path}: {len(self.bad)} bad structure(s) left out: {listed}"
+        return f"{self.path}: {len(self.bad)} bad structure(s) skipped: {listed}"
 
     @classmethod
     def takes(cls, path: Path) -> bool:
@@ -226,7 +226,7 @@ class Structures(Dataset["Data"], ABC):
         return int(index) % length
 
 
-class Held(Structures):
+class LoadedStructures(Structures):
     """Base class for sources that keep their structures in memory.
 
     The constructor of a subclass calls `add` for each structure in the file.
@@ -240,7 +240,7 @@ class Held(Structures):
         self._places: list[tuple[int, str]] = []  # index in the file, name for messages
 
     def add(self, where: str, make: Callable[[], Data]) -> bool:
-        """Adds a structure; returns False if the structure is invalid and therefore omitted.
+        """Adds a structure; returns False if the structure is invalid and therefore skipped.
 
         `where` is the name of the structure in messages; `make` returns the record or raises
         ValueError.

@@ -48,7 +48,7 @@ def convert(
         dst: compact store to write, ending in .safetensors; an existing file is replaced. For a
             folder of splits, this is a folder.
         limit: maximum number of structures to convert, from the start.
-        skip_bad: leave out invalid structures, and structures without a label that other structures
+        skip_bad: skip invalid structures, and structures without a label that other structures
             have; they are counted and listed on stderr.
         energy_key: name of the energy, in eV, in files that ASE reads; by default y_relaxed, else
             energy.
@@ -124,9 +124,7 @@ def _convert_one(
         )
         bad = [(f"{dataset.path}: sid {sids[i]}", reason) for i, reason in faults.items()]
         if bad and not skip_bad:
-            raise ValueError(
-                f"{': '.join(bad[0])}; --skip-bad leaves it out ({len(bad)} structures)"
-            )
+            raise ValueError(f"{': '.join(bad[0])}; --skip-bad skips it ({len(bad)} structures)")
         dataset.bad += bad
         for place in faults:
             overlapping.pop(place, None)
@@ -148,7 +146,7 @@ def _report(dataset: Structures, dst: Path, count: int) -> None:
     if dataset.hint:
         print(f"warning: not all structures have y_relaxed; {dataset.hint}")
     if dataset.bad:
-        bad = [f"left out {len(dataset.bad)} invalid structures:", *grouped(dataset.bad)]
+        bad = [f"skipped {len(dataset.bad)} invalid structures:", *grouped(dataset.bad)]
         print("\n  ".join(bad), file=sys.stderr)
 
 

@@ -58,7 +58,7 @@ class IS2REData(BatchedData[Structures]):
             pad. 1 keeps random batches, with which models learn faster per step
             (docs/results/emt-sample.md).
         workers: number of processes that prefetch data; 0 reads in the main process.
-        skip_bad: leave out and count invalid structures, and structures with missing or implausible
+        skip_bad: skip and count invalid structures, and structures with missing or implausible
             labels, instead of stopping at the first of them.
         val_fraction: share of the structures in one file to validate on; null means 0.1. Folders
             have their own splits.
@@ -122,11 +122,11 @@ class IS2REData(BatchedData[Structures]):
                 why = f": {dataset.bad[0][1]}" if dataset.bad else ""
                 raise ValueError(
                     f"{dataset.path}: split {split!r} is empty; expected at least one structure; "
-                    f"got 0 ({len(dataset.bad)} left out as invalid{why})"
+                    f"got 0 ({len(dataset.bad)} skipped as invalid{why})"
                 )
             self.datasets[use] = dataset
             self._sampler(use)
-        for text in dict.fromkeys(dataset.left_out() for dataset in self.datasets.values()):
+        for text in dict.fromkeys(dataset.skipped() for dataset in self.datasets.values()):
             if text:
                 warnings.warn(text, stacklevel=3)
         train_set, val_set = (self.datasets[use] for use in self.splits)
@@ -154,7 +154,7 @@ class IS2REData(BatchedData[Structures]):
                 raise ValueError(f"{data.root}: data.{name}={value} {why}; remove it")
 
     def _labeled(self, opened: Mapping[str, Structures]) -> dict[str, Structures]:
-        """Rejects structures with missing or implausible labels (with `skip_bad`, omits them)."""
+        """Rejects structures with missing or implausible labels (with `skip_bad`, skips them)."""
         energies = {split: part.y_relaxed for split, part in opened.items() if len(part)}
         natoms = {split: opened[split].natoms for split in energies}
         sound = dict(opened)
@@ -222,7 +222,7 @@ class IS2REData(BatchedData[Structures]):
 
     def _described(self, use: str) -> str:
         dataset = self.datasets[use]
-        bad = f", {len(dataset.bad)} bad left out" if dataset.bad else ""
+        bad = f", {len(dataset.bad)} bad skipped" if dataset.bad else ""
         return f"{super()._described(use)} ({int(dataset.natoms.sum()):,} atoms{bad})"
 
     def files(self) -> dict[str, bytes]:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from molflt.data.structures.ase_fields import Converter, charge_in, text_sid
-from molflt.data.structures.base import AS_IT_IS, Held, Reading
+from molflt.data.structures.base import AS_IT_IS, LoadedStructures, Reading
 from molflt.data.structures.records import make_record
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 _EXPECTED = "expected ase.Atoms, PyG Data or Batch, a list of them, or a data set of Data"
 
 
-class StructuresInMemory(Held):
+class StructuresInMemory(LoadedStructures):
     """Structures to predict, which are checked in the same way as structures from files.
 
     Args:

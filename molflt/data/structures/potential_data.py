@@ -21,7 +21,7 @@ class SinglePoints(Part):
     """Structures of a source that have an energy at `pos`, which becomes the target `y_relaxed`.
 
     Attributes:
-        without_energy: number of structures that were omitted.
+        without_energy: number of structures that were skipped.
         with_forces, with_stress: numbers of structures with this label.
         force_scale: root mean square of the force components, in eV/Å; NaN without forces.
         force_size: mean magnitude of the force components, in eV/Å; NaN without forces.
@@ -58,7 +58,7 @@ class SinglePoints(Part):
 class PotentialData(IS2REData):
     """Batches of structures with the energies, forces and optional stress for their positions.
 
-    Structures without an energy are omitted, and training reports their number. Forces and stress
+    Structures without an energy are skipped, and training reports their number. Forces and stress
     are used if available.
 
     Args:
@@ -135,8 +135,8 @@ class PotentialData(IS2REData):
         text, points = super()._described(use), self._points_of(use)
         for name, count in (("forces", points.with_forces), ("stress", points.with_stress)):
             text += f", {name} in {'all' if count == len(points) else count}" * bool(count)
-        left_out = f", {points.without_energy:,} without energy left out"
-        return text + left_out * bool(points.without_energy)
+        skipped = f", {points.without_energy:,} without energy skipped"
+        return text + skipped * bool(points.without_energy)
 
     def _points_of(self, use: str) -> SinglePoints:
         self.setup()

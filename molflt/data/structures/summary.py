@@ -225,4 +225,4 @@ def _of_all(summary: Summary, seen: _Seen) -> Iterator[str]:
     if seen.overlapping:
         yield overlaps_of("coinciding atoms", seen.overlapping, systems)
     if summary["left_out"]:
-        yield f"left out: {len(summary['left_out'])} structures are invalid"
+        yield f"skipped: {len(summary['left_out'])} invalid structures"

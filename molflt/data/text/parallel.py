@@ -32,8 +32,8 @@ class ParallelText(NamedTuple):
 class Pairs(Dataset[_Item]):
     """Token ids of sentences and of their translations.
 
-    Pairs in which a sentence has more than `length` tokens, including the end token, are omitted;
-    `left_out` is the number of these pairs. `sizes` contains the number of tokens in the longer
+    Pairs in which a sentence has more than `length` tokens, including the end token, are skipped;
+    `skipped` is the number of these pairs. `sizes` contains the number of tokens in the longer
     sentence of each remaining pair.
     """
 
@@ -45,7 +45,7 @@ class Pairs(Dataset[_Item]):
         pairs = list(zip(*sides, strict=True))
         self.pairs = [pair for pair in pairs if length is None or max(map(len, pair)) < length]
         self.sizes = [max(map(len, pair)) + 1 for pair in self.pairs]
-        self.left_out = len(pairs) - len(self.pairs)
+        self.skipped = len(pairs) - len(self.pairs)
         if not self.pairs:
             raise ValueError(
                 f"{text.files[0]}: expected pairs of up to {length} tokens; got {len(pairs):,} "
@@ -88,7 +88,7 @@ class ParallelData(TokenizedData[Pairs]):
         source: extension of the files to translate from, such as de.
         target: extension of the files to translate to.
         test: name of the files for the final evaluation.
-        length: maximum number of tokens in a sentence; pairs with longer sentences are omitted from
+        length: maximum number of tokens in a sentence; pairs with longer sentences are skipped from
             training and validation.
         batch_size: number of pairs in a batch, per device.
         max_tokens: limit on the number of pairs in a batch times the number of tokens in its
@@ -131,8 +131,8 @@ class ParallelData(TokenizedData[Pairs]):
         return Pairs(text, self.tokenizer, self.length)
 
     def _described(self, use: str) -> str:
-        said, left_out = super()._described(use), self.datasets[use].left_out
-        cut = f", {left_out:,} longer than {self.length} left out" if left_out else ""
+        said, skipped = super()._described(use), self.datasets[use].skipped
+        cut = f", {skipped:,} longer than {self.length} skipped" if skipped else ""
         return f"{said} {self.source}-{self.target}{cut}"
 
     def _lengths(self, use: str) -> list[int]:
