@@ -14,16 +14,12 @@ def described(text: str | None, prog: str | None = None) -> argparse.ArgumentPar
 
 
 def parsed(parser: argparse.ArgumentParser, words: list[str] | None) -> argparse.Namespace:
-    """Parses the options of a script and stores the arguments after -- in the option `words`.
-
-    Lists contain each value once, because repeated runs would reduce standard deviations.
-    """
+    """Parses options, and stores arguments after -- in `words`; lists contain each value once."""
     words = sys.argv[1:] if words is None else words
     cut = words.index("--") if "--" in words else len(words)
     options = parser.parse_args(words[:cut])
-    for name, value in vars(options).items():
-        if isinstance(value, list):
-            setattr(options, name, list(dict.fromkeys(value)))
+    for name, value in vars(options).items():  # repeated seeds would reduce standard deviations
+        setattr(options, name, list(dict.fromkeys(value)) if isinstance(value, list) else value)
     options.words = words[cut + 1 :]
     return options
 
@@ -31,10 +27,7 @@ def parsed(parser: argparse.ArgumentParser, words: list[str] | None) -> argparse
 def trainings(
     text: str | None, config: str, out: str, seeds: Sequence[int] = ()
 ) -> argparse.ArgumentParser:
-    """Returns a parser with the options that all training scripts share, and the given defaults.
-
-    The option --seeds is included only if its default is given.
-    """
+    """Returns a parser with the options that training scripts share; --seeds needs a default."""
     parser = described(text)
     parser.add_argument("--config", type=Path, default=Path(config))
     parser.add_argument("--out", type=Path, default=Path(out))
