@@ -1,4 +1,5 @@
 import gzip
+import time
 import zlib
 from pathlib import Path
 
@@ -133,7 +134,7 @@ CELL = "9 0 0 0 9 0 0 0 9"
 
 
 MODEL = f"MODEL\n{PDB}ENDMDL\n"
-BOX = f"CRYST1{3 * '   9.000'}{3 * '  90.00'}"
+BOX = f"CRYST1{3 * '    9.000'}{3 * '  90.00'}"
 POSCAR = "x\n1\n9 0 0\n0 9 0\n0 0 9\nC O Cu\n1 1 1\nCart\n0 0 1 F\n0 0 2 F\n0 0 4 F\n"
 NWI = "charge -1\n\ngeometry\n  O 0.0 0.0 0.0\nend\n\ntask dft energy\n"
 JOB = "#P HF\n\nhydroxide\n\n-1 1\nO 0.0 0.0 0.0\nH 0.0 0.0 0.96\n\n"
@@ -271,9 +272,20 @@ def test_fields_that_change_nothing_are_taken(tmp_path):
         ("whole.cif", f"{OCCUPIED}A1 Cu 0 0 0 1.0\nA2 O .5 0 0 ?\n", [29, 8]),
         ("labels.cif", f"{LABELS}Cu1 0 0 0\nO1A .5 0 0\n", [29, 8]),
         ("axes.xyz", xyz(f'Lattice="{CELL}" pbc="1 1 0" {SPECIES}', "Cu 0 0 0"), [29]),
+        ("spaces.res", RES.replace("LATT -1", "LATT  -1"), [1]),
+        ("POSCAR_comment", POSCAR.replace("1 F", "1 site f").replace("2 F", "2 f"), [6, 8, 29]),
+        ("cells.pdb", 2 * f"{BOX} P 1           1\n{MODEL}".replace("0.50", "1.00"), [29]),
     ):
         (tmp_path / name).write_text(content)
         assert open_dataset(tmp_path / name)[0].atomic_numbers.tolist() == numbers
+
+
+def test_many_energies_of_one_geometry_are_searched_once(tmp_path):
+    energies = 3000 * "         Total DFT energy =    -2.8\n"
+    (tmp_path / "scan.nwo").write_text(HEADER + GEOMETRY + energies)
+    start = time.process_time()
+    assert len(open_dataset(tmp_path / "scan.nwo")) == 1
+    assert time.process_time() - start < 10  # a search for each energy takes minutes
 
 
 GPAW = """  ___ ___ ___ _ _ _

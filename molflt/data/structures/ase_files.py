@@ -79,13 +79,16 @@ _IGNORED = {  # units, cells, symmetry, atoms, constraints and energies that ASE
     "nwchem-in": r"^[ \t]*geometry\b.*\bunits[ \t]+(?!an)\w+|^[ \t]*symmetry\b(?![ \t]+c1\b).*|"
     r"^(?![ \t]*(?-i:[A-Z][a-z]?)(?:[ \t]+\S+){3}$)[ \t]*[a-z]\w*(?:[ \t]+[-+]?\d*\.\d\S*){3}.*$",
     "nwchem-out": r"^ *output coordinates in (?!angstrom).*|"  # or an energy before a geometry
-    r"^ *total (?:DFT|SCF) energy.*(?=(?:(?!energy gradients|mode=accept)[\s\S])*?\n *geometry \")",
+    r"^ *total (?:DFT|SCF) energy.*(?=\n(?:(?!.*(?:energy gradients|mode=accept)| *geometry \"|"
+    r" *total (?:DFT|SCF) energy).*\n)*+ *geometry \")",
     "proteindatabank": r"^CRYST1.{49}(?!(?:P ?1)? *\d* *$).*|"
-    r"^CRYST1.*\n(?:(?!END).*\n)*END.*\n(?:(?!CRYST1|END).*\n)*?(?:ATOM|HETATM)|"  # next model
+    r"^CRYST1.*\n(?:(?!CRYST1|END).*\n)*+END.*\n(?:(?!CRYST1|END|ATOM|HETATM).*\n)*+"
+    r"(?:ATOM|HETATM)|"  # of the next model
     r"(?:[1-9][-+]|[-+][1-9])(?<=^(?:ATOM  |HETATM).{74})",  # charges
-    "res": r"^SYMM\b.*|^LATT[ \t]+(?!-1\b).*",
+    "res": r"^SYMM\b.*|^LATT\b(?![ \t]+-1\b).*",
     "turbomole": r"^[ \t]*\$(?:periodic|lattice|cell|coord[ \t]+(?:angs|frac)).*",
-    "vasp": r"^[ \t]*(?:[-+.\de]+[ \t]+){3}(?:\S+[ \t]+){0,2}(?-i:f\b|\.[fF]|F(?:alse|ALSE)).*",
+    "vasp": r"^[ \t]*(?:[-+.\de]+[ \t]+){3}(?=(?:\.?[tf]\S*(?:[ \t]+|$)){3})"  # not of comments
+    r"(?:\S+[ \t]+){0,2}(?-i:f\b|\.[fF]|F(?:alse|ALSE)).*",
     "xsd": r"\b(?:ImageOf|Restrict(?:ed|s)Properties)=\"[^\"]+\"",
     "xsf": r"^#[ \t]*total energy\b.*",  # of aenet, which writes forces in eV/Å
 }
