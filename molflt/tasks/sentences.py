@@ -25,7 +25,7 @@ class _LabelSums(NamedTuple):
     loss: Tensor
     predicted: Tensor  # sum of predicted scores or classes
     label: Tensor
-    told_square: Tensor
+    predicted_square: Tensor
     label_square: Tensor
     product: Tensor
 
@@ -98,10 +98,8 @@ class SentenceTask(Task[_Batch, object]):
             predicted = logits[:, 0]
             loss = F.mse_loss(predicted, label.to(predicted.dtype), reduction="sum")
         else:
-            predicted = logits.argmax(dim=1).float()
-            predicted = predicted.masked_fill(
-                logits.isnan().any(dim=1), math.nan
-            )  # argmax would select NaN
+            unknown = logits.isnan().any(dim=1)  # argmax would select NaN
+            predicted = logits.argmax(dim=1).float().masked_fill(unknown, math.nan)
             loss = F.cross_entropy(logits, label.long(), reduction="sum")
         return loss / len(label), _LabelSums.of(predicted, label, loss)
 

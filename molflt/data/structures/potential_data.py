@@ -71,7 +71,7 @@ class PotentialData(IS2REData):
             `ase` check them.
         check_units: reject energies beyond all-electron energies, and forces and stress that
             disagree with energy differences between similar frames. Also reject forces above 1,000
-            eV/Å and stress above 10 eV/Å^3, or, with `skip_bad`, leave these structures out.
+            eV/Å and stress above 10 eV/Å^3, or, with `skip_bad`, skip these structures.
         options: see `molflt.data.structures.datamodule.IS2REData`.
     """
 

@@ -84,7 +84,7 @@ def summarize(
         total = of_points and energy_kind(labels["energy"], atoms) == "total"
         recipe = "potential" if seen.forces or seen.stress or total else "is2re"
     label = "energy" if recipe == "potential" else "y_relaxed"
-    judged = labels[label]
+    energies = labels[label]
     summary: Summary = {
         "path": str(named(path)),
         "recipe": recipe,
@@ -100,8 +100,8 @@ def summarize(
         "elements": {symbol(z): int(seen.compositions[z]) for z in seen.compositions.nonzero()[0]},
         "tags": {tag.name.lower(): seen.tags[tag] for tag in Tag},
         "energies_eV": {name: _statistics([labels[name]]) for name in _LABELS[:3]},
-        "energies_per_atom_eV": None if other else _statistics([judged / atoms]),
-        "energies_look_like": "unknown" if other else energy_kind(judged, atoms),
+        "energies_per_atom_eV": None if other else _statistics([energies / atoms]),
+        "energies_look_like": "unknown" if other else energy_kind(energies, atoms),
         "displacements_A": _statistics(seen.displacements),
         "forces_eV_per_A": _statistics(seen.forces),
         "stress_eV_per_A3": _statistics(seen.stress),
