@@ -71,7 +71,7 @@ _IGNORED = {  # units, cells, symmetry, atoms, constraints and energies that ASE
     "abinit-out": r"^[ -]*acell(?!(?:[ \t]+1\.88972\S*){3} ).*",  # other units of rprim
     "aims": r"^[ \t]*lattice_vector\b.*\n[ \t]*constrain_relaxation\b.*",
     "castep-castep": r"^ *dispersion corrected final energy.*",
-    "cube": r"\A.*\n.*\n[ \t]*-?\d+(?:[ \t]+\S+){0,2}[ \t]+\S*[1-9].*",  # around a molecule
+    "cube": r"\A.*\n.*\n([ \t]*-?\d+(?:[ \t]+\S+){0,2}[ \t]+\S*[1-9].*)",  # around a molecule
     "espresso-in": r"^[ \t]*(?:atomic_p|cell_p).*[!#].*(?:crystal|bohr|angs|alat).*",
     "espresso-out": r"^!! +total energy.*",  # with exact exchange
     "gaussian-in": r"\bunits[ \t]*[=(][ (=]*(?:\w+[ \t]*,[ \t]*)?(?:au|bohr)\b",
@@ -82,7 +82,7 @@ _IGNORED = {  # units, cells, symmetry, atoms, constraints and energies that ASE
     r"^ *total (?:DFT|SCF) energy.*(?=\n(?:(?!.*(?:energy gradients|mode=accept)| *geometry \"|"
     r" *total (?:DFT|SCF) energy).*\n)*+ *geometry \")",
     "proteindatabank": r"^CRYST1.{49}(?!(?:P ?1)? *\d* *$).*|"
-    r"^CRYST1.*\n(?:(?!CRYST1|END).*\n)*+END.*\n(?:(?!CRYST1|END|ATOM|HETATM).*\n)*+"
+    r"(^CRYST1.*)\n(?:(?!CRYST1|END).*\n)*+END.*\n(?:(?!CRYST1|END|ATOM|HETATM).*\n)*+"
     r"(?:ATOM|HETATM)|"  # of the next model
     r"(?:[1-9][-+]|[-+][1-9])(?<=^(?:ATOM  |HETATM).{74})",  # charges
     "res": r"^SYMM\b.*|^LATT\b(?![ \t]+-1\b).*",
@@ -238,7 +238,8 @@ def _stated(kind: str, file: IO[str]) -> dict[str, float]:
     text = file.read() if kind in _STATED or kind in _IGNORED else ""
     file.seek(0)
     if lost := re.search(_IGNORED.get(kind, "(?!)"), text, re.M | re.I):
-        raise ValueError(f"ASE ignores {shown(lost[0].strip(), 60)}; convert the file without ASE")
+        part = lost[lost.lastindex or 0].strip()
+        raise ValueError(f"ASE ignores {shown(part, 60)}; convert the file without ASE")
     if several := re.search(r"--link1--|\$new_job", text, re.I):
         raise ValueError(f"several jobs ({several[0]}), which ASE joins; split the file")
     stated: dict[str, float] = {}
