@@ -90,7 +90,9 @@ def evaluate(
     check_calibration_split(model, calibration_split, splits)
     domain = source.domain(model)
     if relaxed is not None and domain is not None and not domain.relaxed:
-        raise ValueError("--relaxed needs a model trained with relaxed positions; omit --relaxed")
+        raise ValueError(
+            "--relaxed expects a model trained with relaxed positions; got none; omit --relaxed"
+        )
     datasets = source.open(model, None if force else domain)
     if relaxed is not None:
         for split, dataset in datasets.items():
