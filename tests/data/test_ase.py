@@ -275,6 +275,7 @@ def test_fields_that_change_nothing_are_taken(tmp_path):
         ("spaces.res", RES.replace("LATT -1", "LATT  -1"), [1]),
         ("POSCAR_comment", POSCAR.replace("1 F", "1 site f").replace("2 F", "2 f"), [6, 8, 29]),
         ("cells.pdb", 2 * f"{BOX} P 1           1\n{MODEL}".replace("0.50", "1.00"), [29]),
+        ("end.pdb", 2 * MODEL.replace("0.50", "1.00") + "END\n", [29]),
     ):
         (tmp_path / name).write_text(content)
         assert open_dataset(tmp_path / name)[0].atomic_numbers.tolist() == numbers

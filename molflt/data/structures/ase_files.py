@@ -227,6 +227,8 @@ def _loads(path: Path, kind: str) -> _Loads:
             # ASE interprets @ in a path as file@index
             given: Any = file if form.acceptsfd else str(path)
             images = iread(given, index=":", format=kind, do_not_split_by_at_sign=True)
+            if kind == "proteindatabank":  # ASE reads END after the last model as an empty frame
+                images = filter(len, images)
             for number, atoms in enumerate(images):
                 atoms.info |= stated
                 atoms.pbc |= kind == "eon"  # whose files are periodic
@@ -414,7 +416,9 @@ def expect_counts_of_poscar(file: IO[str]) -> None:
         known = all(re.fullmatch("[A-Z][a-z]?", word) for word in title)
         symbols, counts = title * known, symbols
     if len(symbols) != len(counts):
-        raise ValueError(f"expected {len(counts)} elements in line 6; got {len(symbols)}")
+        raise ValueError(
+            f"expected {len(counts)} elements in line 6 (VASP 4: 1); got {len(symbols)}"
+        )
 
 
 def expect_elements_of_pdb(file: IO[str]) -> None:
