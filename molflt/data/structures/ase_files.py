@@ -416,9 +416,7 @@ def expect_counts_of_poscar(file: IO[str]) -> None:
         known = all(re.fullmatch("[A-Z][a-z]?", word) for word in title)
         symbols, counts = title * known, symbols
     if len(symbols) != len(counts):
-        raise ValueError(
-            f"expected {len(counts)} elements in line 6 (VASP 4: 1); got {len(symbols)}"
-        )
+        raise ValueError(f"expected {len(counts)} elements in line 6 or 1; got {len(symbols)}")
 
 
 def expect_elements_of_pdb(file: IO[str]) -> None:
