@@ -6,7 +6,6 @@ import io
 import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import redirect_stderr, suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +19,9 @@ from molflt.data.structures.domain import Domain, domain_of
 from molflt.data.structures.sources import exists, is_same
 from molflt.data.structures.splits import VAL_SPLITS
 from molflt.evaluation.ensemble import EnsembleRegressor
-from molflt.evaluation.predictions import check_structures
+from molflt.evaluation.predictions import check_structures, domain_for
 from molflt.evaluation.results import is_within
 from molflt.files import warn
-from molflt.graph.heads import by_contact
 from molflt.training.config import Config, read_config
 from molflt.training.recipes import Recipe
 from molflt.training.run_folder import read_provenance
@@ -186,8 +184,7 @@ class EvaluationData:
     def domain(self, model: nn.Module | None = None) -> Domain | None:
         """Returns the domain of the training data; None for runs from earlier versions."""
         found = domain_of(model.data if isinstance(model, EnsembleRegressor) else [self.run])
-        zero = (False, False) if model is None else by_contact(model)
-        return None if found is None else replace(found, zero=zero)
+        return found if found is None or model is None else domain_for(model, found)
 
     def training_median(self) -> tuple[float | None, str]:
         """Returns the median training energy in eV, or None, and a line that explains it."""

@@ -74,7 +74,7 @@ def evaluate(
     results: Results = {}
     found: dict[str, Points] = {}
     datasets: dict[str, SinglePoints] = {}
-    domain = (known := source.domain()) and known.without_tags()
+    domain = source.domain(model)
     for split, dataset in source.open(model, domain).items():
         points = datasets[split] = SinglePoints(dataset)
         if not len(points):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -149,6 +149,12 @@ def open_structures(
     """Opens the structures to predict; see `open_dataset` and `check_structures`."""
     dataset = open_dataset(path, skip_bad, reading._replace(for_prediction=True), trained=trained)
     return check_structures(dataset, model, domain)
+
+
+def domain_for(model: nn.Module, domain: Domain) -> Domain:
+    """Returns the training domain, without tags for potentials, which do not read them."""
+    known = domain.without_tags() if isinstance(model, Potential) else domain
+    return replace(known, zero=by_contact(model))
 
 
 def check_structures(

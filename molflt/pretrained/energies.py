@@ -8,7 +8,6 @@ import platform
 import shutil
 import tempfile
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeGuard, cast, overload
 
@@ -31,13 +30,12 @@ from molflt.evaluation.calibration import (
     uncertainty_of,
 )
 from molflt.evaluation.ensemble import ENSEMBLE, EnsembleRegressor
-from molflt.evaluation.predictions import Predictions, infer, open_structures
+from molflt.evaluation.predictions import Predictions, domain_for, infer, open_structures
 from molflt.evaluation.results import finite_row
 from molflt.files import atomically, read_json, shown, warn, write_atomically
 from molflt.graph import EnergyRegressor
 from molflt.graph.computation import CompiledEnergies, compile_energies
 from molflt.graph.geometry import Geometry
-from molflt.graph.heads import by_contact
 from molflt.graph.mesh import use_mesh_
 from molflt.graph.potential import Potential
 from molflt.pretrained.base import Card, Pretrained, Trained
@@ -101,8 +99,7 @@ class EnergyPredictor(Pretrained):
         self.domain: Domain | None = None
         if (content := trained.files.get(DOMAIN)) is not None:
             known = Domain.from_json(content, trained.label(DOMAIN))
-            known = known.without_tags() if self.predicts_forces else known
-            self.domain = replace(known, zero=by_contact(self.model))
+            self.domain = domain_for(self.model, known)
         self.compiled: nn.Module | None = None
 
     @property
