@@ -192,7 +192,6 @@ def _reason(error: Exception, path: Path) -> str:
 
 
 def _loads(path: Path, kind: str) -> _Loads:
-    from ase.io.cif import parse_cif
     from ase.io.formats import ioformats, iread
 
     if not path.stat().st_size:
@@ -210,13 +209,18 @@ def _loads(path: Path, kind: str) -> _Loads:
         if kind == "extxyz":
             yield from enumerate(xyz_frames(file))
         elif kind == "cif":
+            from ase.io.cif import parse_cif
+
             blocks = (block for block in parse_cif(file) if block.has_structure())
             yield from enumerate(partial(_cif_block, block) for block in blocks)
         elif kind in ("mol", "sdf"):
             parts = re.split(r"^\$\$\$\$.*\n?", file.read(), flags=re.M)
             yield from enumerate(partial(_molecule_of_sdf, part) for part in parts if part.strip())
         else:
-            stated = {} if form.isbinary else _stated(kind, file)
+            content = file.read() if kind in _STATED or kind in _IGNORED else ""
+            expect_read_by_ase(kind, content)
+            stated = _stated(kind, content)
+            file.seek(0)
             if kind == "vasp":
                 expect_counts_of_poscar(file)
             elif kind == "proteindatabank":
@@ -235,15 +239,17 @@ def _loads(path: Path, kind: str) -> _Loads:
                 yield number, partial(lambda same: same, atoms)
 
 
-def _stated(kind: str, file: IO[str]) -> dict[str, float]:
-    """Returns charge and multiplicity if ASE does not read them; rejects what else it ignores."""
-    text = file.read() if kind in _STATED or kind in _IGNORED else ""
-    file.seek(0)
+def expect_read_by_ase(kind: str, text: str) -> None:
+    """Rejects units, cells, symmetry, atoms, energies and jobs that ASE ignores or misreads."""
     if lost := re.search(_IGNORED.get(kind, "(?!)"), text, re.M | re.I):
         part = lost[lost.lastindex or 0].strip()
         raise ValueError(f"ASE ignores {shown(part, 60)}; convert the file without ASE")
     if several := re.search(r"--link1--|\$new_job", text, re.I):
         raise ValueError(f"several jobs ({several[0]}), which ASE joins; split the file")
+
+
+def _stated(kind: str, text: str) -> dict[str, float]:
+    """Returns the total charge and multiplicity in a file, if ASE does not read them."""
     stated: dict[str, float] = {}
     matches = [*re.finditer(_STATED.get(kind, ""), text, re.M | re.I)] if text else []
     for found in matches[: 1 if kind == "gaussian-in" else None]:
