@@ -142,7 +142,7 @@ def evaluate_pixels(
     results: Results = {}
     curves: dict[str, NDArray[np.float64]] = {}
     for split, images in named.items():
-        nats, histogram = _judge(model, images, tables, batch_size, split)
+        nats, histogram = _losses(model, images, tables, batch_size, split)
         curves[split] = nats.numpy()[None]
         results[split] = {
             "bits_per_dim": float(nats.mean()) / math.log(2),
@@ -189,7 +189,7 @@ def _histograms(
     return bits.view(-1, LEVELS), note
 
 
-def _judge(
+def _losses(
     model: PixelModel, images: LabeledImages, tables: Tensor | None, batch_size: int, name: str
 ) -> tuple[Tensor, float | None]:
     """Returns the mean loss at each position in nats, and the mean bits per byte with `tables`."""

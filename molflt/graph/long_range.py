@@ -167,8 +167,7 @@ class LongRange(nn.Module):
         charges, options = self.charges(h, geometry, neighbors), (self.cutoff, self.smearing)
         near, far = inverse_power_sums(charges, geometry, self.powers, *options, neighbors)
         strength = charges.new_full(charges.shape[1:], COULOMB, dtype=torch.float64)
-        for row, power in zip(strength, self.powers, strict=True):
-            row[::2] *= -1.0 if power > 1 else 1.0
+        strength[[power > 1 for power in self.powers], ::2] *= -1
         near, far = ((x * strength).sum(dim=(1, 2)) for x in (near, far))
         return near, far, charges
 
@@ -265,6 +264,7 @@ def _pair_sums(
     query = torch.cat((found.center[kept], first))
     key = torch.cat((found.neighbor[kept], second))
     vector = torch.cat((found.vector[kept], geometry.pos[second] - geometry.pos[first]))
+    both = charges.repeat(1, 2, 1)  # for near and far parts
 
     def sums(some: Neighbors) -> Tensor:
         square = some.vector.double().square().sum(dim=-1)
@@ -281,7 +281,6 @@ def _pair_sums(
             near.append(close)
             far.append((whole - close) * alone)
         weight = torch.stack((*near, *far), dim=1).to(charges.dtype)[..., None]
-        both = charges.repeat(1, 2, 1)
         field = _sum_by(weight * both[some.neighbor], some.center, len(both))
         return geometry.sum((both * field).double()) / 2
 

@@ -69,7 +69,8 @@ class TorchSimModel(ModelInterface):
                 "total_charge=True needs the charge of each system, in e; got None; pass "
                 "system_extras_map={'charge': 'charge'} to torch_sim.io.atoms_to_state"
             )
-        self._calculator._warn_of_elements({*state.atomic_numbers.tolist()}, "state")
+        present = set(state.atomic_numbers.unique().tolist())
+        self._calculator._warn_of_elements(present, "state")
         cell = state.row_vector_cell
         pbc = torch.as_tensor(state.pbc, device=cell.device).expand(len(cell), 3)
         ends = torch.bincount(index, minlength=len(cell)).cumsum(0)

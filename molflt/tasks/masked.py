@@ -96,10 +96,10 @@ class MaskedTask(Task[_Batch, "TokenizedText"]):
         self.expect_gaps(data.datasets["val"], data.sources["val"])
 
     def loss(self, batch: _Batch, progress: float) -> tuple[Tensor, _GapSums]:
-        return self._judged(batch, Draws.new(batch[0]))
+        return self._loss_and_sums(batch, Draws.new(batch[0]))
 
     def validation_sums(self, batch: _Batch) -> _GapSums:
-        return self._judged(batch, Draws.of_content(batch[0], batch[2]))[1]
+        return self._loss_and_sums(batch, Draws.of_content(batch[0], batch[2]))[1]
 
     def size(self, batch: _Batch) -> int:
         return batch[0].numel()
@@ -130,7 +130,7 @@ class MaskedTask(Task[_Batch, "TokenizedText"]):
         seen, targets = hide(tokens, there, draws.tokens, mask_id, ordinary, **self.shares)
         return seen, targets, there, label
 
-    def _judged(self, batch: _Batch, draws: Draws) -> tuple[Tensor, _GapSums]:
+    def _loss_and_sums(self, batch: _Batch, draws: Draws) -> tuple[Tensor, _GapSums]:
         model = self.model
         seen, targets, there, label = self.gaps(batch, draws)
         hidden = model(seen, batch[1], there)

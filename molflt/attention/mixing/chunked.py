@@ -99,7 +99,7 @@ def key_sums(key: Operand, value: Tensor, right: Tensor | None = None) -> KeySum
 
 
 def query_sums(query: Operand, keys: KeySums, left: Tensor | None = None) -> Sums:
-    """Computes the sums of each query over absorbed keys; `left` is the factor U of the kernel."""
+    """Computes sums for each query from sums over keys; `left` is the factor U of the kernel."""
     with torch.autocast(keys.context.device.type, enabled=False):
         log_max = None if keys.log_max is None else finite(keys.log_max)  # infinite if masked
         phi_q, shift = _stable_query(query.features(), log_max)
