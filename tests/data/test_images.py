@@ -11,6 +11,7 @@ from token_files import pixels, write_folder, write_idx
 from torch import Tensor
 
 from molflt.data.batches import held_out
+from molflt.data.images import files
 from molflt.data.images.augment import (
     _random_boxes,
     _random_crop,
@@ -63,6 +64,16 @@ def test_gray_and_transparent_images_become_colors(tmp_path: Path) -> None:
     Image.fromarray(gray.astype(np.uint16) * 256).save(root / "eel" / "0.png")
     with pytest.raises(ValueError, match="eel/0.png.* 8 bits .*I;16"):
         open_images(root)[2]
+
+
+def test_color_images_in_a_gray_folder_are_refused(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(files, "_SAMPLE", 1)  # only the first image is sampled
+    root = write_folder(tmp_path / "set", count=1)
+    Image.fromarray(pixels(1)[0]).save(root / "cat" / "0.png")
+    data = PixelData(root, val=root)
+    data.setup()
+    with pytest.raises(ValueError, match=r"dog/0.png: .*\(1, 8, 8\).* \(3, 8, 8\)"):
+        data.datasets["train"][1]
 
 
 def test_the_shorter_side_is_resized_and_the_center_kept(tmp_path: Path) -> None:
