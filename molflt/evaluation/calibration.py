@@ -41,16 +41,16 @@ ONE_RUN = "a single run has no spread; add other runs with --also"
 _SEED = 0  # part of the hash that selects the half for calibration
 _FLOORS = np.logspace(-2, 2, 33)  # floors to try, in units of the root mean square spread
 _LEVELS = np.arange(5, 100, 5) / 100  # levels in the figure
-_COLUMNS = {
-    "coverage_n": ("systems", 0),
-    "coverage_percent": ("coverage / %", 1),
-    "coverage_se_percent": ("standard error / %", 1),
-    "coverage_crossed_percent": ("cross-coverage / %", 1),
-    "uncertainty_eV": ("uncertainty / eV", 4),
-    "spread_eV": ("spread / eV", 4),
-    "rank_correlation": ("rank correlation", 2),
-    "member_mae_eV": ("MAE of one member / eV", 4),
-}
+_COLUMNS = (
+    "coverage_n",
+    "coverage_percent",
+    "coverage_se_percent",
+    "coverage_crossed_percent",
+    "uncertainty_eV",
+    "spread_eV",
+    "rank_correlation",
+    "member_mae_eV",
+)
 
 _Array = NDArray[np.float64]
 _Errors = tuple[_Array, _Array]  # |error| and spread, in eV, of the systems with labels
@@ -258,7 +258,7 @@ def assess(
             f"; for elements that are not in the training data, {new.factor:.3g} * sqrt(spread^2 + "
             f"({new.floor:.3g} eV)^2), fitted to {new.systems:,} systems"
         )
-    return rows, columns, f"{heading}\n{results_table('split', _COLUMNS, rows)}"
+    return rows, columns, f"{heading}\n{results_table('split', rows)}"
 
 
 def _calibrating(found: Mapping[str, Predictions], learned: str) -> str | None:
@@ -324,7 +324,7 @@ def _row(
     """Returns the metrics of a split; metrics that require missing labels are None."""
     from scipy.stats import spearmanr
 
-    row: dict[str, float | None] = dict.fromkeys([*list(_COLUMNS)[1:], "coverage_n"])
+    row: dict[str, float | None] = dict.fromkeys([*_COLUMNS[1:], "coverage_n"])
     row["spread_eV"] = float(part.spread.mean())
     if part.labeled.any():
         off = part.members - part.target[:, None]

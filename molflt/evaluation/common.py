@@ -123,7 +123,7 @@ def evaluate(
     results: Results = {"val": {**task.summarize(total), "n": len(data.datasets["val"])}}
     known = {name: task.metrics[name] for name in results["val"] if name in task.metrics}
     columns = {name: (metric.axis, metric.digits) for name, metric in known.items()}
-    table = results_table("split", {"n": (data.items, 0), **columns}, results)
+    table = results_table("split", results, ["n", *columns], n=(data.items, 0), **columns)
     return Evaluation(results, f"\n\n{table}\n")
 
 

@@ -34,13 +34,6 @@ from molflt.files import expect_writable, warn, write_atomically
 from molflt.tasks.is2re import IS2RETask
 from molflt.training.config import Config
 
-_COLUMNS = {
-    "n": ("systems", 0),
-    "mae_eV": ("MAE / eV", 4),
-    "ewt_percent": ("EwT / %", 2),
-    "baseline_mae_eV": ("baseline MAE / eV", 4),
-}
-
 
 def evaluate(
     run: Path,
@@ -158,7 +151,7 @@ def _results_table(results: Results) -> str:
             values = [row[key] for row in known]
             average[key] = None if None in values else float(np.mean(values))  # type: ignore[arg-type]
         rows["average"] = average
-    return results_table("split", _COLUMNS, rows)
+    return results_table("split", rows, n=("systems", 0))
 
 
 def _errors_by_group(found: Mapping[str, Predictions]) -> list[GroupError]:

@@ -13,7 +13,6 @@ from molflt.evaluation.results import results_table, write_csv
 
 _SIZE_RANGES = 6
 _PRINTED = 12
-_COLUMNS = {"n": ("systems", 0), "mae": ("MAE / eV", 4)}
 
 
 class GroupError(NamedTuple):
@@ -84,8 +83,8 @@ def group_tables(groups: Sequence[GroupError]) -> str:
     tables = []
     for kind, title in {"adsorbate": "adsorbate", "slab": "slab", "natoms": "atoms"}.items():
         own = [one for one in groups if (one.split, one.kind) == ("all", kind)]
-        rows = {one.group: {"n": one.n, "mae": one.mae} for one in own[:_PRINTED]}
-        tables.append(results_table(title, _COLUMNS, rows))
+        rows = {one.group: {"n": one.n, "mae_eV": one.mae} for one in own[:_PRINTED]}
+        tables.append(results_table(title, rows, n=("systems", 0)))
         if more := len(own) - len(rows):
             tables[-1] += f"\n({more} more in errors_by_group.csv)"
     return "\n\n".join(tables)

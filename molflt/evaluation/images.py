@@ -25,21 +25,7 @@ from molflt.sequence.pixels import LEVELS, PixelModel
 from molflt.tasks.images import ImageTask
 from molflt.training.config import Config
 
-_COLUMNS = {
-    "n": ("n", 0),
-    "top1_percent": ("top-1 / %", 2),
-    "top5_percent": ("top-5 / %", 2),
-    "cross_entropy": ("nats", 4),
-    "nearest": ("nearest 10 %", 3),
-    "farthest": ("farthest 10 %", 3),
-}
 _NOTE = "10 %: attention to this share of the patches, averaged over heads and layers"
-_BITS = {
-    "n": ("n", 0),
-    "bits_per_dim": ("bits/dim", 3),
-    "histogram_bits_per_dim": ("histogram", 3),
-    "uniform_bits_per_dim": ("uniform", 3),
-}
 _AT_ONCE = 64  # number of images per batch for the histogram
 
 
@@ -84,7 +70,7 @@ def evaluate(
     if position is not None and position.dim == 1:
         scale, side = 1.0, side**2
     common.draw_stack(out, model.stack, lambda: model(first), title, scale, side, "patches")
-    return Evaluation(results, f"\n\n{results_table('images', _COLUMNS, results)}\n\n{_NOTE}\n")
+    return Evaluation(results, f"\n\n{results_table('images', results)}\n\n{_NOTE}\n")
 
 
 def _datasets(
@@ -160,7 +146,7 @@ def evaluate_pixels(
     with within_memory(lambda: what, "use a smaller model or smaller images"):
         title = "last layer, first image; bytes row by row"
         common.draw_stack(out, model.stack, run_model, title, model.position_scale, *axis)
-    return Evaluation(results, f"\n\n{results_table('images', _BITS, results)}\n\n{note}\n")
+    return Evaluation(results, f"\n\n{results_table('images', results)}\n\n{note}\n")
 
 
 def _histograms(

@@ -26,27 +26,15 @@ from molflt.tasks.masked import Draws, MaskedTask
 from molflt.training.config import Config
 
 _SHOWN = 128  # tokens in the figure of attention matrices
-_COLUMNS = {
-    "perplexity": ("perplexity", 2),
-    "bits_per_token": ("bits/token", 3),
-    "tokens": ("tokens", 0),
-    "nearest": ("nearest 10 %", 3),
-    "farthest": ("farthest 10 %", 3),
-}
-_OF_GAPS = {
-    "perplexity": ("perplexity", 2),
-    "accuracy_percent": ("accuracy / %", 2),
-    "next_sentence_percent": ("next sentence / %", 2),
-    "gaps": ("gaps", 0),
-}
+_OF_GAPS = ("perplexity", "accuracy_percent", "next_sentence_percent", "gaps")
 _ORDER = "CSTPAGNDEQHRKMILVFYW"  # similar amino acids are adjacent, as in the tables of Dayhoff
-_OF_RESIDUES = {
-    "residue_perplexity": ("perplexity", 2),
-    "residue_accuracy_percent": ("accuracy / %", 2),
-    "unigram_perplexity": ("unigram perplexity", 2),
-    "unigram_accuracy_percent": ("unigram accuracy / %", 2),
-    "residues": ("residues", 0),
-}
+_OF_RESIDUES = (
+    "residue_perplexity",
+    "residue_accuracy_percent",
+    "unigram_perplexity",
+    "unigram_accuracy_percent",
+    "residues",
+)
 _NOTE = "10 %: attention to this share of the preceding tokens, averaged over heads and layers"
 
 
@@ -104,7 +92,7 @@ def evaluate(
     first = blocks[0][0][:_SHOWN].to(common.device_of(model))[None]
     title = f"last layer, first {first.shape[1]} tokens of {split}"
     common.draw_stack(out, model.stack, lambda: model(first), title, model.position_scale, length)
-    text = f"{results_table('text', _COLUMNS, results)}\n\n{_NOTE}"
+    text = f"{results_table('text', results)}\n\n{_NOTE}"
     if residues is not None:
         text += residues.report(results, model.head, vocabulary.ids, out / "substitutions.png")
     return Evaluation(results, f", blocks of {length} tokens\n\n{text}\n")
@@ -208,8 +196,7 @@ def evaluate_masked(
     stack, scale = model.encoder.stack, model.encoder.position_scale
     title = f"last layer with attention, first {count} tokens of {split}"
     common.draw_stack(out, stack, lambda: model(*first), title, scale, blocks.length)
-    columns = {k: v for k, v in _OF_GAPS.items() if all(k in row for row in results.values())}
-    text = results_table("text", columns, results)
+    text = results_table("text", results, _OF_GAPS)
     if residues is not None and letters is not None:
         text += residues.report(results, model.head, letters, out / "substitutions.png")
     return Evaluation(results, f"\n\n{text}\n")
@@ -260,7 +247,7 @@ class Residues:
 
     def report(self, results: Results, head: Head, ids: Mapping[str, int], png: Path) -> str:
         """Draws the similarities of amino acids and returns a table of metrics with notes."""
-        table = results_table("per residue", _OF_RESIDUES, results)
+        table = results_table("per residue", results, _OF_RESIDUES)
         return f"\n\n{table}\n\n{self._note}\n{draw_substitutions(head, ids, png)}"
 
 

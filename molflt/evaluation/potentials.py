@@ -30,15 +30,15 @@ if TYPE_CHECKING:
 
 _Numbers = NDArray[np.float64]
 
-_COLUMNS = {
-    "n": ("structures", 0),
-    "energy_mae_meV_per_atom": ("E MAE / meV/atom", 2),
-    "baseline_energy_mae_meV_per_atom": ("E baseline", 2),
-    "force_mae_meV_per_A": ("F MAE / meV/Å", 2),
-    "force_rmse_meV_per_A": ("F RMSE", 2),
-    "baseline_force_mae_meV_per_A": ("F baseline", 2),
-    "stress_mae_meV_per_A3": ("stress MAE / meV/Å³", 2),
-}
+_COLUMNS = (
+    "n",
+    "energy_mae_meV_per_atom",
+    "baseline_energy_mae_meV_per_atom",
+    "force_mae_meV_per_A",
+    "force_rmse_meV_per_A",
+    "baseline_force_mae_meV_per_A",
+    "stress_mae_meV_per_A3",
+)
 
 
 def evaluate(
@@ -96,7 +96,7 @@ def evaluate(
         rows += part.energies.rows(split, datasets[split], ("formula",), numbers)
     write_csv(out / "predictions.csv", rows)
     _draw(out, found)
-    table = results_table("split", _COLUMNS, results)
+    table = results_table("split", results, n=("structures", 0))
     text = "\n\n".join(filter(None, (f" on {source}", source.absent, table)))
     return Evaluation(results, f"{text}\n")
 

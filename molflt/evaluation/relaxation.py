@@ -31,11 +31,7 @@ _UNMET = "Did not converge"  # error message of FixBondLengths
 _LARGEST_STEP = 0.1  # Å per atom; with ASE's default, 0.2, atoms may leave the learned region
 _Numbers = NDArray[np.float64]
 _THRESHOLDS = np.arange(0.01, 0.5, 0.001)  # Å, as in OC20's evaluator
-_COLUMNS = {
-    "adwt_percent": ("ADwT / %", 3),
-    "initial_adwt_percent": ("ADwT of initial positions / %", 3),
-    "position_error_A": ("position error / Å", 3),
-}
+_COLUMNS = ("adwt_percent", "initial_adwt_percent", "position_error_A")
 
 
 class Relaxed(NamedTuple):
@@ -208,5 +204,5 @@ def write_relaxed(
         if known.any():
             values = adwt(errors[known]), adwt(start[known]), float(errors[known].mean())
             rows[split] = dict(zip(_COLUMNS, values, strict=True))
-    table = results_table("split", _COLUMNS, rows)
+    table = results_table("split", rows)
     return rows, f"relaxed structures, predicted by the position head\n{table}"

@@ -49,6 +49,59 @@ FIGURES = {
 """Captions of the figures of evaluations, by name."""
 
 
+COLUMNS = {
+    "n": ("n", 0),
+    "mae_eV": ("MAE / eV", 4),
+    "ewt_percent": ("EwT / %", 2),
+    "baseline_mae_eV": ("baseline MAE / eV", 4),
+    "adwt_percent": ("ADwT / %", 3),
+    "initial_adwt_percent": ("ADwT of initial positions / %", 3),
+    "position_error_A": ("position error / Å", 3),
+    "energy_mae_meV_per_atom": ("E MAE / meV/atom", 2),
+    "baseline_energy_mae_meV_per_atom": ("E baseline", 2),
+    "force_mae_meV_per_A": ("F MAE / meV/Å", 2),
+    "force_rmse_meV_per_A": ("F RMSE", 2),
+    "baseline_force_mae_meV_per_A": ("F baseline", 2),
+    "stress_mae_meV_per_A3": ("stress MAE / meV/Å³", 2),
+    "coverage_n": ("systems", 0),
+    "coverage_percent": ("coverage / %", 1),
+    "coverage_se_percent": ("standard error / %", 1),
+    "coverage_crossed_percent": ("cross-coverage / %", 1),
+    "uncertainty_eV": ("uncertainty / eV", 4),
+    "spread_eV": ("spread / eV", 4),
+    "rank_correlation": ("rank correlation", 2),
+    "member_mae_eV": ("MAE of one member / eV", 4),
+    "bleu": ("BLEU", 2),
+    "chrf": ("chrF", 2),
+    "length_ratio": ("length ratio", 2),
+    "perplexity": ("perplexity", 2),
+    "bits_per_token": ("bits/token", 3),
+    "tokens": ("tokens", 0),
+    "nearest": ("nearest 10 %", 3),
+    "farthest": ("farthest 10 %", 3),
+    "next_sentence_percent": ("next sentence / %", 2),
+    "gaps": ("gaps", 0),
+    "residue_perplexity": ("perplexity", 2),
+    "residue_accuracy_percent": ("accuracy / %", 2),
+    "unigram_perplexity": ("unigram perplexity", 2),
+    "unigram_accuracy_percent": ("unigram accuracy / %", 2),
+    "residues": ("residues", 0),
+    "pairs": ("pairs", 0),
+    "accuracy_percent": ("accuracy / %", 2),
+    "f1_percent": ("f1 / %", 2),
+    "matthews_percent": ("matthews / %", 2),
+    "pearson_percent": ("pearson / %", 2),
+    "spearman_percent": ("spearman / %", 2),
+    "top1_percent": ("top-1 / %", 2),
+    "top5_percent": ("top-5 / %", 2),
+    "cross_entropy": ("nats", 4),
+    "bits_per_dim": ("bits/dim", 3),
+    "histogram_bits_per_dim": ("histogram", 3),
+    "uniform_bits_per_dim": ("uniform", 3),
+}
+"""Headings and numbers of decimal places of metrics in tables."""
+
+
 Provenance = dict[str, object]
 """Content of results_of.json: checkpoint, weights (sorted SHA-256 digests) and data (None for the
 data of the run, otherwise a description of the data)."""
@@ -66,14 +119,17 @@ class Evaluation(NamedTuple):
 
 def results_table(
     title: str,
-    columns: Mapping[str, tuple[str, int]],
     results: Mapping[str, Mapping[str, float | None]],
+    names: Iterable[str] = COLUMNS,
+    **others: tuple[str, int],
 ) -> str:
     """Formats metrics as text, with one line per split under the heading `title`.
 
-    `columns` contains the heading and the number of decimal places of each metric. Missing values
-    become hyphens.
+    Columns are the metrics among `names` that occur in any split, formatted as in `COLUMNS` or
+    `others`. Missing values become hyphens.
     """
+    there = {name for row in results.values() for name in row}
+    columns = {name: (COLUMNS | others)[name] for name in names if name in there}
 
     def cell(value: float | None, digits: int) -> str:
         if value is None or math.isnan(value):

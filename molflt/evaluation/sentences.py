@@ -71,9 +71,7 @@ def evaluate(
             right, ours = pair if model.classes == 1 else (classes[int(one)] for one in pair)
             rows.append({"split": split, "index": i, "label": right, "predicted": ours})
     write_csv(out / "predictions.csv", rows)
-    metrics = [key for key in next(iter(results.values())) if key not in ("n", "glue_percent")]
-    columns = {key: (f"{key.removesuffix('_percent')} / %", 2) for key in metrics}
-    table = results_table("sentences", {"n": ("n", 0), **columns}, results)
+    table = results_table("sentences", results)
     return Evaluation(results, f", {task}\n\n{table}\n")
 
 

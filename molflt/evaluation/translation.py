@@ -23,14 +23,6 @@ from molflt.sequence.encoder_decoder import EncoderDecoder
 from molflt.tasks.translation import TranslationTask
 from molflt.training.config import Config
 
-_COLUMNS = {
-    "bleu": ("BLEU", 2),
-    "chrf": ("chrF", 2),
-    "length_ratio": ("length ratio", 2),
-    "perplexity": ("perplexity", 2),
-    "pairs": ("pairs", 0),
-}
-
 
 def evaluate(
     run: Path,
@@ -86,7 +78,7 @@ def evaluate(
     _draw(out, model, pairs, tokenizer, split)
     how = f"beam {beam}, length penalty {length_penalty:g}, {'-'.join(languages)}"
     how += ", ignoring case, as the tokenizer does" if lowercase else ""
-    table = results_table("text", _COLUMNS, results)
+    table = results_table("text", results)
     return Evaluation(results, f", {how}\n\n{table}\n\nsacrebleu {found.signature}\n")
 
 
