@@ -1,22 +1,26 @@
-"""Atomic writes, and functions that read and write small files and safetensors files."""
+"""Atomic writes, compressed files, and functions for small files and safetensors files."""
 
 from __future__ import annotations
 
+import bz2
 import csv
 import errno
+import gzip
 import hashlib
 import io
 import json
+import lzma
 import os
 import re
 import reprlib
 import sys
 import tempfile
+import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import IO, TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import numpy as np
@@ -24,6 +28,9 @@ if TYPE_CHECKING:
 
 _FULL = (errno.ENOSPC, getattr(errno, "EDQUOT", None))
 _BLANK = b"0" * 64  # placeholder of the digest while it is computed
+_OPENERS: dict[str, Callable[..., IO[Any]]] = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}
+PACKED = tuple(_OPENERS)
+"""extensions of compressed files"""
 
 
 @contextmanager
@@ -160,6 +167,29 @@ def write_atomically(path: Path, content: bytes) -> None:
     """Writes bytes with :func:`atomically`."""
     with atomically(path) as part:
         part.write_bytes(content)
+
+
+def without_packing(path: Path) -> Path:
+    """Removes the extension of a compressed file, such as .gz, from a path."""
+    return path.with_suffix("") if path.suffix.lower() in _OPENERS else path
+
+
+def opened(path: Path, mode: str = "rb", **options: Any) -> IO[Any]:
+    """Opens a plain or compressed file for reading."""
+    return _OPENERS.get(path.suffix.lower(), open)(path, mode, **options)
+
+
+@contextmanager
+def unpacked(path: Path) -> Iterator[IO[bytes]]:
+    """Opens a plain or compressed file for reading; raises ValueError if it is damaged."""
+    try:
+        with opened(path) as file:
+            yield file
+    except (gzip.BadGzipFile, lzma.LZMAError, zlib.error, EOFError) as error:
+        raise ValueError(
+            f"{path}: expected a complete {path.suffix} file; the file is damaged or truncated "
+            f"({error}); download or copy it again"
+        ) from None
 
 
 def save_tensors(

@@ -20,13 +20,14 @@ MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 60
 
 # Parts in the order of their imports, and the parts that each may import.
-LEAVES = {"version", "atoms", "files", "lock", "memory", "metrics", "shipped", "attention"}
+LEAVES = {"version", "atoms", "files", "optional", "lock", "memory", "metrics", "shipped"}
+LEAVES |= {"attention"}
 ADAPTERS = {"graph", "sequence", "image"}
 BASE = LEAVES | ADAPTERS | {"data", "plots"}
 ALLOWED: dict[str, set[str]] = {
     **{leaf: set() for leaf in LEAVES},
     **{adapter: {"atoms", "attention", "memory"} for adapter in ADAPTERS},
-    "data": {"atoms", "files", "lock"},
+    "data": {"atoms", "files", "optional", "lock"},
     "adsorption": {"atoms", "data"},
     "plots": {"atoms", "files", "metrics"},
     "optimizers": {"attention", "data", "files", "memory"},

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from tiny_run import error_of, page_of, results_of, table
 from token_files import write_idx
 
-from molflt.data.problems import generator_of
+from molflt.data.optimizers import generator_of
 from molflt.evaluation.optimizers import final_loss
 from molflt.optimizers import PopulationOptimizer
 from molflt.optimizers.functions import Functions

@@ -17,8 +17,7 @@ from torch.optim import Adam, Optimizer
 from tqdm import tqdm
 
 from molflt import plots
-from molflt.data.packed import require
-from molflt.data.problems import ProblemSeeds, generator_of
+from molflt.data.optimizers import ProblemSeeds, generator_of
 from molflt.evaluation.common import draw_encoding
 from molflt.evaluation.results import Evaluation, Results, align, write_csv
 from molflt.memory import within_memory
@@ -30,6 +29,7 @@ from molflt.optimizers.memories import AttentionMemory
 from molflt.optimizers.population import Populations
 from molflt.optimizers.population_model import PopulationModel
 from molflt.optimizers.problems import UNSEEN, Problem, image_problems
+from molflt.optional import require
 from molflt.training.config import Config
 
 _RATES = tuple(round(10 ** (-4 + i / 3), 6) for i in range(10))  # 1e-4 to 0.1

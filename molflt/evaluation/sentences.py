@@ -12,13 +12,13 @@ import numpy as np
 from numpy.typing import NDArray
 from torch.utils.data import DataLoader
 
-from molflt.data.packed import require
 from molflt.data.text.glue import GLUE, TASKS, Example, read_examples, read_splits
 from molflt.data.text.sentences import Sentences, padded
 from molflt.data.text.tokenizer import Tokenizer
 from molflt.evaluation import common
 from molflt.evaluation.results import Evaluation, Results, results_table, write_csv
 from molflt.files import warn
+from molflt.optional import require
 from molflt.sequence.classifier import SequenceClassifier
 from molflt.training.config import Config
 

@@ -11,13 +11,13 @@ import torch
 from torch.utils.data import DataLoader
 
 from molflt import plots
-from molflt.data.packed import require
 from molflt.data.text.datamodule import padded_rows
 from molflt.data.text.parallel import Pairs, paired, read_parallel
 from molflt.data.text.tokenizer import Tokenizer
 from molflt.evaluation import common
 from molflt.evaluation.results import Evaluation, Results, results_table
 from molflt.files import write_atomically
+from molflt.optional import require
 from molflt.sequence.beam import beam_search
 from molflt.sequence.encoder_decoder import EncoderDecoder
 from molflt.tasks.translation import TranslationTask

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from molflt.attention.checks import positive
 from molflt.attention.numerics import randn64
-from molflt.data.problems import generator_of
+from molflt.data.optimizers import generator_of
 from molflt.optimizers.population_model import Noise, PopulationModel, PopulationState
 
 MEMBERS = 32

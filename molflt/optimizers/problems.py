@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from molflt.data.images.files import open_images
-from molflt.data.problems import generator_of
+from molflt.data.optimizers import generator_of
 
 _ACTIVATIONS: tuple[Callable[[Tensor], Tensor], ...] = (torch.tanh, torch.relu, F.gelu)
 _POINTS = 256  # size of a data set

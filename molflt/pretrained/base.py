@@ -12,12 +12,12 @@ import torch
 import yaml
 from torch import nn
 
-from molflt.data.packed import require
 from molflt.data.structures.domain import DOMAIN, domain_of
 from molflt.evaluation.calibration import CALIBRATION
 from molflt.evaluation.ensemble import ENSEMBLE, EnsembleRegressor, load_ensemble
 from molflt.evaluation.results import RESULTS, why_of_others
 from molflt.files import read_json, shown, write_atomically
+from molflt.optional import require
 from molflt.training.checkpoint import (
     check_replaceable,
     device_named,

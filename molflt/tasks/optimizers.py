@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from molflt.attention.checks import at_least_one, not_negative, positive
-from molflt.data.problems import ProblemData, generator_of
+from molflt.data.optimizers import ProblemData, generator_of
 from molflt.metrics import Metric
 from molflt.optimizers.functions import FAMILIES, Functions
 from molflt.optimizers.population import MEMBERS, Populations

@@ -21,9 +21,9 @@ import safetensors
 import torch
 from torch import Tensor, nn
 
-from molflt.data.packed import require
 from molflt.data.structures.domain import DOMAIN, read_domain
 from molflt.files import read_header, save_tensors, shown, verify_tensors, write_atomically
+from molflt.optional import require
 from molflt.training.config import HUB, Config, read_config
 from molflt.training.recipes import Recipe
 

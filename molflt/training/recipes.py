@@ -87,13 +87,13 @@ RECIPES: dict[str, Recipe] = {
     ),
     "learned_optimizer": Recipe(
         "molflt.optimizers.coordinate:CoordinateOptimizer",
-        "molflt.data.problems:ProblemData",
+        "molflt.data.optimizers:ProblemData",
         "molflt.tasks.optimizers:OptimizerTask",
         "molflt.evaluation.optimizers:evaluate",
     ),
     "population_optimizer": Recipe(
         "molflt.optimizers.population_model:PopulationModel",
-        "molflt.data.problems:ProblemData",
+        "molflt.data.optimizers:ProblemData",
         "molflt.tasks.optimizers:PopulationTask",
         "molflt.evaluation.optimizers:evaluate_population",
     ),

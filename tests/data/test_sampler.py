@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from molflt.data.batches import SizeBucketedBatchSampler
-from molflt.data.problems import ProblemData, ProblemSeeds
+from molflt.data.optimizers import ProblemData, ProblemSeeds
 
 sizes = st.lists(st.integers(1, 60), min_size=1, max_size=80)
 

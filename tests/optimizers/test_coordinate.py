@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from molflt.data.problems import generator_of
+from molflt.data.optimizers import generator_of
 from molflt.optimizers import LearnedOptimizer
 from molflt.optimizers.coordinate import CoordinateOptimizer, OptimizerState
 from molflt.optimizers.problems import Problem, draw_problem

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from molflt.attention.numerics import haar_rotation
 from molflt.attention.spectra import GaussianBasis
-from molflt.data.problems import generator_of
+from molflt.data.optimizers import generator_of
 from molflt.optimizers.functions import FAMILIES, UNSEEN, Functions
 from molflt.optimizers.population import PopulationOptimizer
 from molflt.optimizers.population_model import (

@@ -3,7 +3,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from molflt.data.problems import generator_of
+from molflt.data.optimizers import generator_of
 from molflt.optimizers import LearnedOptimizer
 from molflt.optimizers.coordinate import CoordinateOptimizer
 from molflt.optimizers.functions import Functions

@@ -17,8 +17,7 @@ from torch.nn import functional as F
 from torch.utils.data import Dataset
 
 from molflt.data.images.augment import center_crop
-from molflt.data.packed import unpacked
-from molflt.files import shown
+from molflt.files import shown, unpacked
 
 _MAGIC = {3: b"\0\0\x08\x03", 1: b"\0\0\x08\x01"}  # type (unsigned byte) and number of axes
 _CHUNK = 4096  # images that are resized at once

@@ -18,11 +18,10 @@ from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 
-from molflt.data.packed import opened, without_packing
 from molflt.data.structures.ase_fields import Converter, text_sid
 from molflt.data.structures.base import LoadedStructures, Reading
 from molflt.data.structures.lmdb_file import LmdbFile
-from molflt.files import shown, warn
+from molflt.files import opened, shown, warn, without_packing
 
 if TYPE_CHECKING:
     from ase import Atoms

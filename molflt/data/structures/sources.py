@@ -10,13 +10,12 @@ from glob import escape, has_magic, iglob
 from pathlib import Path
 from typing import TypeAlias
 
-from molflt.data.packed import without_packing
 from molflt.data.structures.ase_files import AseStructures, ase_format
 from molflt.data.structures.base import Structures
 from molflt.data.structures.oc20 import Oc20Lmdb
 from molflt.data.structures.splits import OC20_ARCHIVE, SPLITS_IN_ORDER
 from molflt.data.structures.store import StructureStore
-from molflt.files import natural
+from molflt.files import natural, without_packing
 
 Paths: TypeAlias = str | Path | Sequence[str | Path]
 

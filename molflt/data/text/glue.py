@@ -12,10 +12,9 @@ import torch
 
 from molflt.data.batches import held_out
 from molflt.data.images.files import open_images
-from molflt.data.packed import PACKED
 from molflt.data.text.sources import _lines
 from molflt.data.text.vocabulary import text_of
-from molflt.files import natural, shown
+from molflt.files import PACKED, natural, shown
 
 if TYPE_CHECKING:
     from molflt.data.text.tokenizer import TokenizerKind

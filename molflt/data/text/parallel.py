@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from molflt.data.packed import PACKED
 from molflt.data.text.datamodule import _NO_TARGET, TokenizedData, padded_rows
 from molflt.data.text.sources import _lines
 from molflt.data.text.tokenizer import Tokenizer
+from molflt.files import PACKED
 
 _Item = tuple[Tensor, Tensor]
 

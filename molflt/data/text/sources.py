@@ -6,9 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from molflt.data.packed import unpacked
 from molflt.data.text.vocabulary import RESIDUES, _Level
-from molflt.files import shown
+from molflt.files import shown, unpacked
 
 _BLOCK = 2**20  # bytes read at once
 _BYTE_ORDER = "\ufeff"

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from molflt.data.packed import require
 from molflt.data.text.vocabulary import BYTES, FIXED
 from molflt.files import shown
+from molflt.optional import require
 
 if TYPE_CHECKING:
     import tokenizers
