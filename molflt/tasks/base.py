@@ -177,7 +177,10 @@ class Task(ABC, Generic[_Batch, _Data]):
             fits = (f for pattern, f in self.lr_factors.items() if fnmatchcase(name, pattern))
             if parameter.requires_grad:
                 groups.setdefault(next(fits, 1.0), []).append(parameter)
-        return self.adam([{"params": own, "lr": self.lr * f} for f, own in groups.items() if own])
+        rates = [{"params": own, "lr": self.lr * f} for f, own in groups.items() if own]
+        # On CUDA, a fused optimizer would not unscale gradients before they are clipped
+        on_cpu = all(one.device.type == "cpu" for one in self.model.parameters())
+        return self.adam(rates, fused=on_cpu or None)
 
     def lr_factor(self, step: int, max_steps: int) -> float:
         """Returns the learning rate of a step, counted from 0, relative to its peak."""

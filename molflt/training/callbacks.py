@@ -15,7 +15,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Callback, Checkpoint, WeightAveraging
-from torch import Tensor
+from torch.optim.swa_utils import get_ema_multi_avg_fn
 from tqdm import tqdm
 
 from molflt.tasks.base import Task
@@ -104,11 +104,8 @@ class _Averages(WeightAveraging):
     """Moving average of weights; unlike Lightning's version, it does not round frozen weights."""
 
     def __init__(self, decay: float) -> None:
-        def average(kept: Tensor, new: Tensor, _: int | Tensor) -> Tensor:
-            return torch.where(kept == new, kept, decay * kept + (1 - decay) * new)
-
         # Buffers are copied: the average of two random projections is not a random projection
-        super().__init__(use_buffers=False, avg_fn=average)
+        super().__init__(use_buffers=False, multi_avg_fn=get_ema_multi_avg_fn(decay))
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         # Lightning moves the weights to the device later, but the averages would stay on the CPU
