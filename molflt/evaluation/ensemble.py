@@ -94,8 +94,7 @@ def load_ensemble(
         run: DataSet.of_run(config["data"], config["seed"])
         for run, config in zip(runs, configs, strict=True)
     }
-    keys = [one.reading.baseline_key for one in data.values()]
-    baseline = next(filter(None, keys), None)
+    baseline = next(filter(None, (one.reading.baseline_key for one in data.values())), None)
     configs[0]["data"]["baseline_key"] = baseline
     ensemble = EnsembleRegressor(models, data)
     own = ensemble.weights

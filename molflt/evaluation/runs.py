@@ -196,7 +196,6 @@ def notes(runs: Sequence[Run]) -> list[str]:
             sides = " | ".join(", ".join(names) for names in groups.values())
             lines.append(f"different data: {sides} were {what} different items")
     lines += [f"omitted: {run.unmeasured}" for run in runs if run.unmeasured]
-    absent = [str(run.path) for run in runs if not run.results]
-    if absent:
+    if absent := [str(run.path) for run in runs if not run.results]:
         lines.append(f"not evaluated: {', '.join(absent)}; run molflt evaluate RUN")
     return lines

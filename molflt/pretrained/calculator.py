@@ -122,7 +122,9 @@ class Calculator(AseCalculator):
         super().calculate(atoms, properties, system_changes)
         given = self.atoms
         assert given is not None  # ASE keeps a copy
-        self._warn_of_new(given)
+        whole("atomic_numbers", torch.from_numpy(given.numbers), 1, MAX_ATOMIC_NUMBER, "elements")
+        self._warn_of_unused(given)
+        self._warn_of_elements(set(given.numbers.tolist()), given.get_chemical_formula())
         data = _data(given)
         with within_memory(lambda: f"{len(given):,} atoms", "use fewer, or dtype='float32'"):
             out = self.model(data.to(self.model.energy_std.device))
@@ -165,11 +167,6 @@ class Calculator(AseCalculator):
         if not self._warned_fields.issuperset(unused):
             self._warned_fields.update(unused)
             warn(unused_warning(atoms.get_chemical_formula(), unused))
-
-    def _warn_of_new(self, atoms: Atoms) -> None:
-        whole("atomic_numbers", torch.from_numpy(atoms.numbers), 1, MAX_ATOMIC_NUMBER, "elements")
-        self._warn_of_unused(atoms)
-        self._warn_of_elements(set(atoms.numbers.tolist()), atoms.get_chemical_formula())
 
     def _warn_of_elements(self, present: set[int], name: str) -> None:
         if new := present - self._warned_elements:

@@ -166,6 +166,11 @@ class IS2RETask(OfStructures, Task["Batch", "IS2REData"]):
         from molflt.graph.heads import by_contact
 
         slab, adsorbate = by_contact(self.model)
+        if self.repeat and references is not None and not slab:
+            raise ValueError(
+                f"task.repeat={self.repeat:g} keeps the labels of repeated slabs; expected labels "
+                f"without references; got task.references={references}; set --task.repeat 0"
+            )
         if slab or references is None:
             data.refuse_totals()
         if slab:
@@ -180,12 +185,7 @@ class IS2RETask(OfStructures, Task["Batch", "IS2REData"]):
             references = "none" if adsorbate else references or "fit"
         explained = self._scaled(data, slab) if references == "adapt" else 0.0
         fit = self.store_references(data, references, slab, explained)
-        if fit:
-            found = fit.mean, fit.std or 1.0
-        elif mean is None or std is None:
-            found = data.normalizer()
-        else:
-            found = mean, std
+        found = (fit.mean, fit.std or 1.0) if fit else data.normalizer()
         if data.reading.baseline_key is not None:
             self.model.get_buffer("adds_baseline").fill_(True)
             # references are fitted before the first step, and this start may remain the best

@@ -4,6 +4,7 @@ import zlib
 from pathlib import Path
 
 import ase
+import ase.db
 import ase.io
 import numpy as np
 import pytest
@@ -358,6 +359,13 @@ def test_all_molecules_of_an_sdf_file_are_read(tmp_path):
     (tmp_path / "a.sdf").write_text(f"{SDF}$$$$\n{SDF.replace('-1', ' 1').replace('O', 'N')}$$$$\n")
     found = [(int(x.atomic_numbers[0]), float(x.charge)) for x in open_dataset(tmp_path / "a.sdf")]
     assert found == [(8, -1), (7, 1)]
+
+
+@pytest.mark.parametrize("name", ["a.db", "a.json"])
+def test_charges_are_read_from_databases(tmp_path, name):
+    with ase.db.connect(tmp_path / name) as database:
+        database.write(molecule("OH"), charge=-1)
+    assert float(open_dataset(tmp_path / name)[0].charge) == -1
 
 
 def test_radicals_replace_the_codes_of_charges(tmp_path):

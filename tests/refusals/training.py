@@ -111,6 +111,13 @@ NEW: list[tuple[str, Prepare | None, str, str, str]] = [
     ("--trainer.precision=fp8", None, "trainer.precision", "bf16-mixed", "fp8"),
     ("--task.noise=0.1", None, "noise", "interpolate", "0.1"),
     ("--task.references=adapt", None, "task.references=adapt", "--init", "none"),
+    (
+        "--model.readout=all --task.repeat=0.5 --task.references=fit",
+        None,
+        "task.repeat=0.5",
+        "without references",
+        "fit",
+    ),
     (f"--task.redraw_every=2 {PLAIN}", None, "task.redraw_every", "random features", "2"),
     ('--task.lr_factors={{"reedout.*":2}}', None, "task.lr_factors", "readout.*", "reedout.*"),
     ('--task.lr_factors={{"*":2,"readout.*":3}}', None, "task.lr_factors", "earlier", "readout.*"),

@@ -25,6 +25,7 @@ from molflt.files import opened, shown, warn, without_packing
 
 if TYPE_CHECKING:
     from ase import Atoms
+    from ase.db.row import AtomsRow
     from ase.io.cif import CIFBlock
 
 
@@ -269,7 +270,7 @@ def _rows(path: Path, kind: str) -> _Loads:
             tables.execute("SELECT id FROM systems LIMIT 1")
     with ase.db.connect(str(path), type=kind, use_lock_file=False) as database:
         for row in database.select():
-            yield row.id, partial(row.toatoms, add_additional_information=True)
+            yield row.id, partial(_of_row, row)
 
 
 def _rows_of_lmdb(path: Path) -> _Loads:
@@ -292,7 +293,13 @@ def _atoms(file: LmdbFile, number: int) -> Atoms:
             "skip_bad"
         )
     fields |= {name: np.array(fields[name]) for name in all_properties if name in fields}
-    atoms: Atoms = AtomsRow(fields | {"id": number}).toatoms(add_additional_information=True)
+    return _of_row(AtomsRow(fields | {"id": number}))
+
+
+def _of_row(row: AtomsRow) -> Atoms:
+    atoms: Atoms = row.toatoms(add_additional_information=True)
+    pairs = atoms.info.get("key_value_pairs", {})
+    pairs |= {key: vars(row)[key] for key in pairs}  # ASE replaces `charge` by a sum over atoms
     return atoms
 
 

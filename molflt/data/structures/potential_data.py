@@ -49,7 +49,6 @@ class SinglePoints(Part):
         known = np.flatnonzero(np.isfinite(energies))
         super().__init__(source, known)
         self.y_relaxed = energies[known]
-        self.source = source
         self.without_energy = len(source) - len(self)
         self.force_scale = float(np.sqrt(square / numbers)) if numbers else float("nan")
         self.force_size = size / numbers if numbers else float("nan")
@@ -114,8 +113,7 @@ class PotentialData(IS2REData):
         if not points.absurd or not self.check_units:
             return points
         advice = (
-            "convert the labels, leave these structures out with --data.skip_bad, or accept them "
-            f"with {unchecked}"
+            f"convert the labels, skip them with --data.skip_bad, or accept them with {unchecked}"
         )
         return SinglePoints(without(dataset, points.absurd, advice=advice))
 
