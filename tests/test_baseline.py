@@ -27,7 +27,8 @@ import molflt
 from molflt.commands import baseline
 from molflt.commands.cli import main
 from molflt.data.structures import open_dataset
-from molflt.data.structures.base import to_atoms
+from molflt.data.structures.base import Reading, to_atoms
+from molflt.data.structures.store import BASELINE, write_store
 from molflt.data.structures.summary import summarize
 from molflt.evaluation.ensemble import load_ensemble
 from molflt.graph import EnergyRegressor
@@ -66,6 +67,21 @@ def left(file):
     """Returns labels minus baselines, eV."""
     infos = [atoms.info for atoms in read(file, ":")]
     return np.array([info["y_relaxed"] - info["mlip"] for info in infos])
+
+
+def test_baseline_of_another_calculator_is_reported(files, tmp_path, capsys):
+    """The calculator and its options are in the header, also after a conversion."""
+    for made in ("EMT, 0 steps", "EMT, 9 steps"):
+        path = tmp_path / made / "train.safetensors"
+        records = open_dataset(files / "train.extxyz", reading=Reading(baseline_key="mlip"))
+        write_store(tmp_path / "whole.safetensors", records, source=f"file{BASELINE}{made}")
+        assert main(["data", "convert", str(tmp_path / "whole.safetensors"), str(path)]) == 0
+    data = (path, "--data.val_fraction=0.5", "--data.baseline_key=y_baseline")
+    assert start(data[0], tmp_path / "run", *data[1:], "--trainer.max_steps=2") == 0
+    capsys.readouterr()
+    for made in ("EMT, 9 steps", "EMT, 0 steps"):
+        energies(tmp_path / "run", tmp_path / made / "train.safetensors")
+        assert ("EMT, 9 steps" in capsys.readouterr().err) == (made == "EMT, 0 steps")
 
 
 def test_model_adds_baseline_to_what_it_learned(files, run):

@@ -27,7 +27,7 @@ from molflt.data.structures.ase_fields import fixed_atoms
 from molflt.data.structures.base import Reading, Tags, to_atoms, with_bar
 from molflt.data.structures.convert import one_pass
 from molflt.data.structures.sources import files_of, is_one_source
-from molflt.data.structures.store import write_store
+from molflt.data.structures.store import BASELINE, write_store
 from molflt.evaluation.relaxation import relax_atoms
 from molflt.evaluation.results import write_csv
 from molflt.files import add_row, csv_rows, expect_writable, warn
@@ -119,7 +119,7 @@ def baseline(
         record.update({"y_baseline": torch.tensor([energy], dtype=torch.float64)})
         for record, energy in zip(one_pass(dataset), energies, strict=True)
     )
-    count = write_store(dst, records, source=f"{dataset.path.name}, y_baseline from {label}")
+    count = write_store(dst, records, source=f"{dataset.path.name}{BASELINE}{label}")
     of = f"; total energies: {totals:,}" if totals else ""
     print(f"{dst}: {count:,} structures with y_baseline from {label}{of}; table in {table}")
 

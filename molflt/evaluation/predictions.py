@@ -216,6 +216,12 @@ def infer(
         expect_same_totals(model, dataset)
     device = next(iter(model.state_dict().values()), torch.empty(0)).device
     shared, beyond = by_contact(model)[0], undescribed(model)
+    trained = domain.baseline if domain is not None else None
+    if trained and dataset.baseline not in ("", trained):
+        warn(
+            f"{name}: y_baseline is from {dataset.baseline}; expected the same as in training, "
+            f"{trained}; energies may be wrong by their difference; compute the baseline again"
+        )
     rows: dict[int, dict[str, Any]] = {}
     large = 0
     # disable=None: no bar if stderr is a file

@@ -16,7 +16,7 @@ from molflt.data.structures.force_units import MOST_FRAMES, unit_fault
 from molflt.data.structures.labels import label_faults, most_adsorption, point_fault
 from molflt.data.structures.overlaps import atoms_coincide, overlaps_of
 from molflt.data.structures.sources import Paths, files_of, is_one_source, is_same, sources_in
-from molflt.data.structures.store import write_store
+from molflt.data.structures.store import BASELINE, write_store
 from molflt.files import readable_size, warn
 
 if TYPE_CHECKING:
@@ -130,7 +130,8 @@ def _convert_one(
             overlapping.pop(place, None)
         return faults
 
-    count = write_store(dst, records(), source=dataset.path.name, left_out=left_out)
+    source = dataset.path.name + f"{BASELINE}{dataset.baseline}" * bool(dataset.baseline)
+    count = write_store(dst, records(), source=source, left_out=left_out)
     _report(dataset, dst, count)
     if overlapping:
         warn(overlaps_of(str(dataset.path), [*overlapping.values()], count))

@@ -7,6 +7,7 @@ import hashlib
 import os
 import warnings
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cached_property, partial
 from itertools import chain
 from pathlib import Path
@@ -243,6 +244,8 @@ class IS2REData(BatchedData[Structures]):
         train, val = self.datasets["train"], self.datasets["val"]
         of_train, of_val = Survey(), Survey()
         own = Domain.of(train, of_train)
+        if self.reading.baseline_key is not None:
+            own = replace(own, baseline=train.baseline or None)
         if val is not train:
             for record in with_bar(val, "reading positions"):
                 of_val(record)

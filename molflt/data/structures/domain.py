@@ -32,7 +32,7 @@ _FAR = 0.1  # tolerated distance beyond the range of labels, in units of the ran
 _ROUNDED = 0.02  # tolerance of the share of surface atoms
 _RANGES = ("atoms", "adsorbate_atoms", "slab_atoms", "energy", "surface")
 _STORED = ["systems", "elements", "atoms", "adsorbate_atoms", "slab_atoms", "untagged", "periodic"]
-_STORED += ["relaxed", "kind", "energy", "surface"]
+_STORED += ["relaxed", "kind", "energy", "surface", "baseline"]
 _IN_JSON = {"energy": "energy_eV", "surface": "surface_share"}
 _Range = tuple[int, int]
 _Aspect = tuple[str, str]  # name, and the element or ""
@@ -75,6 +75,7 @@ class Domain:
         energy: smallest and largest relaxed energy, in eV; None without labels.
         surface: smallest and largest share of tag 1 in a slab; None without tags, and
             for files from version 0.1.
+        baseline: calculator and options of the baseline energies that the model adds, if known.
         initial: domains of the initial weights, of their initial weights, and so on; empty for
             random initial weights. `kind` and `energy` refer to the most recent data.
         zero: flags for clean slabs and for molecules without a slab, True if their energy is 0 by
@@ -93,6 +94,7 @@ class Domain:
     kind: EnergyKind
     energy: tuple[float, float] | None
     surface: tuple[float, float] | None = None
+    baseline: str | None = None
     initial: tuple[Domain, ...] = ()
     zero: tuple[bool, bool] = field(default=(False, False), compare=False)
 
@@ -319,7 +321,8 @@ def domain_of(runs: Iterable[Path]) -> Domain | None:
         return None
     shared = frozenset.intersection(*(one.elements.all for one in known))
     elements = Elements(*(part & shared for part in known[0].elements))
-    return replace(known[0], elements=elements)
+    baseline = next((one.baseline for one in known if one.baseline), None)
+    return replace(known[0], elements=elements, baseline=baseline)
 
 
 def _parts(record: Data) -> tuple[Tensor, Tensor, Tensor]:

@@ -46,6 +46,8 @@ _COLUMNS: dict[str, tuple[str, tuple[int, ...], str]] = {
 }
 # omitted if no structure has values
 _OPTIONAL = ("pos_relaxed", "y_baseline", "energy", "forces", "stress", "charge")
+BASELINE = ", y_baseline from "
+"""text between the origin of the structures and that of y_baseline in the header of a store"""
 _LABELS = ("y_init", "y_relaxed", *_OPTIONAL)
 _BLOCK_WRITTEN = 1000  # structures per concatenation
 
@@ -130,6 +132,7 @@ class StructureStore(Structures):
                 "create one with molflt data convert SRC DST"
             )
         self.source = header.get("source", "")
+        self.baseline = self.source.partition(BASELINE)[2]
         """origin of the structures, as stored by the writer"""
         self.names = {
             int(i): str(name) for i, name in json.loads(header.get("names", "{}")).items()
