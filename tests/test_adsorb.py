@@ -14,6 +14,7 @@ from tiny_run import printed, table
 
 from molflt.adsorption import cut, placements, ranked, sites, varied
 from molflt.adsorption import molecule as named
+from molflt.evaluation.relaxation import Relaxed, relax_atoms
 
 # Sites in the literature. pymatgen's AdsorbateSiteFinder also finds 4, 3, 4 and 4 sites for the
 # first four surfaces, but only sees the upper row of fcc(110).
@@ -219,6 +220,24 @@ def test_command_on_a_file_of_a_step(tmp_path: Path, capsys) -> None:
     assert abs(frames[0].get_potential_energy() - relaxed[0]) < 1e-4
     assert Counter(frames[0].get_tags()) == {0: 10, 1: 8, 2: 3} and frames[0].constraints
     assert out.with_suffix(".png").stat().st_size > 5000
+
+
+def test_an_interruption_keeps_finished_relaxations(tmp_path: Path, monkeypatch, capsys) -> None:
+    def interrupted(atoms: Atoms, *given, **options) -> Relaxed:
+        if (tmp_path / "second").exists():
+            raise KeyboardInterrupt
+        (tmp_path / "second").touch()
+        return relax_atoms(atoms, *given, **options)
+
+    monkeypatch.setattr("molflt.commands.adsorb.relax_atoms", interrupted)
+    slab, out = tmp_path / "slab.extxyz", tmp_path / "best.extxyz"
+    write(slab, fcc111("Cu", (2, 2, 3), vacuum=8))
+    words = ["adsorb", str(slab), "O", "--best=3", f"--out={out}", "--steps=1"]
+    printed(capsys, *words, "--relax=ase.calculators.emt:EMT", status=130)
+    done = [row for row in table(out.with_suffix(".csv")) if row["relaxed_energy_eV"]]
+    first, *others = read(out, ":")
+    assert first.get_potential_energy() == float(done[0]["relaxed_energy_eV"]) and len(done) == 1
+    assert len(others) == 2 and not any(one.calc for one in others)
 
 
 def test_command_ranks_slabs_separately_with_a_potential(potential_run, tmp_path, capsys) -> None:

@@ -15,7 +15,7 @@ from molflt.data.structures.base import ANY_TAGS, with_bar
 from molflt.data.structures.in_memory import StructuresInMemory
 from molflt.data.structures.sources import exists, files_of
 from molflt.evaluation.predictions import open_structures
-from molflt.evaluation.relaxation import relax_atoms
+from molflt.evaluation.relaxation import Relaxed, relax_atoms
 from molflt.evaluation.results import write_csv
 from molflt.files import atomically, expect_writable, warn
 from molflt.pretrained import EnergyPredictor, load
@@ -86,10 +86,10 @@ def adsorb(
     model = load(run, device)
     if not isinstance(model, EnergyPredictor):
         raise ValueError(f"{run}: expected an energy model; got recipe {model.trained.recipe}")
-    calculator = None if relax is None else calculator_named(relax, device)
+    calculator: Any = None if relax is None else calculator_named(relax, device)
     share = None if model.domain is None else model.domain.surface
     placed = ranked(model, placements(repeated, str(molecule), rotation=rotation, share=share))
-    rows, frames, failed = {}, [], []
+    rows, frames = {}, []
     for ranks in comparable(model, placed):
         for place, (atoms, found) in enumerate(ranks, start=1):
             atoms.info["slab"] = list(given)[atoms.info["slab"]]
@@ -99,15 +99,15 @@ def adsorb(
             atoms.info |= {f"predicted_{k}": one for k, one in energies.items() if one is not None}
         print(_summary([rows[id(atoms)] for atoms, _ in ranks]))
         frames += [atoms for atoms, _ in varied(ranks, best)]
-    if calculator is not None:
-        bar = with_bar(frames, "relaxing placements")
-        done = [relax_atoms(one, calculator, fmax=fmax or 0.05, steps=steps or 200) for one in bar]
-        for atoms, one in zip(frames, done, strict=True):
+    done: list[Relaxed] = []
+    try:
+        for atoms in with_bar(frames, "relaxing placements") if calculator is not None else ():
+            done += [one := relax_atoms(atoms, calculator, fmax=fmax or 0.05, steps=steps or 200)]
             rows[id(atoms)] |= {"relaxed_energy_eV": one.after, "converged": one.converged}
-        failed = [one.why for one in done if not one.converged]
+    finally:  # finished relaxations are also kept after Ctrl-C and errors of the calculator
         order = sorted(done, key=lambda one: (one.atoms.info["slab"], one.after))
-        frames = [one.atoms for one in order]
-    _write(out, frames, list(rows.values()))
+        _write(out, [*(one.atoms for one in order), *frames[len(done) :]], list(rows.values()))
+    failed = [one.why for one in done if not one.converged]
     if failed:
         warn(f"{out}: {len(failed)} of {len(frames)} relaxations did not converge: {failed[0]}")
     return 3 if failed else 0

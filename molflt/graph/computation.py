@@ -160,7 +160,7 @@ class EnergyComputation(nn.Module):
             x = padded.apply(model.stack.one_pass, x)
         atomic, _ = model.readout(model.stack.norm(x), geometry, edges)
         return (
-            geometry.sum(atomic).double() * model.energy_std + model.energy_mean + given.references
+            geometry.sum(atomic.double()) * model.energy_std + model.energy_mean + given.references
         )
 
 

@@ -63,7 +63,7 @@ class ChargeShare(nn.Module):
         """Maps features (atoms, dim) to charges (atoms,), in units of e; 0 for neutral graphs."""
         cation, anion = self.score(at_least_float32(h)).unbind(dim=1)
         if geometry.charge is None:
-            return torch.zeros_like(cation)
+            return 0 * cation  # with gradients, which DDP expects
         score = torch.where(geometry.charge[geometry.batch] < 0, anion, cation)
         weight = (1 + score).clamp(min=0) ** 4 + _LEAST
         return weight * (geometry.charge / geometry.sum(weight))[geometry.batch]

@@ -283,7 +283,7 @@ class EnergyRegressor(Redrawn):
         tokens = self.embedding(numbers, geometry, neighbors)
         h, displacement = self._refine(geometry, tokens, neighbors, fixed)
         atomic, bonds = self.readout(h, geometry, neighbors)
-        energy = geometry.sum(atomic).double() * self.energy_std + self.energy_mean
+        energy = geometry.sum(atomic.double()) * self.energy_std + self.energy_mean
         out = {"energy": energy, "embedding": h}
         if bonds is not None and neighbors is not None and not self.training:
             assert geometry.tags is not None

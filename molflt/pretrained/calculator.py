@@ -64,7 +64,7 @@ class Calculator(AseCalculator):
         checkpoint: best (the default), last, or a safetensors file; requires a training run.
         device: auto, cpu, cuda or cuda:N; defaults to the device of a module, otherwise to auto.
         dtype: precision of the computation; float32 halves the time, with rounding errors of
-            about 1e-5 eV/Å in forces.
+            about 4e-5 eV/Å in forces.
         slab_stress: also compute the stress of structures that are not periodic along all axes: the
             derivative of the energy with respect to the strain, divided by the volume of the cell
             including vacuum.

@@ -33,6 +33,9 @@ def test_an_lmdb_is_inspected_and_converted(tmp_path, capsys):
     for index, item in enumerate(open_dataset(store)):
         same(original[index], item)
     assert "is also the input" in error_of(capsys, "data", "convert", store, store, "--limit=2")
+    assert "nothing was computed" in error_of(
+        capsys, "data", "convert", store, f"{store}/a.safetensors"
+    )
 
 
 def test_warnings(tmp_path, capsys):

@@ -357,6 +357,8 @@ def test_cations_and_anions_have_their_own_shares():
     cation, anion = (1 + h @ share.score.weight.T).clamp(min=0).pow(4).T
     expected = 2 * cation[:3] / cation[:3].sum(), -anion[3:] / anion[3:].sum()
     torch.testing.assert_close(found, torch.cat(expected), rtol=0, atol=1e-9)
+    share(h, atoms).sum().backward()  # in DDP, each parameter must have a gradient
+    assert not share.score.weight.grad.any()
 
 
 def test_charges_dipoles_and_forces_of_ions():

@@ -222,6 +222,15 @@ def test_radial_bumps_are_those_of_e3nn():
     torch.testing.assert_close(radial_bumps(r, 16, 5.0), theirs * 4, rtol=2e-7, atol=1e-12)
 
 
+def test_energies_of_atoms_are_summed_in_float64():
+    """Sums in bfloat16 would stop growing after a few hundred atoms."""
+    net, atomic = model(readout="all").bfloat16(), []
+    net.readout.register_forward_hook(lambda *call: atomic.append(call[2][0].double()))
+    energy = predict(net, [structure(40, 0)])["energy"]
+    expected = atomic[0].sum()[None] * net.energy_std + net.energy_mean
+    torch.testing.assert_close(energy, expected, rtol=0, atol=1e-9)
+
+
 def test_energies_are_in_eV_and_float64():
     """With references in float32, the energy of C60, -61,784 eV, would be off by 31 meV.
 

@@ -17,7 +17,7 @@ from molflt.data.structures.labels import label_faults, most_adsorption, point_f
 from molflt.data.structures.overlaps import atoms_coincide, overlaps_of
 from molflt.data.structures.sources import Paths, files_of, is_one_source, is_same, sources_in
 from molflt.data.structures.store import BASELINE, write_store
-from molflt.files import readable_size, warn
+from molflt.files import expect_writable, readable_size, warn
 
 if TYPE_CHECKING:
     from torch_geometric.data import Data
@@ -71,6 +71,7 @@ def convert(
             raise ValueError(
                 f"{store}: a compact store must end in .safetensors; got {store.suffix!r}"
             )
+        expect_writable(store)
         if (limit is not None or skip_bad) and any(is_same(store, f) for f in files_of(path)):
             raise ValueError(
                 f"{store} is also the input and would lose structures with --limit or --skip-bad; "

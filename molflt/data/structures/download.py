@@ -114,7 +114,6 @@ def _get(archive: Path, base_url: str, md5: str, unpacked: int) -> None:
         _check_space(archive, 0, archive.stat().st_size, unpacked)
         _expect_md5(archive, md5, "delete it to download it again, or set --md5")
         return
-    archive.parent.mkdir(parents=True, exist_ok=True)
     part = archive.with_name(f"{archive.name}.part")
     _fetch(f"{base_url.rstrip('/')}/{archive.name}", part, unpacked)
     try:
