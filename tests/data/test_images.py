@@ -47,6 +47,14 @@ def test_folders_are_classes_in_order(tmp_path: Path) -> None:
         open_images(root)[5]
 
 
+def test_folders_may_contain_every_format_that_is_decoded(tmp_path: Path) -> None:
+    gray = pixels(1)[0]
+    for ending in ("bmp", "gif", "webp"):
+        Image.fromarray(gray).save(tmp_path / f"0.{ending}", lossless=True)
+    found = [*read_alike(tmp_path, 8, 3)]
+    assert len(found) == 3 and all((image.numpy() == gray).all() for image in found)
+
+
 def test_gray_and_transparent_images_become_colors(tmp_path: Path) -> None:
     root = write_folder(tmp_path / "set", count=1)
     gray = pixels(1)[0]
