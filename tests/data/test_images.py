@@ -1,6 +1,7 @@
 import gzip
 import json
 import pickle
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -29,6 +30,8 @@ def test_folders_are_classes_in_order(tmp_path: Path) -> None:
     (root / "dog" / "deeper").mkdir()
     (root / "dog" / "3.png").rename(root / "dog" / "deeper" / "z.PNG")
     (root / "dog" / "notes.txt").write_text("no image")
+    (root / "dog" / ".ipynb_checkpoints").mkdir()  # with copies of opened images
+    shutil.copy(root / "dog" / "0.png", root / "dog" / ".ipynb_checkpoints" / "0-checkpoint.png")
     folder = pickle.loads(pickle.dumps(open_images(root)))  # for worker processes
     assert folder.classes == ["cat", "dog", "eel"]
     assert folder.labels.tolist() == [0] * 4 + [1] * 4 + [2] * 4

@@ -236,11 +236,12 @@ def _decode(path: str, mode: str | None, size: int | None = None) -> Tensor:
 
 
 def _is_image(path: Path) -> bool:
-    return path.name.lower().endswith(_SUFFIXES) and not path.name.startswith(".")
+    return path.name.lower().endswith(_SUFFIXES)
 
 
 def _image_files(folder: Path) -> list[str]:
-    found = sorted(str(path) for path in folder.rglob("*") if _is_image(path))
+    inside = (path for path in folder.rglob("*") if _is_image(path))
+    found = sorted(str(path) for path in inside if "/." not in f"/{path.relative_to(folder)}")
     if not found:
         raise ValueError(
             f"{folder}: expected images ({', '.join(_SUFFIXES)}); got none; remove the folder, or "
