@@ -174,7 +174,7 @@ def _open_folder(
 ) -> LabeledImages:
     entries = sorted(entry for entry in path.iterdir() if entry.name[0] != ".")
     found = [entry.name for entry in entries if entry.is_dir()]
-    unused = [entry.name for entry in entries if _is_image(entry)]
+    unused = [entry.name for entry in entries if _is_image(Path(entry.name))]
     if flat and not found:
         found = ["."]
     elif not found:
@@ -236,12 +236,11 @@ def _decode(path: str, mode: str | None, size: int | None = None) -> Tensor:
 
 
 def _is_image(path: Path) -> bool:
-    return path.name.lower().endswith(_SUFFIXES)
+    return path.name.lower().endswith(_SUFFIXES) and "/." not in f"/{path}"
 
 
 def _image_files(folder: Path) -> list[str]:
-    inside = (path for path in folder.rglob("*") if _is_image(path))
-    found = sorted(str(path) for path in inside if "/." not in f"/{path.relative_to(folder)}")
+    found = sorted(str(path) for path in folder.rglob("*") if _is_image(path.relative_to(folder)))
     if not found:
         raise ValueError(
             f"{folder}: expected images ({', '.join(_SUFFIXES)}); got none; remove the folder, or "
