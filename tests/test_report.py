@@ -13,6 +13,7 @@ from tiny_run import error_of, last_state, page_of, printed, start, structures, 
 
 import molflt
 from molflt.commands.cli import main
+from molflt.commands.compare import _marked
 from molflt.data.structures.store import write_store
 from molflt.evaluation.runs import standard_error
 from molflt.tasks.is2re import IS2RETask
@@ -235,6 +236,15 @@ def test_json_and_pictures(runs, capsys, tmp_path):
     assert not list(runs.glob("*/comparison.json"))
     (tmp_path / "link").symlink_to(runs / "wide")
     assert "twice" in error_of(capsys, "compare", str(runs / "wide"), str(tmp_path / "link"))
+
+
+@pytest.mark.parametrize(
+    ("name", "best"),
+    [("bleu", 1), ("spearman_percent", 1), ("residue_perplexity", 0), ("final_loss", 0)],
+)
+def test_the_best_of_metrics_that_only_evaluate_computes_has_a_star(name, best):
+    cells = _marked([SimpleNamespace(metrics={})], name, [1.5, 2.5], ["", ""])
+    assert ["*" in cell for cell in cells] == [best == 0, best == 1]
 
 
 def test_shares_of_zero_and_one_have_no_standard_error():

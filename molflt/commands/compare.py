@@ -14,6 +14,9 @@ from molflt.metrics import Metric
 from molflt.plots import further_formats, overlaid_curves
 
 _WIDEST = 28  # maximum number of characters in a cell
+_LARGEST = [f"{name}_percent" for name in ("f1", "glue", "matthews", "pearson", "spearman")]
+_LARGEST += ["bleu", "chrf", "residue_accuracy_percent"]  # computed only by `molflt evaluate`
+_SMALLEST = ("final_loss", "residue_perplexity")  # also
 
 
 def compare(
@@ -110,9 +113,10 @@ def _marked(
     runs: Sequence[Run], name: str, values: Sequence[float | None], ends: Sequence[str]
 ) -> list[str]:
     metric, known = _metric(runs, name), [value for value in values if value is not None]
+    largest = name in _LARGEST if metric is None else metric.largest_is_best
     best = None
-    if metric is not None and len(known) > 1:
-        best = max(known) if metric.largest_is_best else min(known)
+    if len(known) > 1 and (largest or metric is not None or name in _SMALLEST):
+        best = max(known) if largest else min(known)
     form = "," if all(isinstance(value, int) for value in known) else _digits(runs, name)
     return [
         "-" if value is None else f"{value:{form}}" + "*" * (value == best) + end

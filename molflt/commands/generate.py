@@ -116,9 +116,9 @@ def _draw(
     inside = file is not None and file.resolve() in out.resolve().parents
     expect_writable(out, *([] if file is None else [file]), *([out] if inside else []))
     count = IMAGES if images is None else images
+    _say_cost(whole)
     if file is None:
         refuse_idle(model.name, "no --file to continue", {"rows": rows, "fit": fit or None})
-        _say_cost(whole)
         drawn = model.generate(count, progress=True, **options)
         write_sheet(out, [drawn])
         print(f"{out}: {len(drawn)} images")
@@ -126,7 +126,6 @@ def _draw(
     found = list(islice(read_alike(file, whole.image_size, whole.channels, fit), count))
     original = torch.stack(found)
     rows = whole.image_size // 2 if rows is None else rows
-    _say_cost(whole)
     drawn = model.generate(given=original, rows=rows, progress=True, **options)
     given = original.clone()
     given[:, :, rows:] = 128  # gray

@@ -26,10 +26,6 @@ from molflt.training.run_folder import best_of, duration
 Row = Mapping[str, str]
 
 
-def _read(read: Callable[[], Any], otherwise: Any) -> Any:
-    return read()
-
-
 class Run:
     """Contents of a run folder; parts whose files are missing are empty.
 
@@ -56,7 +52,10 @@ class Run:
     """
 
     def __init__(
-        self, path: Path, name: str, attempt: Callable[[Callable[[], Any], Any], Any] = _read
+        self,
+        path: Path,
+        name: str,
+        attempt: Callable[[Callable[[], Any], Any], Any] = lambda read, otherwise: read(),
     ) -> None:
         self.path, self.name, self.config = path, name, read_config(path)
         last, table, file = (

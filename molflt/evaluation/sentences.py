@@ -119,5 +119,4 @@ def logits_of(
     if rows.cut:
         warn(f"{name}: {rows.cut:,} of {len(rows):,} exceed {length} tokens and were truncated")
     loader = DataLoader(rows, batch_size, collate_fn=partial(padded, pad=tokenizer.pad))
-    found, _ = common.logits_of(model, loader, name, f"{batch_size} x {length:,} tokens")
-    return found.numpy()
+    return common.logits_of(model, loader, name, f"{batch_size} x {length:,} tokens")[0].numpy()

@@ -101,8 +101,7 @@ def bleu(translations: Sequence[str], references: Sequence[str], lowercase: bool
     metric, others = scores.BLEU(lowercase=lowercase), scores.CHRF(lowercase=lowercase)
     score = metric.corpus_score(list(translations), [list(references)])
     chrf = others.corpus_score(list(translations), [list(references)]).score
-    ratio = score.sys_len / max(1, score.ref_len)
-    return Bleu(score.score, chrf, ratio, str(metric.get_signature()))
+    return Bleu(score.score, chrf, score.ratio, str(metric.get_signature()))
 
 
 def translate(

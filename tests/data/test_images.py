@@ -1,6 +1,7 @@
 import gzip
 import json
 import pickle
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -29,6 +30,8 @@ def test_folders_are_classes_in_order(tmp_path: Path) -> None:
     (root / "dog" / "deeper").mkdir()
     (root / "dog" / "3.png").rename(root / "dog" / "deeper" / "z.PNG")
     (root / "dog" / "notes.txt").write_text("no image")
+    (root / "dog" / ".ipynb_checkpoints").mkdir()  # with copies of opened images
+    shutil.copy(root / "dog" / "0.png", root / "dog" / ".ipynb_checkpoints" / "0-checkpoint.png")
     folder = pickle.loads(pickle.dumps(open_images(root)))  # for worker processes
     assert folder.classes == ["cat", "dog", "eel"]
     assert folder.labels.tolist() == [0] * 4 + [1] * 4 + [2] * 4
@@ -45,6 +48,14 @@ def test_folders_are_classes_in_order(tmp_path: Path) -> None:
     Image.new("RGB", (9, 8)).save(root / "dog" / "1.png")
     with pytest.raises(ValueError, match=r"dog/1.png: .*3, 8, 8.*3, 8, 9"):
         open_images(root)[5]
+
+
+def test_folders_may_contain_every_format_that_is_decoded(tmp_path: Path) -> None:
+    gray = pixels(1)[0]
+    for ending in ("bmp", "gif", "webp"):
+        Image.fromarray(gray).save(tmp_path / f"0.{ending}", lossless=True)
+    found = [*read_alike(tmp_path, 8, 3)]
+    assert len(found) == 3 and all((image.numpy() == gray).all() for image in found)
 
 
 def test_gray_and_transparent_images_become_colors(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from molflt.files import shown, unpacked
 _MAGIC = {3: b"\0\0\x08\x03", 1: b"\0\0\x08\x01"}  # type (unsigned byte) and number of axes
 _CHUNK = 4096  # images that are resized at once
 _SAMPLE = 20  # images that are decoded to find out if a folder is gray
-_SUFFIXES = (".png", ".jpg", ".jpeg")
+_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp")
 _GRAY = ("1", "L", "LA")
 _DEEP = ("I", "F")  # modes with more than 8 bits, which Pillow would clip
 _Fit = Callable[[Tensor, str], Tensor]  # takes images (n, channels, height, width) and their name
@@ -173,7 +173,7 @@ def _open_folder(
 ) -> LabeledImages:
     entries = sorted(entry for entry in path.iterdir() if entry.name[0] != ".")
     found = [entry.name for entry in entries if entry.is_dir()]
-    unused = [entry.name for entry in entries if _is_image(entry)]
+    unused = [entry.name for entry in entries if _is_image(Path(entry.name))]
     if flat and not found:
         found = ["."]
     elif not found:
@@ -235,11 +235,11 @@ def _decode(path: str, mode: str | None, size: int | None = None) -> Tensor:
 
 
 def _is_image(path: Path) -> bool:
-    return path.name.lower().endswith(_SUFFIXES) and not path.name.startswith(".")
+    return path.name.lower().endswith(_SUFFIXES) and "/." not in f"/{path}"
 
 
 def _image_files(folder: Path) -> list[str]:
-    found = sorted(str(path) for path in folder.rglob("*") if _is_image(path))
+    found = sorted(str(path) for path in folder.rglob("*") if _is_image(path.relative_to(folder)))
     if not found:
         raise ValueError(
             f"{folder}: expected images ({', '.join(_SUFFIXES)}); got none; remove the folder, or "
