@@ -1,4 +1,5 @@
 import gzip
+import re
 import time
 import zlib
 from pathlib import Path
@@ -409,7 +410,7 @@ def example(name: str) -> Path:
 
 
 @pytest.mark.parametrize("name", ["OUTCAR.3", "log", "OUTCAR.gz"])
-def test_outcar(tmp_path, name):
+def test_outcar(tmp_path, name, capsys):
     content = example("vasp/OUTCAR_example_1").read_bytes()
     (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith("gz") else content)
     dataset = open_dataset(tmp_path / name)
@@ -422,6 +423,11 @@ def test_outcar(tmp_path, name):
     free = open_dataset(tmp_path / name, reading=Reading("free_energy"))[0]
     assert float(free.energy) == expected.get_potential_energy(force_consistent=True)
     assert float(free.energy) != float(record.energy)
+    text = re.sub(r"(NELM +=) *120", r"\1 63", content.decode())
+    (tmp_path / "OUTCAR").write_text(text)
+    capsys.readouterr()
+    open_dataset(tmp_path / "OUTCAR")
+    assert "used all 63" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["vasp_2.xml", "md.xml"])
@@ -432,7 +438,10 @@ def test_vasprun(tmp_path, name, capsys):
     expected = ase.io.read(example("vasp/vasprun_pstress.xml"), format="vasp-xml")
     assert float(record.energy) == expected.get_potential_energy()
     np.testing.assert_allclose(record.stress[0], expected.get_stress(voigt=False), atol=1e-6)
-    assert "cut" not in capsys.readouterr().err
+    assert not capsys.readouterr().err
+    (tmp_path / name).write_text(re.sub('("NELM">) *60', r"\1 9", content))
+    open_dataset(tmp_path / name)
+    assert "steps, such as step 1, used all 9" in capsys.readouterr().err
     (tmp_path / name).write_text(content[: content.rindex("</modeling>")])
     open_dataset(tmp_path / name)
     assert "the file is truncated" in capsys.readouterr().err

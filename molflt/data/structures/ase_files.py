@@ -6,7 +6,6 @@ import lzma
 import re
 import sqlite3
 import zlib
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from fnmatch import fnmatchcase
@@ -225,8 +224,8 @@ def _loads(path: Path, kind: str) -> _Loads:
                 expect_counts_of_poscar(file)
             elif kind == "proteindatabank":
                 expect_elements_of_pdb(file)
-            elif kind == "vasp-xml" and "</modeling>" not in "".join(deque(file, 3)):
-                warn(f"{path}: the file is truncated; its last steps are not read")
+            elif kind in ("vasp-xml", "vasp-out"):
+                _warn_of_vasp(path, file, kind)
             file.seek(0)
             # ASE interprets @ in a path as file@index
             given: Any = file if form.acceptsfd else str(path)
@@ -237,6 +236,29 @@ def _loads(path: Path, kind: str) -> _Loads:
                 atoms.info |= stated
                 atoms.pbc |= kind == "eon"  # whose files are periodic
                 yield number, partial(lambda same: same, atoms)
+
+
+def _warn_of_vasp(path: Path, file: IO[str], kind: str) -> None:
+    """Warns about a truncated vasprun.xml, and about steps that used all NELM electronic cycles."""
+    most, complete = 0, kind == "vasp-out"
+    cycles: list[int] = []  # of each ionic step
+    for line in file:
+        if "NELM" in line and (found := re.search(r"\bNELM\b\D*(\d+)", line)):
+            most = int(found[1])
+        elif "Iteration" in line and (found := re.search(r"\( *(\d+)\)", line)):  # OUTCAR
+            cycles[-1:] = [*cycles[-1:], 1] if found[1] == "1" else [int(found[1])]
+        elif "<calculation>" in line:
+            cycles.append(0)
+        elif "<scstep>" in line:
+            cycles[-1] += 1
+        complete |= "</modeling>" in line
+    if not complete:
+        warn(f"{path}: the file is truncated; its last steps are not read")
+    if lost := [place for place, count in enumerate(cycles) if count >= most > 1]:
+        warn(
+            f"{path}: {len(lost)} of {len(cycles)} steps, such as step {lost[0] + 1}, used all {most} "
+            "electronic cycles (NELM); their energies may not be converged; remove these steps"
+        )
 
 
 def expect_read_by_ase(kind: str, text: str) -> None:
