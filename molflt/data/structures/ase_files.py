@@ -256,8 +256,8 @@ def _warn_of_vasp(path: Path, file: IO[str], kind: str) -> None:
         warn(f"{path}: the file is truncated; its last steps are not read")
     if lost := [place for place, count in enumerate(cycles) if count >= most > 1]:
         warn(
-            f"{path}: {len(lost)} of {len(cycles)} steps, such as step {lost[0] + 1}, used all {most} "
-            "electronic cycles (NELM); their energies may not be converged; remove these steps"
+            f"{path}: {len(lost)} of {len(cycles)} steps, such as step {lost[0] + 1}, used all "
+            f"{most} electronic cycles (NELM); their energies may be wrong; remove these steps"
         )
 
 
