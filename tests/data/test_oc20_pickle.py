@@ -58,6 +58,13 @@ def test_code_is_refused_by_name_and_does_not_run(tmp_path, build, name):
     assert not sentinel.exists()
 
 
+@pytest.mark.filterwarnings("ignore:Detected pickle protocol")
+def test_records_of_protocol_2_are_read():
+    """They contain bytes as text."""
+    again = _decode_record(pickle.dumps(Data(**fields(3)), protocol=2), "f: key '0'")
+    assert torch.equal(again["pos"], fields(3)["pos"]) and again["sid"] == 1003
+
+
 TAMPERING = {
     "dict of the Data class": DATA + b"}X\x07\x00\x00\x00__new__" + STORAGE + b"sb.",
     "hook on a Data": DATA + b")\x81N}X\x0c\x00\x00\x00__setstate__" + STORAGE + b"s\x86b.",

@@ -168,6 +168,7 @@ _NAMES: dict[str, object] = {
     "collections.OrderedDict": dict,  # hooks of a tensor
     "torch.storage._load_from_bytes": _storage,
     "torch._utils._rebuild_tensor_v2": _tensor,
+    "_codecs.encode": lambda text, encoding: str.encode(text, "latin1"),  # bytes in protocol 2
     "numpy.dtype": _Dtype,
     "numpy.core.multiarray.scalar": _scalar,
     "numpy._core.multiarray.scalar": _scalar,
