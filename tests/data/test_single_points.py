@@ -233,6 +233,8 @@ def test_energies_beyond_those_of_all_electrons_are_named():
     for energy, said in ((-4209.5, False), (-97080.0, True)):
         ethanol = make_record(pos=np.eye(9, 3), atomic_numbers=[6, 6, 8, *6 * [1]], energy=energy)
         assert ("times the all-electron energies" in energy_unit_fault([ethanol])) == said
+    ethanol.energy *= np.nan  # of relaxed positions
+    assert energy_unit_fault([ethanol]) == ""
 
 
 def test_forces_of_frames_in_other_cells_are_not_judged_by_their_strain(tmp_path) -> None:
