@@ -79,9 +79,11 @@ def test_stress_of_another_method_is_told(tmp_path, capsys):
         assert (told in capsys.readouterr().err) == expected
 
 
-def test_s2ef_files(tmp_path):
+@pytest.mark.parametrize("names", [("y", "force"), ("energy", "forces")])  # ocp, fairchem 1
+def test_s2ef_files(tmp_path, names):
     forces = torch.arange(21.0).reshape(7, 3) / 10
-    y = {"y": -3.5, "force": forces, "y_relaxed": None, "y_init": None, "pos_relaxed": None}
+    y = dict.fromkeys(("y_relaxed", "y_init", "pos_relaxed"))
+    y |= dict(zip(names, (-3.5, forces), strict=True))
     path = write_lmdb(tmp_path / "train.lmdb", {str(i): old_record(i, **y) for i in range(2)})
     record = open_dataset(path)[0]
     assert float(record.energy) == -3.5 and torch.equal(record.forces, forces)
