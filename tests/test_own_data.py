@@ -241,6 +241,10 @@ def test_shards_are_one_source(tmp_path) -> None:
     assert DataSet(shards).is_one and not DataSet(tmp_path).is_one
     parts = module(shards, val_fraction=0.4).datasets
     assert (len(parts["train"]), len(parts["val"])) == (3, 2)
+    (shards / "sub").mkdir()
+    for count, name in enumerate(("sub/a.traj", "b.traj"), 6):  # nothing is ignored
+        layered(2).write(shards / name)
+        assert len(open_dataset(shards)) == count
 
 
 def layered(layers: int, adsorbate: bool = True) -> Atoms:

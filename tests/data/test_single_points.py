@@ -79,9 +79,11 @@ def test_stress_of_another_method_is_told(tmp_path, capsys):
         assert (told in capsys.readouterr().err) == expected
 
 
-def test_s2ef_files(tmp_path):
+@pytest.mark.parametrize("names", [("y", "force"), ("energy", "forces")])  # ocp, fairchem 1
+def test_s2ef_files(tmp_path, names):
     forces = torch.arange(21.0).reshape(7, 3) / 10
-    y = {"y": -3.5, "force": forces, "y_relaxed": None, "y_init": None, "pos_relaxed": None}
+    y = dict.fromkeys(("y_relaxed", "y_init", "pos_relaxed"))
+    y |= dict(zip(names, (-3.5, forces), strict=True))
     path = write_lmdb(tmp_path / "train.lmdb", {str(i): old_record(i, **y) for i in range(2)})
     record = open_dataset(path)[0]
     assert float(record.energy) == -3.5 and torch.equal(record.forces, forces)
@@ -233,6 +235,8 @@ def test_energies_beyond_those_of_all_electrons_are_named():
     for energy, said in ((-4209.5, False), (-97080.0, True)):
         ethanol = make_record(pos=np.eye(9, 3), atomic_numbers=[6, 6, 8, *6 * [1]], energy=energy)
         assert ("times the all-electron energies" in energy_unit_fault([ethanol])) == said
+    ethanol.energy *= np.nan  # of relaxed positions
+    assert energy_unit_fault([ethanol]) == ""
 
 
 def test_forces_of_frames_in_other_cells_are_not_judged_by_their_strain(tmp_path) -> None:

@@ -75,6 +75,7 @@ def energy_unit_fault(records: Sequence[Data]) -> str:
     most = [
         float(-record.energy / (_ATOM * record.atomic_numbers.double() ** (7 / 3)).sum())
         for record in records
+        if record.energy.isfinite()
     ]
     if not most or np.median(most) < 2:
         return ""

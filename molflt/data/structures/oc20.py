@@ -34,13 +34,15 @@ _T = TypeVar("_T")
 _Field: TypeAlias = Tensor | np.number | np.bool_ | int | float | str
 _FIELDS = (
     "pos", "atomic_numbers", "cell", "pbc", "tags", "fixed", "y_init", "y_relaxed", "pos_relaxed",
-    "charge",
+    "charge", "energy", "forces", "stress",
 )  # fmt: skip
-_SINGLE_POINT = {"y": "energy", "force": "forces"}  # names of labels at `pos` in S2EF
-_UNUSED = ("forces", "stress", "energy")  # labels of IS2RE are y_relaxed and y_init
+# Labels at `pos`, by name in fairchem 1; ocp's names for S2EF, y and force, take precedence
+_SINGLE_POINT = {
+    "energy": "energy", "forces": "forces", "stress": "stress", "y": "energy", "force": "forces",
+}  # fmt: skip
 _S2EF = (
-    "y and force are the energy and forces of single geometries, as in S2EF; expected IS2RE with "
-    "y_relaxed, the energy after relaxation; train on these with --recipe potential"
+    "the energy and forces belong to single geometries, as in S2EF; expected IS2RE with y_relaxed, "
+    "the energy after relaxation; train on these with --recipe potential"
 )
 
 _MAGIC = 0x1950A86A20F9469CFC6C  # magic number of a tensor's storage in torch's older format
@@ -135,14 +137,11 @@ class _Reader(pickle._Unpickler):
         return pid  # the description of a storage
 
 
-_STORAGE_NAMES = {f"torch.{kind}Storage": kind for kind in _STORAGES}
-
-
 def _storage(content: bytes) -> _Storage:
     """Replaces ``torch.storage._load_from_bytes``: reads five pickles, a length and the values."""
-    file = io.BytesIO(content)
+    file, names = io.BytesIO(content), {f"torch.{kind}Storage": kind for kind in _STORAGES}
     try:
-        found = [_Reader(file, _STORAGE_NAMES).load() for _ in range(5)]
+        found = [_Reader(file, names).load() for _ in range(5)]
     except _Refused as error:
         raise _Refused(f"{error}, nested in the storage of a tensor") from None
     match found:
@@ -236,8 +235,7 @@ class Oc20Lmdb(Structures):
 
     def __init__(self, path: str | Path, skip_bad: bool = False) -> None:
         super().__init__(path, skip_bad)
-        shards = shards_in(self.path) if self.path.is_dir() else [self.path]
-        self.shards = [LmdbFile(shard) for shard in shards]
+        self.shards = [LmdbFile(shard) for shard in shards_in(self.path) or [self.path]]
         self._keys = [self._record_keys(shard) for shard in self.shards]
         self._ends = np.cumsum([len(keys) for keys in self._keys])
 
@@ -251,8 +249,6 @@ class Oc20Lmdb(Structures):
     def __getitem__(self, index: int) -> Data:
         fields = self._fields(index)
         taken = {name: fields[name] for name in _FIELDS if name in fields}
-        if fields.keys() >= _SINGLE_POINT.keys():  # some IS2RE records have only forces
-            taken |= {own: fields[name] for name, own in _SINGLE_POINT.items()}
         try:
             if (charge := charge_in(fields)) is not None:
                 taken["charge"] = charge
@@ -300,34 +296,33 @@ class Oc20Lmdb(Structures):
                 "file again, or read the existing records with --skip-bad"
             )
         self.bad += [(f"{shard.path}: {name}", "missing") for name in missing]
-        if not self.skip_bad:
-            beyond = keys[len(below) :]
-            self.bad += [(f"{shard.path}: key '{key}'", "beyond 'length'") for key in beyond]
-        return keys if self.skip_bad else below
+        if self.skip_bad:
+            return keys
+        self.bad += [(f"{shard.path}: key '{k}'", "beyond 'length'") for k in keys[len(below) :]]
+        return below
 
     def _locate(self, index: int) -> tuple[LmdbFile, int]:
-        stored = self._stored(index)
-        shard = int(np.searchsorted(self._ends, stored, side="right"))
+        shard = int(np.searchsorted(self._ends, stored := self._stored(index), side="right"))
         keys = self._keys[shard]
         return self.shards[shard], keys[stored - int(self._ends[shard]) + len(keys)]
 
-    def _fields(self, index: int) -> dict[str, _Field]:
+    def _fields(self, index: int) -> dict[str, Any]:
         shard, key = self._locate(index)
         where, content = self.where(index), shard.get(str(key).encode())
         if content is None:
             raise ValueError(f"{where}: missing")
         fields = _decode_record(content, where)
-        missing = [name for name in ("pos", "atomic_numbers") if name not in fields]
-        if missing:
+        if missing := [name for name in ("pos", "atomic_numbers") if name not in fields]:
             raise ValueError(
                 f"{where}: expected pos, atomic_numbers, cell, ...; {missing[0]} is missing; "
                 f"got {', '.join(sorted(fields)) or 'no fields'}"
             )
-        if {"y", "force"} <= fields.keys() and "y_relaxed" not in fields:
+        there = {name: own for name, own in _SINGLE_POINT.items() if name in fields}
+        both = {"energy", "forces"} <= {*there.values()}  # IS2RE may have only forces
+        read = {own: name for name, own in there.items() if both}
+        if read and "y_relaxed" not in fields:
             self.hint = _S2EF
-        read = _SINGLE_POINT if fields.keys() >= _SINGLE_POINT.keys() else {}
-        there = [name for name in (*_SINGLE_POINT, *_UNUSED) if name in fields]
-        self.labels |= {name: read.get(name) for name in there}
+        self.labels |= {name: own if read.get(own) == name else None for name, own in there.items()}
         if not isinstance(fields["pos"], Tensor) or fields["pos"].ndim != 2:
             raise ValueError(f"{where}: pos must be a tensor (N, 3) in Å")
-        return fields
+        return fields | {own: fields.get(read.get(own, "")) for own in _SINGLE_POINT.values()}

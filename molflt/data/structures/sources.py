@@ -209,9 +209,13 @@ def _is_structures(path: Path) -> bool:
 
 
 def is_shards(folder: Path) -> bool:
-    """Returns True if a folder contains shards of one source rather than splits."""
-    whole = folder.is_dir() and any(source.takes(folder) for source in SOURCES.values())
-    return whole and not {each.stem for each in folder.glob("*.lmdb")} & {*SPLITS_IN_ORDER}
+    """Returns True if a folder contains shards of one source rather than splits or other files."""
+    taken = next((source for source in SOURCES.values() if source.takes(folder)), None)
+    if taken is not Oc20Lmdb:
+        return taken is not None
+    found = _children(folder)[0]
+    own = all(path.is_file() and path.suffix in taken.suffixes for path, _ in found.values())
+    return own and not found.keys() & {*SPLITS_IN_ORDER}
 
 
 def _name(path: Path) -> str:
