@@ -153,6 +153,21 @@ def test_an_evaluation_removes_files_of_an_earlier_one(run, tmp_path, monkeypatc
 
 
 @pytest.mark.usefixtures("undrawn")
+def test_replaced_results_are_named(run, tmp_path, capsys) -> None:
+    words = ["evaluate", run, "--device=cpu", "--out", tmp_path, "--splits", "val_id"]
+    for more, gone in (
+        (["test_id"], ""),
+        ([], "(checkpoint 'best', splits test_id)"),
+        (["val_ood_ads"], ""),
+        (["--checkpoint", "last"], "(checkpoint 'best', splits val_id, val_ood_ads)"),
+    ):
+        told = [line for line in printed(capsys, *words, *more).err.splitlines() if "repl" in line]
+        assert len(told) == bool(gone) and all(gone in line and "--out" in line for line in told)
+    (tmp_path / "results.json").write_text("{")
+    assert "replaces" not in printed(capsys, *words).err
+
+
+@pytest.mark.usefixtures("undrawn")
 def test_data_elsewhere_and_no_training_split(run, energy_data, tmp_path, capsys, monkeypatch):
     model, saved = load_run(run)
     saved["data"]["root"] = "was/here"
@@ -196,6 +211,7 @@ def slabs(tags: bool = True) -> list[Atoms]:
 
 
 def test_predict_a_table(run, tmp_path, capsys) -> None:
+    assert f"{run}: a trained model; expected a file" in error_of(capsys, "predict", run)
     write(tmp_path / "in.extxyz", slabs())
     out = tmp_path / "new" / "out.csv"
     words = ["predict", str(run), str(tmp_path / "in.extxyz"), "--out", str(out)]

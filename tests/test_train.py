@@ -3,6 +3,7 @@ import shutil
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import lightning.pytorch as pl
 import numpy as np
@@ -373,6 +374,15 @@ def test_wandb_offline(data, tmp_path, monkeypatch):
     assert resume(run, "--trainer.max_steps=6") == 0
     files = list((run / "wandb").glob("offline-run-*/run-*.wandb"))
     assert len({file.name for file in files}) == 1  # one run to wandb
+
+
+def test_wandb_without_a_login(data, tmp_path, monkeypatch, capsys):
+    wandb = pytest.importorskip("wandb")
+    refused = wandb.errors.UsageError("No API key configured.")
+    monkeypatch.setattr(wandb, "init", Mock(side_effect=refused))
+    words = ["--trainer.max_steps=4", "--trainer.logger=wandb"]
+    line = error_of(capsys, "train", *arguments(data, tmp_path / "run", *words))
+    assert "trainer.logger=wandb" in line and "No API key" in line and "wandb login" in line
 
 
 @pytest.fixture(scope="module")

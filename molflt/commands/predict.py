@@ -180,6 +180,11 @@ def _model_and_files(run: str | None, file: Path | Sequence[Path]) -> tuple[str 
     files = [Path(file)] if isinstance(file, str | Path) else list(map(Path, file))
     if run is None and len(files) > 1 and _is_run(files[0]):
         return str(files[0]), files[1:]
+    if run is None and is_trained(files[0]):
+        raise ValueError(
+            f"{files[0]}: a trained model; expected a file to predict after it; got none; the "
+            "command is molflt predict RUN FILE"
+        )
     return run, files
 
 

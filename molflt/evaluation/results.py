@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from molflt.data.structures.base import AS_TRAINED
-from molflt.files import csv_text, read_json, shown, write_atomically
+from molflt.files import csv_text, read_json, shown, warn, write_atomically
 from molflt.plots.figure import FORMATS
 from molflt.training.checkpoint import weights_digest
 from molflt.training.config import Config
@@ -194,6 +194,7 @@ def write_results(
         how = ", ".join(f"{key} {value}" for key, value in unlike.items())
         others = f"{own.get('root') if data is None else data} with {how}"
     note = {**provenance, "data": others}
+    _warn_of_replaced(out, results, note)
     files = {path.name: path.read_bytes() for path in sorted(made.iterdir())}
     for name, content in {RESULTS: known, _NOTE: note}.items():
         files[name] = f"{json.dumps(content, indent=2, allow_nan=False)}\n".encode()
@@ -205,6 +206,23 @@ def write_results(
     for name, content in files.items():  # results.json is written after the files it belongs to
         write_atomically(out / name, content)
     return [out / name for name in files]
+
+
+def _warn_of_replaced(out: Path, results: Results, note: Provenance) -> None:
+    """Warns about earlier results of other splits, another checkpoint or other data."""
+    try:
+        found, before = read_json(out / RESULTS, "metrics by split", ""), _note(out)
+    except (OSError, ValueError):  # missing or damaged
+        return
+    same = all(before.get(key, note[key]) == note[key] for key in ("checkpoint", "data"))
+    splits = found if isinstance(found, dict) else {}
+    if gone := [split for split in splits if split not in results or not same]:
+        whose = f"checkpoint {shown(before['checkpoint'])}, " if before else ""
+        whose += f"data {shown(before['data'])}, " if before.get("data") else ""
+        warn(
+            f"{out / RESULTS}: replaces earlier results ({whose}splits {', '.join(gone)}); to keep "
+            "both, evaluate all splits at once, or write to another folder with --out"
+        )
 
 
 def _others(own: Mapping[str, object], data: object, splits: Iterable[str]) -> str | None:

@@ -150,7 +150,14 @@ def _loggers(name: LoggerName, folder: RunFolder) -> Iterator[list[Logger]]:
         own = hashlib.sha256(str(folder.path.resolve()).encode() + begun).hexdigest()[:16]
         project = os.environ.get("WANDB_PROJECT", "molflt")
         wandb = WandbLogger(folder.path.name, save_dir=folder.path, project=project, id=own)
-        wandb.log_hyperparams(dict(folder.provenance["config"]))  # prompts for the login
+        try:
+            wandb.log_hyperparams(dict(folder.provenance["config"]))  # prompts for the login
+        except Exception as error:  # the errors of wandb only have Exception as a common base
+            reason = " ".join(str(error).split())[:200]
+            raise ValueError(
+                f"trainer.logger=wandb: could not start; {reason}; log in with wandb login, or set "
+                "WANDB_MODE=offline"
+            ) from error
         try:
             yield [wandb]
         finally:
