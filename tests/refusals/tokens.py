@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from token_files import idx, pixels, write_folder
+from token_files import idx, pixels, write_folder, write_reviews
 
 from molflt.data.batches import SizeBucketedBatchSampler
 from molflt.data.images.datamodule import ImageData
@@ -13,6 +13,7 @@ from molflt.data.images.unlabeled import read_alike
 from molflt.data.text.datamodule import TextData, TokenizedText
 from molflt.data.text.glue import _read_texts, read_examples
 from molflt.data.text.parallel import ParallelData, read_parallel
+from molflt.data.text.sentences import SentenceData
 from molflt.data.text.sources import _records
 from molflt.data.text.tokenizer import Tokenizer
 from molflt.data.text.vocabulary import Vocabulary
@@ -123,6 +124,12 @@ ROWS = [
     Refusal(subwords("日本語\n" * 90, tokenizer="t.json"), "train.txt", "knows", "100%"),
     Refusal(subwords("1 [AVG 2 ]\n", kind="listops"), "train.txt", "[MIN", "'[AVG'"),
     # labeled sentences
+    Refusal(
+        lambda f: SentenceData("IMDb", write_reviews(f), kind="wordpiece").setup(),
+        "aclImdb/train",
+        "UTF-8",
+        "data.kind byte",
+    ),
     Refusal(rows("SST-2", "text\tlabel\na\t1\n"), "row 1", "sentence", "text"),
     Refusal(rows("SST-2", "sentence\tlabel\na\t1\n\nb\n"), "row 4", "at least 2", "1"),
     Refusal(rows("SST-2", "sentence\tlabel\na\t2\n"), "row 2", "0, 1", "'2'"),
