@@ -50,6 +50,13 @@ def test_folders_are_classes_in_order(tmp_path: Path) -> None:
         open_images(root)[5]
 
 
+def test_images_in_linked_folders_are_read_once(tmp_path: Path) -> None:
+    root, shared = write_folder(tmp_path / "set"), write_folder(tmp_path / "shared")
+    (root / "cat" / "more").symlink_to(shared / "dog", target_is_directory=True)
+    (shared / "dog" / "back").symlink_to(shared / "dog", target_is_directory=True)
+    assert open_images(root).labels.bincount().tolist() == [8, 4, 4]
+
+
 def test_folders_may_contain_every_format_that_is_decoded(tmp_path: Path) -> None:
     gray = pixels(1)[0]
     for ending in ("bmp", "gif", "webp"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -239,7 +240,16 @@ def _is_image(path: Path) -> bool:
 
 
 def _image_files(folder: Path) -> list[str]:
-    found = sorted(str(path) for path in folder.rglob("*") if _is_image(path.relative_to(folder)))
+    found, visited = list[str](), set[str]()
+    for where, below, names in os.walk(folder, followlinks=True):
+        if (real := os.path.realpath(where)) in visited:  # links may form a circle
+            below.clear()
+            continue
+        visited.add(real)
+        below.sort()  # otherwise the order depends on the disk
+        paths = (Path(where, name) for name in names)
+        found += [str(path) for path in paths if _is_image(path.relative_to(folder))]
+    found.sort()
     if not found:
         raise ValueError(
             f"{folder}: expected images ({', '.join(_SUFFIXES)}); got none; remove the folder, or "
