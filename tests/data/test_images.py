@@ -189,6 +189,9 @@ def test_batches_of_idx_files(tmp_path: Path) -> None:
     for path in (val, val.with_name("t10k-labels-idx1-ubyte")):
         path.with_suffix(".gz").write_bytes(gzip.compress(path.read_bytes()))
         path.unlink()
+    train.write_bytes(gzip.compress(train.read_bytes()))  # without the extension
+    labels = val.with_name("t10k-labels-idx1-ubyte.gz")
+    labels.write_bytes(gzip.decompress(labels.read_bytes()))  # unpacked by a browser
     data = ImageData(train, val.with_suffix(".gz"), batch_size=5, class_names=["a", "b", "c"])
     assert data.sizes() == {"classes": 3, "channels": 1, "image_size": 8}
     assert json.loads(data.files()["classes.json"]) == ["a", "b", "c"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import math
 import os
 import warnings
@@ -282,8 +283,12 @@ def _open_idx(
 
 def _read_file(path: Path, axes: int) -> Tensor:
     """Reads a uint8 tensor with `axes` axes from a plain or compressed idx file."""
-    with unpacked(path) as file:
+    with open(path, "rb") as file:
+        plain = file.read(2) == b"\0\0"  # browsers may unpack a file and keep its name
+    with open(path, "rb") if plain else unpacked(path) as file:
         content = file.read()
+        if content[:2] == b"\x1f\x8b":  # compressed, but without the extension .gz
+            content = gzip.decompress(content)
     head = 4 + 4 * axes
     shape = np.frombuffer(content[4:head].ljust(4 * axes, b"\0"), ">u4").tolist()
     size = math.prod(shape)
