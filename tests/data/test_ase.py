@@ -87,6 +87,9 @@ def test_only_atoms_held_in_all_directions_are_fixed():
     scaled = [FixScaled([3]), FixScaled([4], [True, False, True])]
     atoms.set_constraint([FixCartesian(0), *planes, *scaled, *parts])
     assert Converter().record(atoms).fixed.nonzero().flatten().tolist() == [0, 3, 5]
+    atoms.set_constraint(FixAtoms([0, len(atoms)]))
+    with pytest.raises(ValueError, match="constraint .*14.* expected atoms 0 to 13"):
+        Converter().record(atoms)
 
 
 @pytest.mark.parametrize("name", ["a.pkl", "a"])

@@ -50,6 +50,13 @@ def test_folders_are_classes_in_order(tmp_path: Path) -> None:
         open_images(root)[5]
 
 
+def test_images_in_linked_folders_are_read_once(tmp_path: Path) -> None:
+    root, shared = write_folder(tmp_path / "set"), write_folder(tmp_path / "shared")
+    (root / "cat" / "more").symlink_to(shared / "dog", target_is_directory=True)
+    (shared / "dog" / "back").symlink_to(shared / "dog", target_is_directory=True)
+    assert open_images(root).labels.bincount().tolist() == [8, 4, 4]
+
+
 def test_folders_may_contain_every_format_that_is_decoded(tmp_path: Path) -> None:
     gray = pixels(1)[0]
     for ending in ("bmp", "gif", "webp"):
@@ -182,6 +189,9 @@ def test_batches_of_idx_files(tmp_path: Path) -> None:
     for path in (val, val.with_name("t10k-labels-idx1-ubyte")):
         path.with_suffix(".gz").write_bytes(gzip.compress(path.read_bytes()))
         path.unlink()
+    train.write_bytes(gzip.compress(train.read_bytes()))  # without the extension
+    labels = val.with_name("t10k-labels-idx1-ubyte.gz")
+    labels.write_bytes(gzip.decompress(labels.read_bytes()))  # unpacked by a browser
     data = ImageData(train, val.with_suffix(".gz"), batch_size=5, class_names=["a", "b", "c"])
     assert data.sizes() == {"classes": 3, "channels": 1, "image_size": 8}
     assert json.loads(data.files()["classes.json"]) == ["a", "b", "c"]

@@ -92,7 +92,7 @@ def sides(folder: Path) -> dict[str, list]:
     return {path.stem: list(_records(str(path))) for path in sorted(folder.glob("*.fasta"))}
 
 
-def test_equal_sequences_stay_together(tmp_path):
+def test_equal_sequences_stay_together(tmp_path, capsys):
     src = packed(tmp_path / "all.fa", drawn(200))
     words = ["data", "split", str(src), str(tmp_path / "out"), "--val_fraction", "0.1"]
     assert main([*words, "--test_fraction", "0.2"]) == 0
@@ -112,6 +112,10 @@ def test_equal_sequences_stay_together(tmp_path):
     clusters = [{int(r.name[1:]) // 7 for r in part} for part in found.values()]
     assert sum(map(len, clusters)) == len(set.union(*clusters)) == 29
     assert sum(map(len, found.values())) == 200
+    out, before = tmp_path / "out", (tmp_path / "out" / "train.fasta").read_bytes()
+    again = ["data", "split", str(out / "val.fasta"), str(out), "--val_fraction=0.3"]
+    assert main([*again, "--test_fraction=0.3"]) == 2 and "source file" in capsys.readouterr().err
+    assert (out / "train.fasta").read_bytes() == before
 
 
 def test_published_files_are_read_as_by_biopython():

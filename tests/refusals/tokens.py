@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from token_files import idx, pixels, write_folder
+from token_files import idx, pixels, write_folder, write_reviews
 
 from molflt.data.batches import SizeBucketedBatchSampler
 from molflt.data.images.datamodule import ImageData
@@ -12,7 +12,8 @@ from molflt.data.images.files import open_images
 from molflt.data.images.unlabeled import read_alike
 from molflt.data.text.datamodule import TextData, TokenizedText
 from molflt.data.text.glue import _read_texts, read_examples
-from molflt.data.text.parallel import read_parallel
+from molflt.data.text.parallel import ParallelData, read_parallel
+from molflt.data.text.sentences import SentenceData
 from molflt.data.text.sources import _records
 from molflt.data.text.tokenizer import Tokenizer
 from molflt.data.text.vocabulary import Vocabulary
@@ -123,11 +124,18 @@ ROWS = [
     Refusal(subwords("日本語\n" * 90, tokenizer="t.json"), "train.txt", "knows", "100%"),
     Refusal(subwords("1 [AVG 2 ]\n", kind="listops"), "train.txt", "[MIN", "'[AVG'"),
     # labeled sentences
+    Refusal(
+        lambda f: SentenceData("IMDb", write_reviews(f), kind="wordpiece").setup(),
+        "aclImdb/train",
+        "UTF-8",
+        "data.kind byte",
+    ),
     Refusal(rows("SST-2", "text\tlabel\na\t1\n"), "row 1", "sentence", "text"),
     Refusal(rows("SST-2", "sentence\tlabel\na\t1\n\nb\n"), "row 4", "at least 2", "1"),
     Refusal(rows("SST-2", "sentence\tlabel\na\t2\n"), "row 2", "0, 1", "'2'"),
     Refusal(rows("STS-B", "sentence1\tsentence2\tscore\na\tb\tnan\n"), "row 2", "0 to 5", "'nan'"),
     # translations
+    refused(lambda: ParallelData("a", "b", "de", "de"), "data.target", "two files", "'de'"),
     Refusal(parallel(b"one\ntwo\n"), "x.de", "same number", "3 and 2"),
     Refusal(parallel(b"one\n\n \n"), "x.en", "sentence", "empty line 2"),
     # proteins

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gzip
 import math
+import os
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -239,7 +241,16 @@ def _is_image(path: Path) -> bool:
 
 
 def _image_files(folder: Path) -> list[str]:
-    found = sorted(str(path) for path in folder.rglob("*") if _is_image(path.relative_to(folder)))
+    found, visited = list[str](), set[str]()
+    for where, below, names in os.walk(folder, followlinks=True):
+        if (real := os.path.realpath(where)) in visited:  # links may form a circle
+            below.clear()
+            continue
+        visited.add(real)
+        below.sort()  # otherwise the order depends on the disk
+        paths = (Path(where, name) for name in names)
+        found += [str(path) for path in paths if _is_image(path.relative_to(folder))]
+    found.sort()
     if not found:
         raise ValueError(
             f"{folder}: expected images ({', '.join(_SUFFIXES)}); got none; remove the folder, or "
@@ -272,8 +283,12 @@ def _open_idx(
 
 def _read_file(path: Path, axes: int) -> Tensor:
     """Reads a uint8 tensor with `axes` axes from a plain or compressed idx file."""
-    with unpacked(path) as file:
+    with open(path, "rb") as file:
+        plain = file.read(2) == b"\0\0"  # browsers may unpack a file and keep its name
+    with open(path, "rb") if plain else unpacked(path) as file:
         content = file.read()
+        if content[:2] == b"\x1f\x8b":  # compressed, but without the extension .gz
+            content = gzip.decompress(content)
     head = 4 + 4 * axes
     shape = np.frombuffer(content[4:head].ljust(4 * axes, b"\0"), ">u4").tolist()
     size = math.prod(shape)

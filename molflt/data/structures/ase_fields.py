@@ -245,7 +245,13 @@ def _held(atoms: Atoms) -> tuple[NDArray[np.bool_], set[str]]:
         if of_lattice or not isinstance(constraint, FixAtoms | FixCartesian | FixScaled):
             others.add(type(constraint).__name__)
             continue
-        held[np.asarray(constraint.index)] |= mask
+        try:
+            held[np.asarray(constraint.index)] |= mask
+        except IndexError as error:
+            raise ValueError(
+                f"a constraint fixes an atom that does not exist ({error}); expected atoms 0 to "
+                f"{len(atoms) - 1}; correct the constraint"
+            ) from None
     if (held.any(axis=1) & ~held.all(axis=1)).any():
         others.add("FixCartesian")
     return held, others

@@ -120,6 +120,11 @@ class ParallelData(TokenizedData[Pairs]):
                 f"data.max_tokens must be at least data.length={length}; got {max_tokens}; change "
                 "one of them"
             )
+        if source == target:
+            raise ValueError(
+                f"data.source and data.target must be the extensions of two files; got {source!r} "
+                "for both; change one of them"
+            )
         self.source, self.target = source, target
         self.length, self.max_size, self.bucket = length, max_tokens, bucket
 

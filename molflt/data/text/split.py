@@ -58,15 +58,16 @@ def split(
                 f"{old}: expected no such file with {use}_fraction 0, because its records may be "
                 f"in the new {_TRAIN}.fasta; remove it, or choose another folder"
             )
+    paths = {use: Path(dst) / f"{use}.fasta" for use in (_TRAIN, *shares)}
+    for path in paths.values():
+        if path.exists() and path.samefile(src):
+            raise ValueError(f"{path} is the source file; choose another folder")
     print(
         f"{dst}: {len(groups):,} records in {len(side):,} "
         f"{'clusters' if clusters else 'different sequences'}"
     )
-    for use in (_TRAIN, *shares):
+    for use, path in paths.items():
         own = [record for record, group in zip(records, groups, strict=True) if side[group] == use]
-        path = Path(dst) / f"{use}.fasta"
-        if path.exists() and path.samefile(src):
-            raise ValueError(f"{path} is the source file; choose another folder")
         with atomically(path) as part, open(part, "w") as file:
             for header, residues in own:
                 lines = [residues[i : i + _WIDTH] for i in range(0, len(residues), _WIDTH)]

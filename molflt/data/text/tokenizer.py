@@ -29,6 +29,7 @@ _OTHER_NAMES = {
     "[SEP]": "</s>",
     "[MASK]": "<mask>",
 }
+_NOT_UTF8 = "expected text in UTF-8; convert it, or use data.kind byte"
 _SPECIAL = tuple(_OTHER_NAMES)  # ids 0 to 4 of tokenizers that are trained here
 _MOST_UNKNOWN = 0.5  # a larger share of unknown tokens indicates the wrong tokenizer
 
@@ -108,7 +109,10 @@ class Tokenizer:
             inner, trainer = _untrained(kind, _library(), size, lowercase)
             # Lines are encoded one by one, so no subword may contain a line break
             single = (line for block in lines for line in block.splitlines())
-            inner.train_from_iterator(single, trainer)
+            try:
+                inner.train_from_iterator(single, trainer)
+            except UnicodeEncodeError:
+                raise ValueError(f"{name}: {_NOT_UTF8}") from None
         # Read back from JSON, to match the tokenizer that a run loads
         return cls.from_json(inner.to_str().encode(), name)
 
@@ -151,9 +155,7 @@ class Tokenizer:
         try:
             found = self._inner.encode_batch(texts, add_special_tokens=False)
         except TypeError:  # a text from `text_of`
-            raise ValueError(
-                f"{where}expected text in UTF-8; convert it, or use data.kind byte"
-            ) from None
+            raise ValueError(f"{where}{_NOT_UTF8}") from None
         for text, one in zip(texts, found, strict=True) if self.fixed is not None else ():
             if self.unk in one.ids:
                 start, end = one.offsets[one.ids.index(self.unk)]
