@@ -66,9 +66,12 @@ class Trained(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Name of the run or of the exported folder."""
-        named = self.path.name == "model.safetensors"
-        return self.path.resolve().parent.name if named else self.path.stem
+        """Name of the run, of the exported folder or of the repository on the Hub."""
+        exported = self.path.name == "model.safetensors"
+        path = (self.path.parent if exported else self.path).resolve()
+        if path.parent.name == "snapshots":  # in the cache: models--OWNER--NAME/snapshots/COMMIT
+            return path.parents[1].name.rpartition("--")[2]
+        return path.name.removesuffix(".safetensors")
 
 
 def read_trained(
@@ -224,14 +227,11 @@ class Pretrained:
 
     def _readme(self, name: str) -> str:
         card, recipe = self.card, self.trained.recipe
-        known = {"license": self.license, "datasets": self.datasets}
-        header = {
-            **{"library_name": "molflt", "tags": ["molflt", recipe, *card.tags]},
-            **{key: value for key, value in known.items() if value},
-            "metrics": [card.metric],
-        }
+        header = {"library_name": "molflt", "tags": ["molflt", recipe, *card.tags]}
+        header |= {"license": self.license, "datasets": self.datasets, "metrics": [card.metric]}
+        known = {key: value for key, value in header.items() if value}
         count = sum(weight.numel() for weight in self.model.parameters())
-        lines = ["---", yaml.safe_dump(header, sort_keys=False).strip(), "---", "", f"# {name}", ""]
+        lines = ["---", yaml.safe_dump(known, sort_keys=False).strip(), "---", "", f"# {name}", ""]
         lines += [self.summary.removeprefix(f"{self.name}: "), "", f"{count:,} parameters.", ""]
         lines += ["## Use", "", "```python", "import molflt", "", f'model = molflt.load("{name}")']
         lines += [card.python, "```", ""]
