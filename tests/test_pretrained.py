@@ -226,6 +226,8 @@ def test_the_hub_and_back(exported, tmp_path, monkeypatch, val) -> None:
 
     def upload(self, folder_path, **options) -> str:
         assert options["repo_id"] == "me/small"
+        card = Path(folder_path, "README.md").read_text()
+        assert "\n# small\n" in card and 'molflt.load("hf:me/small")' in card
         blobs = shutil.copytree(folder_path, place / "blobs")
         (place / "snapshots" / revision).mkdir(parents=True)
         for kept in Path(blobs).iterdir():  # the cache contains links
