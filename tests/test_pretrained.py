@@ -226,7 +226,12 @@ def test_the_hub_and_back(exported, tmp_path, monkeypatch, val) -> None:
 
     def upload(self, folder_path, **options) -> str:
         assert options["repo_id"] == "me/small"
-        shutil.copytree(folder_path, place / "snapshots" / revision)
+        card = Path(folder_path, "README.md").read_text()
+        assert "\n# small\n" in card and 'molflt.load("hf:me/small")' in card
+        blobs = shutil.copytree(folder_path, place / "blobs")
+        (place / "snapshots" / revision).mkdir(parents=True)
+        for kept in Path(blobs).iterdir():  # the cache contains links
+            (place / "snapshots" / revision / kept.name).symlink_to(kept)
         (place / "refs").mkdir()
         (place / "refs" / "main").write_text(revision)
         return "https://the/commit"
@@ -237,6 +242,7 @@ def test_the_hub_and_back(exported, tmp_path, monkeypatch, val) -> None:
     assert model.push_to_hub("me/small", half=True) == "https://the/commit"
     away = {"cache_dir": cache, "local_files_only": True}
     again = EnergyPredictor.from_pretrained("me/small", **away)
+    assert again.name == "small"
     model.save_pretrained(tmp_path / "half", half=True)
     model = molflt.load(tmp_path / "half")
     assert [one.energy for one in again.predict(val)] == [one.energy for one in model.predict(val)]

@@ -66,9 +66,11 @@ class Trained(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Name of the run or of the exported folder."""
-        named = self.path.name == "model.safetensors"
-        return self.path.resolve().parent.name if named else self.path.stem
+        """Name of the run, of the exported folder or of the repository on the Hub."""
+        path = (self.path.parent if self.path.name == "model.safetensors" else self.path).resolve()
+        if path.parent.name == "snapshots" and path.parents[1].name.startswith("models--"):
+            return path.parents[1].name.rpartition("--")[2]  # models--OWNER--NAME/snapshots/COMMIT
+        return path.name.removesuffix(".safetensors")
 
 
 def read_trained(
@@ -224,14 +226,12 @@ class Pretrained:
 
     def _readme(self, name: str) -> str:
         card, recipe = self.card, self.trained.recipe
-        known = {"license": self.license, "datasets": self.datasets}
-        header = {
-            **{"library_name": "molflt", "tags": ["molflt", recipe, *card.tags]},
-            **{key: value for key, value in known.items() if value},
-            "metrics": [card.metric],
-        }
+        header: dict[str, Any] = {"library_name": "molflt", "tags": ["molflt", recipe, *card.tags]}
+        header |= {"license": self.license, "datasets": self.datasets, "metrics": [card.metric]}
+        known = {key: value for key, value in header.items() if value}
         count = sum(weight.numel() for weight in self.model.parameters())
-        lines = ["---", yaml.safe_dump(header, sort_keys=False).strip(), "---", "", f"# {name}", ""]
+        title = f"# {name.rpartition('/')[2]}"
+        lines = ["---", yaml.safe_dump(known, sort_keys=False).strip(), "---", "", title, ""]
         lines += [self.summary.removeprefix(f"{self.name}: "), "", f"{count:,} parameters.", ""]
         lines += ["## Use", "", "```python", "import molflt", "", f'model = molflt.load("{name}")']
         lines += [card.python, "```", ""]
@@ -258,11 +258,11 @@ class Pretrained:
             options: options of `huggingface_hub.HfApi.upload_folder`, such as commit_message.
         """
         hub = require("huggingface_hub", repo_id, "hub").HfApi(token=token)
-        with tempfile.TemporaryDirectory() as parent:
-            folder = Path(parent) / self.name
+        with tempfile.TemporaryDirectory() as folder:
             self.save_pretrained(folder, half)
             try:
                 repo_id = str(hub.create_repo(repo_id, private=private, exist_ok=True).repo_id)
+                Path(folder, "README.md").write_text(self._readme(f"{HUB}{repo_id}"), "utf-8")
                 return str(hub.upload_folder(repo_id=repo_id, folder_path=folder, **options))
             except Exception as error:  # the network can fail in many ways
                 reason = " ".join(str(error).split())[:200]

@@ -395,7 +395,7 @@ def _fetched(name: str, options: Mapping[str, object]) -> Path:
     path = Path(folder) / _MODEL
     if not path.is_file():
         raise FileNotFoundError(
-            f"{name}: this repository does not contain {_MODEL}, which molflt export writes"
+            f"{name}: this repository, or its copy in the cache, has no {_MODEL} of molflt export"
         )
     return path
 
