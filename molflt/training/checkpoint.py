@@ -395,7 +395,8 @@ def _fetched(name: str, options: Mapping[str, object]) -> Path:
     path = Path(folder) / _MODEL
     if not path.is_file():
         raise FileNotFoundError(
-            f"{name}: this repository, or its copy in the cache, has no {_MODEL} of molflt export"
+            f"{name}: this repository, or its copy in the cache, does not contain {_MODEL}, which "
+            "molflt export writes"
         )
     return path
 
