@@ -76,7 +76,8 @@ class TokenEncoder(TokenModel):
     def longest(self) -> int | None:
         """Maximum number of tokens; None for no limit."""
         tables = (getattr(block.attention, "max_tokens", None) for block in self.stack.blocks)
-        return min((n for n in (self._table, *tables) if n is not None), default=None)
+        limits = [n for n in (self._table, *tables) if n is not None]
+        return min(limits) if limits else None
 
     def forward(
         self, tokens: Tensor, types: Tensor | None = None, key_mask: Tensor | None = None

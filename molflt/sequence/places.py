@@ -121,7 +121,7 @@ class TokenModel(Redrawn):
         limits = [] if table is None else [math.ceil(table / self.position_scale)]
         if self.places is not None:
             limits.append(self.places.num_embeddings)
-        return min(limits, default=None)
+        return min(limits) if limits else None  # torch.compile rejects `default`
 
     def _ids(self, name: str, tokens: Tensor, start: int = 0) -> tuple[Tensor, Tensor]:
         """Checks ids (batch, n); returns them and their indices (n,), which begin at `start`."""

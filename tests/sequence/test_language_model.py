@@ -39,6 +39,13 @@ def tiny(mechanism: str, **changes: Any) -> LanguageModel:
     return model
 
 
+def test_models_can_be_compiled() -> None:
+    """A table of offsets limits the number of tokens."""
+    model, tokens = tiny("nprf"), torch.randint(0, VOCABULARY, (2, LENGTH))
+    compiled = torch.compile(model, fullgraph=True, dynamic=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(tokens), model(tokens), rtol=0, atol=1e-5)
+
+
 def ids(batch: int = 2, length: int = LENGTH, seed: int = 0) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(VOCABULARY, (batch, length), generator=generator)
