@@ -209,10 +209,19 @@ def _check(model: nn.Module) -> None:
 def compile_energies(model: EnergyRegressor, path: Path) -> Path:
     """Compiles the `EnergyComputation` of a model for this processor; returns the .pt2 file's path.
 
-    Compilation takes minutes.
+    Compilation takes minutes. Raises ValueError without a C++ compiler.
     """
     from torch._inductor import aoti_compile_and_package
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
 
+    try:
+        get_cpp_compiler()
+    except InvalidCxxCompiler:
+        raise ValueError(
+            "compilation needs a C++ compiler; got none; install g++ or clang++, or set the "
+            "environment variable CXX"
+        ) from None
     aoti_compile_and_package(export_energies(model, _example(model)), package_path=str(path))
     return path
 

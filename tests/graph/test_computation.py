@@ -119,3 +119,9 @@ def test_unsupported_inputs_of_compiled_code_are_refused(exported, tmp_path, cap
     (out / "energies.json").unlink()
     assert "--compiled true" in error_of(capsys, *words)
     assert "the CPU; got device='cuda'" in error_of(capsys, *words, "--device=cuda")
+
+
+def test_a_missing_compiler_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr("torch._inductor.config.cpp.cxx", (None, "missing-compiler"))
+    with pytest.raises(ValueError, match=r"C\+\+ compiler.*CXX"):
+        computation.compile_energies(model(), tmp_path / "x.pt2")
