@@ -37,6 +37,8 @@ ROWS = [
     # missing and superfluous words
     refused("predict", "file", "predict --help"),
     refused("train", "data.root", "train --help"),
+    refused("train x.xyz", "x.xyz", "--data.root x.xyz"),
+    refused("train --data x.xyz", "--data", "--data.root x.xyz"),
     # types
     refused("train --model.heads many", "model.heads", "int", "many"),
     # ranges, also of other commands
