@@ -79,18 +79,22 @@ class Converter:
         tags = None if self.reading.tags == "any" else given
         if tags is not None and self.reading.tags == "ase":
             tags = _layers_as_tags(tags)
-        record = make_record(
-            pos=atoms.positions,
-            atomic_numbers=atoms.numbers,
-            cell=atoms.cell.array,
-            pbc=atoms.pbc,
-            tags=tags,
-            fixed=fixed_atoms(atoms),
-            sid=info.get("sid", number) if text_sid(atoms) is None else number,
-            pos_relaxed=relaxed,
-            charge=total_charge(atoms),
-            **labels,
-        )
+        try:
+            record = make_record(
+                pos=atoms.positions,
+                atomic_numbers=atoms.numbers,
+                cell=atoms.cell.array,
+                pbc=atoms.pbc,
+                tags=tags,
+                fixed=fixed_atoms(atoms),
+                sid=info.get("sid", number) if text_sid(atoms) is None else number,
+                pos_relaxed=relaxed,
+                charge=total_charge(atoms),
+                **labels,
+            )
+        except ValueError as error:
+            named = self._used.get("y_relaxed", "y_relaxed")  # name in the file
+            raise ValueError(str(error).replace(": y_relaxed ", f": {named} ")) from None
         if given is not None and tags is None:  # not checked, but written to outputs
             record.tags = torch.as_tensor(given, dtype=torch.long)
         self._note(atoms)
