@@ -135,6 +135,9 @@ def normalized(words: Sequence[str], parser: ArgumentParser) -> list[str]:
         word = rest.pop(0)
         if word == "--":
             return [*out, word, *rest]
+        if "--data.root" in options and (_is_value(word) or word == "--data"):
+            file = next(filter(_is_value, [word, *rest]), "FILE")
+            raise ValueError(f"unexpected {shown(word)[1:-1]}; did you mean --data.root {file}?")
         if _is_value(word) or word == "-h":
             out.append(word)
             continue

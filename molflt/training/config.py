@@ -112,7 +112,16 @@ def read_config(run: Path) -> Config:
 
 
 class _Loader(yaml.SafeLoader):
-    """Safe YAML loader that rejects repeated keys; PyYAML would use the last value."""
+    """Safe YAML loader that rejects repeated keys and references.
+
+    PyYAML would use the last value of a key. A few lines of references could fill the memory.
+    """
+
+    def compose_node(self, parent: Any, index: Any) -> yaml.Node | None:
+        if self.check_event(yaml.AliasEvent):
+            line = self.peek_event().start_mark.line + 1
+            raise yaml.YAMLError(f"a reference (*) in line {line}; expected the value")
+        return super().compose_node(parent, index)
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         found = super().compose_mapping_node(anchor)

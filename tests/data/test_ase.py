@@ -75,6 +75,9 @@ def test_precedence_of_energies_and_that_nothing_is_computed():
     atoms.calc = None
     del atoms.info["y_relaxed"]
     assert float(Converter().record(atoms).y_relaxed) == 7.0
+    atoms.info["energy"] = float("nan")  # the message has the name in the file
+    with pytest.raises(ValueError, match=": energy must be finite, in eV; got nan"):
+        Converter().record(atoms)
     del atoms.info["energy"]
     atoms.calc = EMT()
     assert Converter().record(atoms).y_relaxed.isnan().all()

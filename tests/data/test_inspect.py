@@ -84,8 +84,13 @@ def test_forces_and_stress_are_counted(tmp_path, capsys):
     ase.io.write(tmp_path / "co.extxyz", frames)
     found = inspected(capsys, tmp_path / "co.extxyz")
     assert found["with_forces"] == 2 and found["with_stress"] == 0
+    assert list(found["energies_eV"]) == ["energy"] and found["energies_look_like"] == "unknown"
     told = printed(capsys, "data", "inspect", tmp_path / "co.extxyz").out
     assert "forces_eV_per_A: {count: 4, min: 1.73205, mean: 1.73205, median: 1.73205" in told
+    frames[2].arrays["dft_gradient"] = np.ones((2, 3))
+    ase.io.write(tmp_path / "co.extxyz", frames[2])
+    found = inspected(capsys, tmp_path / "co.extxyz", "--recipe", "potential")
+    assert "forces are minus dft_gradient" in "".join(found["warnings"])
     crystal = Atoms("Cu", cell=[2, 2, 2], pbc=True)
     crystal.calc = SinglePointCalculator(crystal, energy=-1.0, stress=[-0.125, 0, 0, 0, 0, 0.01])
     ase.io.write(tmp_path / "cu.extxyz", crystal)

@@ -37,6 +37,8 @@ ROWS = [
     # missing and superfluous words
     refused("predict", "file", "predict --help"),
     refused("train", "data.root", "train --help"),
+    refused("train x.xyz", "x.xyz", "--data.root x.xyz"),
+    refused("train --data x.xyz", "--data", "--data.root x.xyz"),
     # types
     refused("train --model.heads many", "model.heads", "int", "many"),
     # ranges, also of other commands
@@ -46,6 +48,7 @@ ROWS = [
     with_config(b"\xff\xfe\x00", "c.yaml", "YAML"),
     with_config("model: !!python/object/apply:os.system [touch pwned]", "c.yaml", "YAML"),
     with_config("model: {dim: 8}\nmodel: {heads: 2}", "model", "once", "lines 1 and 2"),
+    with_config("a: &a [x]\nrecipe: *a", "c.yaml", "value", "line 2"),
     with_config("recipe: is2ree", "recipe", "is2re", "'is2ree'"),
     # files and folders that do not exist
     refused(f"train --data.root={ABSENT} --run={{folder}}/run", "absent", "data set"),

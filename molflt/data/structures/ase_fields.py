@@ -27,7 +27,7 @@ _NEAR_ONE = 1e-3
 _DENSEST = 1.0  # Å^3 per atom; metallic hydrogen at 500 GPa has 1.3
 _KINDS = {  # patterns for the names of labels, by kind
     "energy": re.compile("energ|etot|^e([_-]|$)", re.IGNORECASE),
-    "forces": re.compile("force|^f$", re.IGNORECASE),
+    "forces": re.compile("force|gradient|^f$", re.IGNORECASE),
     "stress": re.compile("stress|virial", re.IGNORECASE),
 }
 _MOST_KEYS = 12  # maximum number of names in a message
@@ -79,18 +79,22 @@ class Converter:
         tags = None if self.reading.tags == "any" else given
         if tags is not None and self.reading.tags == "ase":
             tags = _layers_as_tags(tags)
-        record = make_record(
-            pos=atoms.positions,
-            atomic_numbers=atoms.numbers,
-            cell=atoms.cell.array,
-            pbc=atoms.pbc,
-            tags=tags,
-            fixed=fixed_atoms(atoms),
-            sid=info.get("sid", number) if text_sid(atoms) is None else number,
-            pos_relaxed=relaxed,
-            charge=total_charge(atoms),
-            **labels,
-        )
+        try:
+            record = make_record(
+                pos=atoms.positions,
+                atomic_numbers=atoms.numbers,
+                cell=atoms.cell.array,
+                pbc=atoms.pbc,
+                tags=tags,
+                fixed=fixed_atoms(atoms),
+                sid=info.get("sid", number) if text_sid(atoms) is None else number,
+                pos_relaxed=relaxed,
+                charge=total_charge(atoms),
+                **labels,
+            )
+        except ValueError as error:
+            named = self._used.get("y_relaxed", "y_relaxed")  # name in the file
+            raise ValueError(str(error).replace(": y_relaxed ", f": {named} ")) from None
         if given is not None and tags is None:  # not checked, but written to outputs
             record.tags = torch.as_tensor(given, dtype=torch.long)
         self._note(atoms)
@@ -215,7 +219,12 @@ class Converter:
 def named_options(names: Iterable[str], kind: str) -> str:
     """Describes the options that select entries whose names suggest `kind`, such as "forces"."""
     keys = [shown(name, 40)[1:-1] for name in names if _kind(name) == kind]
-    return "; ".join(f"--data.{kind}_key {key} reads {key}" for key in keys[:_MOST_KEYS])
+    return "; ".join(
+        f"forces are minus {key}; store them under another name"
+        if "gradient" in key.lower()
+        else f"--data.{kind}_key {key} reads {key}"
+        for key in keys[:_MOST_KEYS]
+    )
 
 
 def is_energy(key: str | None) -> bool:

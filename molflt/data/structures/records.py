@@ -149,10 +149,14 @@ def _known_tags(tags: _Array | None, count: int, name: str) -> Tensor:
 def _tensor(value: _Array, key: str, name: str) -> Tensor:
     try:
         if isinstance(value, Tensor):
-            return value.detach().cpu()
-        return torch.from_numpy(np.array(value))  # a copy: the source may be read-only
+            found = value.detach().cpu()
+        else:
+            found = torch.from_numpy(np.array(value))  # a copy: the source may be read-only
     except (TypeError, ValueError, OverflowError) as error:
         raise ValueError(f"{name}: {key} must be an array of numbers; {error}") from None
+    if found.is_complex():
+        raise ValueError(f"{name}: {key} must be real numbers; got {found.dtype}")
+    return found
 
 
 def _whole(value: object, key: str) -> int:

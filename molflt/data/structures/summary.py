@@ -40,10 +40,10 @@ Summary = dict[str, Any]
 
 `recipe` is the recipe that fits the labels, and `label` is the name of its target: y_relaxed,
 energy, or the `energy_key` of another property. `energies_look_like` is "adsorption", "total" or
-"unknown", judged by the energy per atom. `verified` is True if the digest of a compact store
-matches, False if the store has no digest, and None for other formats. Distributions are given as
-count, min, mean, median and max, or None if unknown. Distributions of forces are over magnitudes,
-and distributions of stress are over components.
+"unknown", judged by the energy per atom; for potentials, "total" or "unknown". `verified` is True
+if the digest of a compact store matches, False if the store has no digest, and None for other
+formats. Distributions are given as count, min, mean, median and max, or None if unknown.
+Distributions of forces are over magnitudes, and distributions of stress are over components.
 """
 
 
@@ -85,6 +85,9 @@ def summarize(
         recipe = "potential" if seen.forces or seen.stress or total else "is2re"
     label = "energy" if recipe == "potential" else "y_relaxed"
     energies = labels[label]
+    names, kind = _LABELS[:3], energy_kind(energies, atoms)
+    if recipe == "potential":  # the magnitude does not tell adsorption from formation energies
+        names, kind = _LABELS[3:], "total" if kind == "total" else "unknown"
     summary: Summary = {
         "path": str(named(path)),
         "recipe": recipe,
@@ -99,9 +102,9 @@ def summarize(
         "with_stress": len(seen.stress),
         "elements": {symbol(z): int(seen.compositions[z]) for z in seen.compositions.nonzero()[0]},
         "tags": {tag.name.lower(): seen.tags[tag] for tag in Tag},
-        "energies_eV": {name: _statistics([labels[name]]) for name in _LABELS[:3]},
+        "energies_eV": {name: _statistics([labels[name]]) for name in names},
         "energies_per_atom_eV": None if other else _statistics([energies / atoms]),
-        "energies_look_like": "unknown" if other else energy_kind(energies, atoms),
+        "energies_look_like": "unknown" if other else kind,
         "displacements_A": _statistics(seen.displacements),
         "forces_eV_per_A": _statistics(seen.forces),
         "stress_eV_per_A3": _statistics(seen.stress),
