@@ -85,9 +85,9 @@ def summarize(
         recipe = "potential" if seen.forces or seen.stress or total else "is2re"
     label = "energy" if recipe == "potential" else "y_relaxed"
     energies = labels[label]
-    names, kind = _LABELS[:3], energy_kind(energies, atoms)
+    names, kind = [*_LABELS[:3]], energy_kind(energies, atoms)
     if recipe == "potential":  # the magnitude does not tell adsorption from formation energies
-        names, kind = _LABELS[3:], "total" if kind == "total" else "unknown"
+        names, kind = [label], "total" if kind == "total" else "unknown"
     summary: Summary = {
         "path": str(named(path)),
         "recipe": recipe,
