@@ -212,7 +212,7 @@ def test_the_energy_is_the_entry_that_is_named(tmp_path, capsys) -> None:
     assert "unused labels: energy, REF_energy" in told.out
     assert open_dataset(tmp_path / "a.safetensors").y_relaxed.tolist() == [-7.0, -8.0, -9.0]
     found = inspected(capsys, *words)
-    assert found["energies_eV"]["y_relaxed"]["max"] == -7.0
+    assert found["energies_eV"]["energy"]["max"] == -7.0
     assert found["labels_not_used"] == ["energy", "REF_energy"]
 
 

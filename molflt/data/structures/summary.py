@@ -86,8 +86,11 @@ def summarize(
     label = "energy" if recipe == "potential" else "y_relaxed"
     energies = labels[label]
     names, kind = [*_LABELS[:3]], energy_kind(energies, atoms)
-    if recipe == "potential":  # the magnitude does not tell adsorption from formation energies
-        names, kind = [label], "total" if kind == "total" else "unknown"
+    if recipe == "potential":
+        same = np.array_equal(labels["y_relaxed"], energies, equal_nan=True)  # the same entry
+        names = [label] if same else ["y_relaxed", label]
+        if kind == "adsorption":  # the magnitude does not exclude formation energies
+            kind = "unknown"
     summary: Summary = {
         "path": str(named(path)),
         "recipe": recipe,
