@@ -216,6 +216,8 @@ FINAL SINGLE POINT ENERGY       -74.0
 
 REFUSED = {
     "two_species.cif": (f"{OCCUPIED}A1 Cu 0 0 0 0.6\nA2 Zn 0 0 0 0.4\n", "Cu 0.6, Zn 0.4"),
+    "no_occupancy.cif": (f"{CIF}A1 Cu 0 0 0\nA2 Au 0 0 0\n", "site 1: Au and Cu"),
+    "unknown.cif": (f"{CIF}A1 Cu 0 0 0\nA2 O 0 0 ?\n", "site 1 .* no coordinates"),
     "one_species.cif": (f"{OCCUPIED}A1 Cu 0 0 0 1\nA2 O .5 0 0 0.5(1)\n", "site 1 .*O 0.5"),
     "capitals.cif": (f"{CIF}A1 CL 0 0 0\n", "'CL'.* reads as C"),
     "part.pdb": (PDB, "atom 0 .*occupancy 0.5"),
@@ -279,6 +281,7 @@ def test_fields_that_change_nothing_are_taken(tmp_path):
     for name, content, numbers in (
         ("whole.cif", f"{OCCUPIED}A1 Cu 0 0 0 1.0\nA2 O .5 0 0 ?\n", [29, 8]),
         ("labels.cif", f"{LABELS}Cu1 0 0 0\nO1A .5 0 0\n", [29, 8]),
+        ("twice.cif", f"{CIF}A1 Cu 0 0 0\nA2 Cu 0 0 0\n", [29]),
         ("axes.xyz", xyz(f'Lattice="{CELL}" pbc="1 1 0" {SPECIES}', "Cu 0 0 0"), [29]),
         ("spaces.res", RES.replace("LATT -1", "LATT  -1"), [1]),
         ("POSCAR_comment", POSCAR.replace("1 F", "1 site f").replace("2 F", "2 f"), [6, 8, 29]),

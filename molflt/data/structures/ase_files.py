@@ -425,8 +425,26 @@ def _cif_block(block: CIFBlock) -> Atoms:
                 f"site {site} is {shown(name, 20)}, which ASE reads as {letters[0]}; expected "
                 f"_atom_site_type_symbol {letters.title()} or {letters[0]}; change it"
             )
+    _expect_known_sites(block, names)
     atoms: Atoms = block.get_atoms()
     return atoms
+
+
+def _expect_known_sites(block: CIFBlock, names: Sequence[str]) -> None:
+    """Rejects unknown coordinates, and positions with two elements, of which ASE keeps one."""
+    places = zip(*(block.get(f"_atom_site_fract_{axis}") or [] for axis in "xyz"), strict=False)
+    known: dict[tuple[float | str, ...], str] = {}
+    for site, (place, name) in enumerate(zip(places, names, strict=False)):
+        if any(isinstance(one, str) for one in place):
+            raise ValueError(
+                f"site {site} ({shown(name, 20)}) has no coordinates; add them, or remove the site"
+            )
+        element = (re.findall("[A-Z][a-z]?", str(name)) or [name])[0]  # as in ASE
+        if known.setdefault(place, element) != element and not block.get("_atom_site_occupancy"):
+            raise ValueError(
+                f"site {site}: {element} and {known[place]} have the same position; expected one "
+                "element on each site; use an ordered structure"
+            )
 
 
 def _molecule_of_sdf(block: str) -> Atoms:
