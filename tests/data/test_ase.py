@@ -223,6 +223,7 @@ REFUSED = {
     "part.pdb": (PDB, "atom 0 .*occupancy 0.5"),
     "names.pdb": (PDB.replace(" CU LIG", "CA  LIG").rstrip()[:-2], "CA .*77 and 78.* read as Ca"),
     "small_letters.xyz": (xyz(f'lattice="{CELL}" {SPECIES}', "Cu 0 0 0"), "'lattice'.*Lattice="),
+    "periodic.xyz": (xyz(f'Lattice="{CELL}" periodic="T T F" {SPECIES}', "Cu 0 0 0"), "pbc="),
     "no_lattice.xyz": (xyz(f'pbc="T T T" {SPECIES}', "Cu 0 0 0"), "lattice vectors"),
     "jobs.gjf": (f"{JOB}--Link1--\n{JOB}", "Link1"),
     "jobs.nwi": (f"{NWI}charge 0\ntask dft energy\n", "different charges"),

@@ -92,7 +92,7 @@ _IGNORED = {  # units, cells, symmetry, atoms, constraints and energies that ASE
     "xsf": r"^#[ \t]*total energy\b.*",  # of aenet, which writes forces in eV/Å
 }
 # Keys of XYZ files that ASE reads, and other names of cells, which it ignores
-_READ = {name.lower(): name for name in ("Lattice", "pbc", "Properties")}
+_READ = {name.lower(): name for name in ("Lattice", "pbc", "Properties")} | {"periodic": "pbc"}
 _CELLS = ("cell", "unit_cell", "unitcell", "box", "lattice_vectors", "cell_vectors")
 _NOT_ANGSTROM = re.compile(r"(?<![/\w])(cell\(|(bohr|fractional|atomic_unit|nm)\b)", re.I)
 
