@@ -13,7 +13,17 @@ from ase.calculators.calculator import PropertyNotImplementedError
 from ase.calculators.fd import calculate_numerical_stress
 from ase.calculators.lj import LennardJones
 from ase.constraints import FixAtoms, FixBondLength, FixBondLengths, FixCartesian, FixScaled
-from tiny_run import argon, error_of, logged, page_of, printed, random_potential, results_of, table
+from tiny_run import (
+    argon,
+    error_of,
+    logged,
+    page_of,
+    printed,
+    random_potential,
+    results_of,
+    table,
+    train_potential,
+)
 from torch_geometric.data import Batch
 
 import molflt
@@ -67,6 +77,15 @@ def test_initial_weights_keep_their_forces(potential_run, tmp_path):
     found = results_of(potential_run, *words, out=tmp_path)["val_id"]
     (error,) = logged(tmp_path / "run", "val_force_mae_meV_per_A")
     assert error == pytest.approx(found["force_mae_meV_per_A"], rel=1e-5)
+
+
+def test_energies_worse_than_references_give_a_warning(potential_run, tmp_path, capsys):
+    """One large step leads to such energies."""
+    words = ("--trainer.max_steps=1", "--task.lr=0.5", "--model.radial_basis=8")
+    train_potential(potential_run.parent, tmp_path / "run", *words)
+    for run, worse in ((tmp_path / "run", True), (potential_run, False)):
+        said = printed(capsys, "evaluate", run, "--device=cpu", "--out", tmp_path / "out").err
+        assert ("task.energy_weight" in said) is worse
 
 
 def test_evaluation_names_structures_outside_of_training(potential_run, tmp_path, capsys):

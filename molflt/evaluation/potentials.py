@@ -90,6 +90,7 @@ def evaluate(
         found[split] = infer_points(model, points, batch_size, split, domain)
         row = {name: found[split].metrics.get(name) for name in _COLUMNS if name != "n"}
         results[split] = {**row, **_baseline(model, points), "n": len(points)}
+        _warn_if_trivial(split, results[split])
     rows: list[dict[str, object]] = []
     for split, part in found.items():
         numbers = {"force_mae_eV_per_A": part.force_mae}
@@ -99,6 +100,16 @@ def evaluate(
     table = results_table("split", results, n=("structures", 0))
     text = "\n\n".join(filter(None, (f" on {source}", source.absent, table)))
     return Evaluation(results, f"{text}\n")
+
+
+def _warn_if_trivial(split: str, row: Mapping[str, float | None]) -> None:
+    error, trivial = row["energy_mae_meV_per_atom"], row["baseline_energy_mae_meV_per_atom"]
+    if error is not None and trivial is not None and error > trivial > 0:
+        warn(
+            f"{split}: the energy MAE, {error:.1f} meV/atom, is larger than the MAE of reference "
+            f"energies per element, {trivial:.1f} meV/atom; train longer, or increase "
+            "task.energy_weight"
+        )
 
 
 def _baseline(model: nn.Module, points: SinglePoints) -> dict[str, float | None]:
