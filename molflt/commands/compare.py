@@ -14,9 +14,10 @@ from molflt.metrics import Metric
 from molflt.plots import further_formats, overlaid_curves
 
 _WIDEST = 28  # maximum number of characters in a cell
+# Metrics that only `molflt evaluate` computes, by the value that is best
 _LARGEST = [f"{name}_percent" for name in ("f1", "glue", "matthews", "pearson", "spearman")]
-_LARGEST += ["bleu", "chrf", "residue_accuracy_percent"]  # computed only by `molflt evaluate`
-_SMALLEST = ("final_loss", "residue_perplexity")  # also
+_LARGEST += ["bleu", "chrf", "residue_accuracy_percent"]
+_SMALLEST = ("final_loss", "residue_perplexity")
 
 
 def compare(

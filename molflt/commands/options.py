@@ -137,7 +137,8 @@ def normalized(words: Sequence[str], parser: ArgumentParser) -> list[str]:
             return [*out, word, *rest]
         if "--data.root" in options and (_is_value(word) or word == "--data"):
             file = next(filter(_is_value, [word, *rest]), "FILE")
-            raise ValueError(f"unexpected {shown(word)[1:-1]}; did you mean --data.root {file}?")
+            option = "--config" if file.endswith((".yaml", ".yml")) else "--data.root"
+            raise ValueError(f"unexpected {shown(word)[1:-1]}; did you mean {option} {file}?")
         if _is_value(word) or word == "-h":
             out.append(word)
             continue

@@ -39,6 +39,7 @@ ROWS = [
     refused("train", "data.root", "train --help"),
     refused("train x.xyz", "x.xyz", "--data.root x.xyz"),
     refused("train --data x.xyz", "--data", "--data.root x.xyz"),
+    refused("train x.yaml", "x.yaml", "--config x.yaml"),
     # types
     refused("train --model.heads many", "model.heads", "int", "many"),
     # ranges, also of other commands
