@@ -32,7 +32,8 @@ def shifted(record: Data, reference: float, sid: int) -> Data:
     """
     record = record.clone()
     record.sid = sid
-    record.y_relaxed, record.y_init = record.y_relaxed - reference, record.y_init - reference
+    for name in ("y_relaxed", "y_init", "y_baseline"):
+        record[name] = record[name] - reference
     if not record.pos_relaxed.isfinite().all():
         record.pos_relaxed = record.pos.clone()
     return record

@@ -32,6 +32,7 @@ def test_merged_sets_lose_their_references(tmp_path):
         write_store(tmp_path / "one" / f"{split}.safetensors", records)
         for record in records:
             record.y_relaxed += shift[record.atomic_numbers[record.tags == 2]].sum()
+            record.y_baseline = record.y_relaxed - 0.5
             record.pos_relaxed[:] = np.nan
         write_store(tmp_path / "two" / f"{split}.safetensors", records)
     sets = [f"{name}={tmp_path / name}" for name in ("one", "two")]
@@ -44,6 +45,7 @@ def test_merged_sets_lose_their_references(tmp_path):
         assert [int(record.sid) for record in merged] == list(range(18))
         for one, two in zip(merged[:9], merged[9:], strict=True):
             assert float(one.y_relaxed) == pytest.approx(float(two.y_relaxed))
+            assert float(two.y_relaxed - two.y_baseline) == pytest.approx(0.5)
             assert not bool((one.pos_relaxed == one.pos).all())
             assert bool((two.pos_relaxed == two.pos).all())
 
