@@ -128,8 +128,8 @@ def results_table(
     Columns are the metrics among `names` that occur in any split, formatted as in `COLUMNS` or
     `others`. Missing values become hyphens.
     """
-    there = {name for row in results.values() for name in row}
-    columns = {name: (COLUMNS | others)[name] for name in names if name in there}
+    there, known = {name for row in results.values() for name in row}, COLUMNS | others
+    columns = {name: known[name] for name in names if name in there}
 
     def cell(value: float | None, digits: int) -> str:
         if value is None or math.isnan(value):

@@ -137,11 +137,14 @@ class _Reader(pickle._Unpickler):
         return pid  # the description of a storage
 
 
+_STORAGE_NAMES = {f"torch.{kind}Storage": kind for kind in _STORAGES}
+
+
 def _storage(content: bytes) -> _Storage:
     """Replaces ``torch.storage._load_from_bytes``: reads five pickles, a length and the values."""
-    file, names = io.BytesIO(content), {f"torch.{kind}Storage": kind for kind in _STORAGES}
+    file = io.BytesIO(content)
     try:
-        found = [_Reader(file, names).load() for _ in range(5)]
+        found = [_Reader(file, _STORAGE_NAMES).load() for _ in range(5)]
     except _Refused as error:
         raise _Refused(f"{error}, nested in the storage of a tensor") from None
     match found:
@@ -302,7 +305,8 @@ class Oc20Lmdb(Structures):
         return below
 
     def _locate(self, index: int) -> tuple[LmdbFile, int]:
-        shard = int(np.searchsorted(self._ends, stored := self._stored(index), side="right"))
+        stored = self._stored(index)
+        shard = int(np.searchsorted(self._ends, stored, side="right"))
         keys = self._keys[shard]
         return self.shards[shard], keys[stored - int(self._ends[shard]) + len(keys)]
 

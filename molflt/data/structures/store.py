@@ -132,8 +132,8 @@ class StructureStore(Structures):
                 "create one with molflt data convert SRC DST"
             )
         self.source = header.get("source", "")
-        self.baseline = self.source.partition(BASELINE)[2]
         """origin of the structures, as stored by the writer"""
+        self.baseline = self.source.partition(BASELINE)[2]
         self.names = {
             int(i): str(name) for i, name in json.loads(header.get("names", "{}")).items()
         }
