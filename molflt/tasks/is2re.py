@@ -185,12 +185,8 @@ class IS2RETask(OfStructures, Task["Batch", "IS2REData"]):
             references = "none" if adsorbate else references or "fit"
         explained = self._scaled(data, slab) if references == "adapt" else 0.0
         fit = self.store_references(data, references, slab, explained)
-        if fit:
-            found = fit.mean, fit.std or 1.0
-        elif mean is None or std is None:  # otherwise, the labels need not be read
-            found = data.normalizer()
-        else:
-            found = mean, std
+        given = mean is not None and std is not None  # the labels need not be read
+        found = (fit.mean, fit.std or 1.0) if fit else (0.0, 1.0) if given else data.normalizer()
         if data.reading.baseline_key is not None:
             self.model.get_buffer("adds_baseline").fill_(True)
             # references are fitted before the first step, and this start may remain the best
