@@ -28,6 +28,7 @@ from molflt.commands import baseline
 from molflt.commands.cli import main
 from molflt.data.structures import open_dataset
 from molflt.data.structures.base import Reading, to_atoms
+from molflt.data.structures.domain import domain_of
 from molflt.data.structures.store import BASELINE, write_store
 from molflt.data.structures.summary import summarize
 from molflt.evaluation.ensemble import load_ensemble
@@ -82,6 +83,11 @@ def test_baseline_of_another_calculator_is_reported(files, tmp_path, capsys):
     for made in ("EMT, 9 steps", "EMT, 0 steps"):
         energies(tmp_path / "run", tmp_path / made / "train.safetensors")
         assert ("EMT, 9 steps" in capsys.readouterr().err) == (made == "EMT, 0 steps")
+    other = shutil.copytree(tmp_path / "run", tmp_path / "other")  # member with another baseline
+    domain = (other / "domain.json").read_text()
+    (other / "domain.json").write_text(domain.replace("EMT, 9 steps", "EMT, 0 steps"))
+    both = domain_of([tmp_path / "run", other])  # matches neither baseline alone
+    assert both is not None and both.baseline == "EMT, 9 steps and EMT, 0 steps"
 
 
 def test_model_adds_baseline_to_what_it_learned(files, run):

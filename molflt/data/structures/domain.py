@@ -311,7 +311,9 @@ class Domain:
 
 
 def domain_of(runs: Iterable[Path]) -> Domain | None:
-    """Returns the domain of the first run, limited to elements that all runs were trained on.
+    """Returns the domain of the first run, with the elements and baselines of all runs.
+
+    Elements are limited to those that all runs were trained on.
 
     Runs from earlier versions, without domain.json, are ignored; None if no run has this file.
     """
@@ -321,8 +323,8 @@ def domain_of(runs: Iterable[Path]) -> Domain | None:
         return None
     shared = frozenset.intersection(*(one.elements.all for one in known))
     elements = Elements(*(part & shared for part in known[0].elements))
-    baseline = next((one.baseline for one in known if one.baseline), None)
-    return replace(known[0], elements=elements, baseline=baseline)
+    baselines = dict.fromkeys(one.baseline for one in known if one.baseline)
+    return replace(known[0], elements=elements, baseline=" and ".join(baselines) or None)
 
 
 def _parts(record: Data) -> tuple[Tensor, Tensor, Tensor]:

@@ -39,7 +39,8 @@ class Part(Structures):
         self._ends = np.cumsum([len(source) for source in self.sources])
         self.files = [file for source in self.sources for file in source.files]
         self.bad = [one for source in self.sources for one in source.bad]
-        self.baseline = " and ".join({one.baseline: 1 for one in self.sources if one.baseline})
+        baselines = dict.fromkeys(one.baseline for one in self.sources if one.baseline)
+        self.baseline = " and ".join(baselines)
         self.hint = next((source.hint for source in self.sources if source.hint), "")
         # shared with a single source, which may add names while it is read
         joined = {name: own for one in self.sources for name, own in one.labels.items()}
