@@ -1,4 +1,5 @@
 import ast
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -9,7 +10,7 @@ import yaml
 from tiny_run import SMALL, error_of, printed, python, write_data
 
 from molflt import __version__
-from molflt.commands.cli import COMMANDS, Command, main, parser_of
+from molflt.commands.cli import COMMANDS, GROUPS, Command, main, parser_of
 from molflt.commands.options import parse
 from molflt.shipped import config_names, find_config
 from molflt.training.recipes import RECIPES
@@ -87,6 +88,11 @@ def test_help_and_version(capsys) -> None:
     assert "evaluate" in printed(capsys).out and "evaluate" in printed(capsys, "--help").out
     out = printed(capsys, "data", "--help").out
     assert "convert" in out and "evaluate" not in out
+
+
+def test_the_line_about_data_names_commands() -> None:
+    verbs = re.split(", | or ", GROUPS["data"].partition(" data")[0])
+    assert {("data", verb) for verb in verbs} < COMMANDS.keys()
 
 
 @pytest.mark.parametrize("path", list(COMMANDS), ids=" ".join)

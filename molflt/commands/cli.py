@@ -97,7 +97,7 @@ COMMANDS: dict[tuple[str, ...], Command] = {
     ("generate",): Command("generate text, translations or images"),
     ("schema",): Command("JSON Schema of configurations, for editors"),
 }
-GROUPS = {"data": "inspect, convert, download and split data; add energies"}
+GROUPS = {"data": "inspect, convert, download or split data; add energies"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
