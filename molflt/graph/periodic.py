@@ -81,7 +81,7 @@ class Open:
     def mesh(
         self, geometry: Geometry, dense: DenseAtoms, position: SpectralPosition, chosen: Tensor
     ) -> MeshKernel | None:
-        """Returns the far field on a mesh, or None; `chosen` (from `on_mesh`) has equal entries."""
+        """Returns the far field on a mesh if `chosen` (from `on_mesh`) selects a graph, or None."""
         return None
 
     def far(
@@ -356,7 +356,7 @@ class Auto(Reciprocal):
     ) -> MeshKernel | None:
         if not chosen.any():
             return None
-        assert chosen.all() and isinstance(position, MultiplicativePosition)
+        assert isinstance(position, MultiplicativePosition)
         where = self.max_frequency, self.mesh_order
         return position.on_mesh(dense.positions, dense.mask, _lattice(geometry), *where)
 
