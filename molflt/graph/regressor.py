@@ -144,8 +144,8 @@ class EnergyRegressor(Redrawn):
         known_names(EnergyRegressor, stack, Stack, Attention)
         at_least_one(dim=dim, heads=heads)
         not_negative(radial_basis=radial_basis, messages=messages)
-        if not (position_head or radial_basis or messages):
-            why = "without position_head, radial_basis and messages"
+        if not (position_head or radial_basis or messages) and readout == "all":
+            why = "with readout='all', without position_head, radial_basis and messages"
             no_effect(why, neighbor_cutoff=neighbor_cutoff)
         self.neighbor_cutoff = cutoff = 5.0 if neighbor_cutoff is None else neighbor_cutoff
         positive(neighbor_cutoff=cutoff)

@@ -156,6 +156,12 @@ def test_the_near_field_has_its_own_neighbors():
         torch.testing.assert_close(energy, first, **EXACT)
 
 
+def test_the_neighbor_cutoff_applies_to_contacts_of_the_readout():
+    nets = (model(position_head=False, neighbor_cutoff=cutoff) for cutoff in (4.0, 6.0))
+    low, high = (predict(net, STRUCTURES[2:])["energy"] for net in nets)
+    assert (low - high).abs().max() > 1e-6
+
+
 def test_structures_without_tags_are_refused_or_sum_over_all_atoms():
     net = model(readout="all")
     untagged = structure(6, 6, tags=False)

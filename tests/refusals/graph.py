@@ -66,6 +66,10 @@ REGRESSORS: list[tuple[dict[str, Any], *Words]] = [
     ({"neighbor_cutoff": NAN}, "neighbor_cutoff", "positive", "nan"),
     ({"message_pairs": "all"}, "message_pairs", "without messages"),
     (
+        {"neighbor_cutoff": 6.0, "position_head": False, "readout": "all"},
+        *("neighbor_cutoff=6.0", "without position_head", "readout='all'"),
+    ),
+    (
         {"messages": 1, "message_pairs": "adsorbate", "readout": "all"},
         *("message_pairs", "energies of adsorbates", "readout='all'"),
     ),
