@@ -241,7 +241,7 @@ class GraphEncoding(nn.Module):
         if self.near_field is None or not isinstance(position, MultiplicativePosition):
             return position("softmax", positions, keys)
         kernel = position.kernel(differences(positions, keys))
-        pairs = self._near(found, lambda some, _: position.kernel(some.vector[None])[0])
+        pairs = self._near(found, lambda some, _: position.kernel(-some.vector[None])[0])
         if pairs is not None:
             batch, queries, _ = positions.shape
             kernel = kernel + pairs.dense(batch, queries, keys.shape[1])
