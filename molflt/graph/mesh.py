@@ -2,6 +2,7 @@
 
 from torch import nn
 
+from molflt.attention.encodings import TRITON
 from molflt.graph.encoding import GraphEncoding
 from molflt.graph.periodic import Auto, OnMesh, Reciprocal
 
@@ -19,10 +20,12 @@ def use_mesh_(model: nn.Module, order: int = 5) -> None:
     parts = [part for part in model.modules() if isinstance(part, GraphEncoding)]
     schemes = [part.periodic for part in parts]
     found = [scheme for scheme in schemes if isinstance(scheme, Reciprocal)]
-    if not found or any(type(one) not in (Reciprocal, OnMesh, Auto) or one.smooth for one in found):
+    other = any(type(one) not in (Reciprocal, OnMesh, Auto) or one.smooth for one in found)
+    if not found or other or any(part.mixing == TRITON for part in parts):
         raise ValueError(
             f"mesh_order={order} computes sums over reciprocal nodes on a mesh; got "
-            f"{type(model).__name__} with periodic={schemes}; remove it"
+            f"{type(model).__name__} with periodic={schemes} and mixing="
+            f"{[part.mixing for part in parts]}; remove it"
         )
     for part in parts:
         if isinstance(part.periodic, Reciprocal):

@@ -138,6 +138,13 @@ def layer(
     return lambda _: made(**{**whole, **change})
 
 
+def triton_on_mesh(_: object) -> None:
+    model = EnergyRegressor(**SMALL)
+    assert model.encoding is not None
+    model.encoding.mixing = "triton"  # building such a model needs Triton
+    use_mesh_(model)
+
+
 def net(given: object) -> Callable[[Any], object]:
     return lambda _: EnergyRegressor(**SMALL, readout="all")(given)
 
@@ -199,4 +206,5 @@ ROWS = [
     refused(
         lambda: use_mesh_(EnergyRegressor(**SMALL, periodic="none", near_field=0)), "mesh_order=5"
     ),
+    Refusal(triton_on_mesh, "mesh_order=5", "", "mixing=['triton']"),
 ]
