@@ -268,5 +268,4 @@ def _example(model: EnergyRegressor) -> "Data":
         atomic_numbers=torch.tensor([29, 29, 8, 29, 29]),
         tags=torch.tensor([1, 2, 2, 1, 2]),
         cell=8 * torch.eye(3).expand(2, 3, 3),
-        pbc=torch.ones(2, 3, dtype=torch.bool),
     )

@@ -377,7 +377,9 @@ class OnMesh(Auto):
                 f"{'mixing=softmax' if softmax else type(position).__name__}; use "
                 "position='multiplicative', or periodic='reciprocal'"
             )
-        position.check_isotropic()
+        if not position.spectrum.isotropic:
+            kind = type(position.spectrum).__name__
+            raise ValueError(f"a mesh needs an isotropic spectrum; got {kind}")
 
     def on_mesh(self, geometry: Geometry) -> Tensor:
         return torch.ones_like(geometry.ptr[1:], dtype=torch.bool)
