@@ -85,6 +85,11 @@ class GraphEncoding(nn.Module):
         made = make_position(position, heads, 0, mixing=mixing, **{"dim": 3, **options})
         self.position = cast(SpectralPosition, made)
         self.position.on_lattice = self.periodic.lattice
+        if self.periodic.lattice and self.position.spectrum.on_shells:
+            raise ValueError(
+                f"spectrum={spectrum!r} exists only on its shells, not on reciprocal lattices; got "
+                f"periodic={self.periodic!r}; use another spectrum, or periodic='none' or 'images'"
+            )
         self.periodic.check(self.position, self.softmax, bool(near_field))
         own = self.periodic
         if mixing == TRITON:

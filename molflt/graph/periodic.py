@@ -263,10 +263,10 @@ class Reciprocal(Open):
 
     def check(self, position: SpectralPosition, softmax: bool, near: bool) -> None:
         if near and not position.spectrum.isotropic:
-            known = (name for name, family in SPECTRA.items() if family.isotropic)
+            usable = {k: v for k, v in SPECTRA.items() if v.isotropic and not v.on_shells}
             raise ValueError(
                 f"near_field with reciprocal nodes needs an isotropic spectrum; got "
-                f"{type(position.spectrum).__name__}; use one of {', '.join(known)}"
+                f"{type(position.spectrum).__name__}; use one of {', '.join(usable)}"
             )
 
     def nodes(

@@ -3,6 +3,7 @@ from typing import Any
 
 import ase.build
 import torch
+from graph_cases import SHELLS
 from torch_geometric.data import Data
 
 from molflt.graph import EnergyRegressor, GraphAttention, PBCRadiusGraph, Potential
@@ -55,6 +56,10 @@ LAYERS: list[tuple[dict[str, Any], *Words]] = [
     ),
     ({**MESH, "mixing": "softmax"}, "periodic='mesh'", "multiplicative kernel", "softmax"),
     ({**MESH, "position_options": {"spectrum": "gaussian_mixture"}}, "mesh", "", "GaussianMixture"),
+    (
+        {**MESH, "position_options": {**SHELLS, "spectrum": "shell_weights"}},
+        *("spectrum='shell_weights'", "another spectrum", "OnMesh"),
+    ),
     ({**NEAR, "periodic": "images"}, "near_field", "'reciprocal'", "Images"),
     ({**NEAR, "mixing": "softmax"}, "near_exact", "mixing='softmax'"),
     ({"position": "multiplicative", "mixing": "triton", "periodic": "images"}, "triton", "Images"),
