@@ -84,6 +84,7 @@ class EnergyInputs(NamedTuple):
             atoms, _ = atoms.above_subsurface()
         geometry, numbers, _ = atoms
         model.embedding.element.check(numbers)
+        model.readout.counted(geometry)  # compiled code does not check tags
         assert geometry.tags is not None
         encoding, nothing = model.encoding, geometry.pos.new_zeros(geometry.graphs, 2, 3)
         around, found, dense = None, _Found(None), DenseAtoms.of(geometry)

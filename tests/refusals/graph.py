@@ -7,7 +7,7 @@ from graph_cases import SHELLS
 from torch_geometric.data import Data
 
 from molflt.graph import EnergyRegressor, GraphAttention, PBCRadiusGraph, Potential
-from molflt.graph.computation import EnergyComputation
+from molflt.graph.computation import EnergyComputation, EnergyInputs
 from molflt.graph.geometry import Geometry
 from molflt.graph.long_range import LongRange
 from molflt.graph.mesh import use_mesh_
@@ -210,6 +210,10 @@ ROWS = [
     refused(lambda: neighbor_list(Geometry.of(POS)._replace(pos=NAN * POS), 3.0), "pos", "finite"),
     refused(
         lambda: use_mesh_(EnergyRegressor(**SMALL, periodic="none", near_field=0)), "mesh_order=5"
+    ),
+    refused(
+        lambda: EnergyInputs.of(EnergyRegressor(**SMALL), data(tags=0 * ONE)),
+        *("tag > 0", "set tags", "1 structure(s)"),
     ),
     Refusal(triton_on_mesh, "mesh_order=5", "", "mixing=['triton']"),
 ]
