@@ -26,7 +26,7 @@ from molflt.graph.neighbors import expect_lattice, images_are_far
 
 _FADE = 1.0  # distance before the cutoff, in Å, over which an image fades out
 _MOST_PAIRED = 1000  # all pairs are computed in molecules with up to this number of atoms
-_MOST_BY_NODES = 1000  # `Auto` uses a mesh if atoms and nodes both exceed this number
+_MOST_BY_NODES = 1000  # `Auto` uses a mesh if atoms and vectors both exceed this number
 _ALONE = 200.0  # Å of vacuum beyond which the kernel of an image is below 1e-8
 _IN_PLANE = [(a, b, 0) for a, b in itertools.product((-1, 0, 1), repeat=2) if (a, b) != (0, 0)]
 
@@ -320,9 +320,9 @@ class Near(Reciprocal):
 class Auto(Reciprocal):
     """Uses nodes for small cells, like `Reciprocal`, and a mesh for large cells, like `OnMesh`.
 
-    A graph uses a mesh if its number of atoms and its number of nodes both exceed `_MOST_BY_NODES`.
-    The choice depends on the graph alone, not on its batch. Compiled models, and positions that a
-    mesh does not support, always use nodes.
+    A graph uses a mesh if it has more than 1,000 atoms, and its reciprocal lattice more than 1,000
+    vectors, which are 500 nodes. The choice depends on the graph alone, not on its batch. Compiled
+    models, and positions that a mesh does not support, always use nodes.
 
     Args:
         max_frequency: largest |G|, in cycles/Å.
@@ -346,8 +346,8 @@ class Auto(Reciprocal):
         large = geometry.ptr.diff() > _MOST_BY_NODES
         if self.nodes_only or torch.compiler.is_compiling() or not large.any():
             return None
-        nodes = 4 / 3 * math.pi * self.max_frequency**3 * _lattice(geometry).volume
-        large = large & (nodes > _MOST_BY_NODES)
+        vectors = 4 / 3 * math.pi * self.max_frequency**3 * _lattice(geometry).volume
+        large = large & (vectors > _MOST_BY_NODES)
         return large if large.any() else None
 
     @uncompiled

@@ -52,8 +52,8 @@ class EnergyRegressor(Redrawn):
         periodic: "none"; "images", in-plane periodic images near the adsorbate as extra keys;
             "reciprocal", nodes on the reciprocal lattice of each cell, exactly periodic; "mesh",
             the same sums by splines, for large cells; or "auto", a mesh for cells of more than
-            1,000 atoms and nodes, and nodes for other cells. By default "auto" for a multiplicative
-            position and "none" for other positions.
+            1,000 atoms and 500 nodes, and nodes for other cells. By default "auto" for a
+            multiplicative position and "none" for other positions.
         image_cutoff: distance from the adsorbate within which images are kept, 8 Å by default.
         max_frequency: largest frequency of the reciprocal nodes, 0.25 cycles/Å by default; the
             number of nodes grows as its cube.
