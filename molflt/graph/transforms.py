@@ -51,8 +51,7 @@ class PBCRadiusGraph(BaseTransform):
         """
         geometry = Geometry.of_data(data)
         pos, cell = geometry.pos, geometry.cell
-        ends, shift, graph = _neighbors(pos, cell, geometry.pbc, geometry.ptr, self.r)
-        target, source = ends
+        (target, source), shift, graph = _neighbors(pos, cell, geometry.pbc, geometry.ptr, self.r)
         with torch.autocast(cell.device.type, enabled=False):
             offset = (shift.to(cell.dtype)[:, None] @ cell[graph])[:, 0]
         vector = pos[source] - pos[target] + offset
