@@ -134,6 +134,7 @@ ROWS = [
     refused(lambda: layer()(X, key_weight=X[:, :3, 0]), "key_weight", "(1, 5)", "(1, 3)"),
     refused(lambda: layer()(X, R), "positions", "position="),
     refused(lambda: layer(causal=True)(X, context=X), "context", "causal=False"),
+    refused(lambda: layer(position())(X, R, context=X), "context", "key_positions"),
     refused(lambda: layer(position())(X), "SpectralPosition", "(batch, tokens, 3)"),
     refused(lambda: toeplitz_layer().decode(X, line()), "Toeplitz", "spectral"),
     # stacks
