@@ -1,5 +1,6 @@
 """Schemes for periodic boundaries in attention, with one class per scheme."""
 
+import copy
 import inspect
 import itertools
 import math
@@ -406,11 +407,11 @@ else:
 
 
 def make_periodic(periodic: str | Open, **options: float | None) -> Open:
-    """Builds a scheme from its name and options, or returns an existing scheme."""
+    """Builds a scheme from its name and options, or copies an existing scheme."""
     why = f"with periodic={periodic!r}"
     if isinstance(periodic, Open):
         no_effect(why, **options)
-        return periodic
+        return copy.copy(periodic)  # each encoding changes its own scheme
     one_of("periodic", periodic, PERIODIC)
     known = inspect.signature(PERIODIC[periodic]).parameters
     no_effect(why, **{name: value for name, value in options.items() if name not in known})
