@@ -282,6 +282,10 @@ class Attention(Positioned):
         context: Tensor | None = None,
         **keys: Unpack[Keys],
     ) -> tuple[_Heads, Encoding]:
+        if context is not None and positions is not None and key_positions is None:
+            raise ValueError(
+                "context needs its own positions; pass key_positions, (batch, keys, l)"
+            )
         heads = self._split(x, context, **keys)  # first, because it checks the mask
         where = placed(positions, key_positions, keys.get("key_mask"))
         return heads, self._encode(*where, encoding)

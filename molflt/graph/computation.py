@@ -84,6 +84,7 @@ class EnergyInputs(NamedTuple):
             atoms, _ = atoms.above_subsurface()
         geometry, numbers, _ = atoms
         model.embedding.element.check(numbers)
+        model.readout.counted(geometry)  # compiled code does not check tags
         assert geometry.tags is not None
         encoding, nothing = model.encoding, geometry.pos.new_zeros(geometry.graphs, 2, 3)
         around, found, dense = None, _Found(None), DenseAtoms.of(geometry)
@@ -268,5 +269,4 @@ def _example(model: EnergyRegressor) -> "Data":
         atomic_numbers=torch.tensor([29, 29, 8, 29, 29]),
         tags=torch.tensor([1, 2, 2, 1, 2]),
         cell=8 * torch.eye(3).expand(2, 3, 3),
-        pbc=torch.ones(2, 3, dtype=torch.bool),
     )

@@ -85,6 +85,11 @@ class GraphEncoding(nn.Module):
         made = make_position(position, heads, 0, mixing=mixing, **{"dim": 3, **options})
         self.position = cast(SpectralPosition, made)
         self.position.on_lattice = self.periodic.lattice
+        if self.periodic.lattice and self.position.spectrum.on_shells:
+            raise ValueError(
+                f"spectrum={spectrum!r} exists only on its shells, not on reciprocal lattices; got "
+                f"periodic={self.periodic!r}; use another spectrum, or periodic='none' or 'images'"
+            )
         self.periodic.check(self.position, self.softmax, bool(near_field))
         own = self.periodic
         if mixing == TRITON:
@@ -241,7 +246,7 @@ class GraphEncoding(nn.Module):
         if self.near_field is None or not isinstance(position, MultiplicativePosition):
             return position("softmax", positions, keys)
         kernel = position.kernel(differences(positions, keys))
-        pairs = self._near(found, lambda some, _: position.kernel(some.vector[None])[0])
+        pairs = self._near(found, lambda some, _: position.kernel(-some.vector[None])[0])
         if pairs is not None:
             batch, queries, _ = positions.shape
             kernel = kernel + pairs.dense(batch, queries, keys.shape[1])

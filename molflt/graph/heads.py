@@ -206,17 +206,7 @@ class EnergyReadout(nn.Module):
         pairs within the cutoff. Returns energies (atoms,) and bonds (pairs,): -log(1 - s(d)) for
         pairs across the interface and 0 for other pairs. Bonds are None if all atoms count fully.
         """
-        counted = geometry.above_subsurface()
-        assert geometry.tags is not None
-        untagged = counted & (geometry.tags == Tag.SUBSURFACE.value)
-        if not torch.compiler.is_compiling() and bool(untagged.any()):
-            graphs = len(geometry.batch[untagged].unique())
-            what = f"{graphs} structure(s) without an atom with tag > 0"
-            hint = "set tags, 1 surface and 2 adsorbate, for adsorption energies"
-            if self.by_contact.any():
-                raise ValueError(f"{what}; {hint}, or use readout='all' for total energies")
-            warnings.warn(f"{what}; their energy sums over all atoms; {hint}", stacklevel=2)
-        tags = torch.where(untagged, Tag.SURFACE.value, geometry.tags)
+        counted, tags = self.counted(geometry)
         atomic = (self.mlp(h) * self.factor(tags)).squeeze(-1)
         if not self.sees_neighbors:
             return torch.where(counted, atomic, 0.0), None
@@ -228,6 +218,20 @@ class EnergyReadout(nn.Module):
         weight = 1 - _sum_by(bonds, neighbors.center, len(h)).neg().exp()
         by_contact = torch.where(adsorbate, self.by_contact[1], self.by_contact[0])
         return atomic * torch.where(by_contact, weight, counted.to(weight)), bonds
+
+    def counted(self, geometry: Geometry) -> tuple[Tensor, Tensor]:
+        """Returns a mask (atoms,) of atoms that count, and tags; raises ValueError without tags."""
+        counted = geometry.above_subsurface()
+        assert geometry.tags is not None
+        untagged = counted & (geometry.tags == Tag.SUBSURFACE.value)
+        if not torch.compiler.is_compiling() and bool(untagged.any()):
+            graphs = len(geometry.batch[untagged].unique())
+            what = f"{graphs} structure(s) without an atom with tag > 0"
+            hint = "set tags, 1 surface and 2 adsorbate, for adsorption energies"
+            if self.by_contact.any():
+                raise ValueError(f"{what}; {hint}, or use readout='all' for total energies")
+            warnings.warn(f"{what}; their energy sums over all atoms; {hint}", stacklevel=2)
+        return counted, torch.where(untagged, Tag.SURFACE.value, geometry.tags)
 
     def on_adsorbates(
         self, energies: Tensor, bonds: Tensor, adsorbate: Tensor, neighbors: Neighbors

@@ -2,6 +2,7 @@
 
 from torch import nn
 
+from molflt.attention.encodings import TRITON
 from molflt.graph.encoding import GraphEncoding
 from molflt.graph.periodic import Auto, OnMesh, Reciprocal
 
@@ -17,15 +18,18 @@ def use_mesh_(model: nn.Module, order: int = 5) -> None:
         order: order of the splines: 4, 5, 6 or 8; see `Auto`.
     """
     parts = [part for part in model.modules() if isinstance(part, GraphEncoding)]
-    schemes = [part.periodic for part in parts]
-    found = [scheme for scheme in schemes if isinstance(scheme, Reciprocal)]
-    if not found or any(type(one) not in (Reciprocal, OnMesh, Auto) or one.smooth for one in found):
+    found = [(part, part.periodic) for part in parts if isinstance(part.periodic, Reciprocal)]
+    fits = [
+        type(scheme) in (Reciprocal, OnMesh, Auto) and not scheme.smooth and part.mixing != TRITON
+        for part, scheme in found
+    ]
+    if not found or not all(fits):
         raise ValueError(
             f"mesh_order={order} computes sums over reciprocal nodes on a mesh; got "
-            f"{type(model).__name__} with periodic={schemes}; remove it"
+            f"{type(model).__name__} with periodic={[part.periodic for part in parts]} and "
+            f"mixing={[part.mixing for part in parts]}; remove it"
         )
-    for part in parts:
-        if isinstance(part.periodic, Reciprocal):
-            mesh = OnMesh(part.periodic.max_frequency, order)
-            mesh.check(part.position, part.softmax, part.near_field is not None)
-            part.periodic = mesh
+    for part, scheme in found:
+        mesh = OnMesh(scheme.max_frequency, order)
+        mesh.check(part.position, part.softmax, part.near_field is not None)
+        part.periodic = mesh

@@ -40,10 +40,8 @@ class NearPairs(NamedTuple):
         """Pairs atoms with themselves and neighbors or, in graphs of `alone`, with all atoms."""
         own = torch.arange(geometry.pos.shape[0], device=geometry.pos.device)
         found: list[tuple[Tensor, ...]] = [(own, own, torch.zeros_like(geometry.pos))]
-        if neighbors is not None and alone is None:
-            found.append(neighbors[:3])
-        elif neighbors is not None and alone is not None:
-            kept = ~alone[geometry.batch[neighbors.center]]
+        if neighbors is not None:
+            kept = slice(None) if alone is None else ~alone[geometry.batch[neighbors.center]]
             found.append(tuple(x[kept] for x in neighbors[:3]))
         if alone is not None:
             query, key = _all_pairs(geometry, alone)

@@ -1,5 +1,6 @@
 """Schemes for periodic boundaries in attention, with one class per scheme."""
 
+import copy
 import inspect
 import itertools
 import math
@@ -26,7 +27,7 @@ from molflt.graph.neighbors import expect_lattice, images_are_far
 
 _FADE = 1.0  # distance before the cutoff, in Å, over which an image fades out
 _MOST_PAIRED = 1000  # all pairs are computed in molecules with up to this number of atoms
-_MOST_BY_NODES = 1000  # `Auto` uses a mesh if atoms and nodes both exceed this number
+_MOST_BY_NODES = 1000  # `Auto` uses a mesh if atoms and vectors both exceed this number
 _ALONE = 200.0  # Å of vacuum beyond which the kernel of an image is below 1e-8
 _IN_PLANE = [(a, b, 0) for a, b in itertools.product((-1, 0, 1), repeat=2) if (a, b) != (0, 0)]
 
@@ -81,7 +82,7 @@ class Open:
     def mesh(
         self, geometry: Geometry, dense: DenseAtoms, position: SpectralPosition, chosen: Tensor
     ) -> MeshKernel | None:
-        """Returns the far field on a mesh, or None; `chosen` (from `on_mesh`) has equal entries."""
+        """Returns the far field on a mesh if `chosen` (from `on_mesh`) selects a graph, or None."""
         return None
 
     def far(
@@ -263,10 +264,10 @@ class Reciprocal(Open):
 
     def check(self, position: SpectralPosition, softmax: bool, near: bool) -> None:
         if near and not position.spectrum.isotropic:
-            known = (name for name, family in SPECTRA.items() if family.isotropic)
+            usable = {k: v for k, v in SPECTRA.items() if v.isotropic and not v.on_shells}
             raise ValueError(
                 f"near_field with reciprocal nodes needs an isotropic spectrum; got "
-                f"{type(position.spectrum).__name__}; use one of {', '.join(known)}"
+                f"{type(position.spectrum).__name__}; use one of {', '.join(usable)}"
             )
 
     def nodes(
@@ -320,9 +321,9 @@ class Near(Reciprocal):
 class Auto(Reciprocal):
     """Uses nodes for small cells, like `Reciprocal`, and a mesh for large cells, like `OnMesh`.
 
-    A graph uses a mesh if its number of atoms and its number of nodes both exceed `_MOST_BY_NODES`.
-    The choice depends on the graph alone, not on its batch. Compiled models, and positions that a
-    mesh does not support, always use nodes.
+    A graph uses a mesh if it has more than 1,000 atoms, and its reciprocal lattice more than 1,000
+    vectors, which are 500 nodes. The choice depends on the graph alone, not on its batch. Compiled
+    models, and positions that a mesh does not support, always use nodes.
 
     Args:
         max_frequency: largest |G|, in cycles/Å.
@@ -346,8 +347,8 @@ class Auto(Reciprocal):
         large = geometry.ptr.diff() > _MOST_BY_NODES
         if self.nodes_only or torch.compiler.is_compiling() or not large.any():
             return None
-        nodes = 4 / 3 * math.pi * self.max_frequency**3 * _lattice(geometry).volume
-        large = large & (nodes > _MOST_BY_NODES)
+        vectors = 4 / 3 * math.pi * self.max_frequency**3 * _lattice(geometry).volume
+        large = large & (vectors > _MOST_BY_NODES)
         return large if large.any() else None
 
     @uncompiled
@@ -356,7 +357,7 @@ class Auto(Reciprocal):
     ) -> MeshKernel | None:
         if not chosen.any():
             return None
-        assert chosen.all() and isinstance(position, MultiplicativePosition)
+        assert isinstance(position, MultiplicativePosition)
         where = self.max_frequency, self.mesh_order
         return position.on_mesh(dense.positions, dense.mask, _lattice(geometry), *where)
 
@@ -377,7 +378,9 @@ class OnMesh(Auto):
                 f"{'mixing=softmax' if softmax else type(position).__name__}; use "
                 "position='multiplicative', or periodic='reciprocal'"
             )
-        position.check_isotropic()
+        if not position.spectrum.isotropic:
+            kind = type(position.spectrum).__name__
+            raise ValueError(f"a mesh needs an isotropic spectrum; got {kind}")
 
     def on_mesh(self, geometry: Geometry) -> Tensor:
         return torch.ones_like(geometry.ptr[1:], dtype=torch.bool)
@@ -404,11 +407,11 @@ else:
 
 
 def make_periodic(periodic: str | Open, **options: float | None) -> Open:
-    """Builds a scheme from its name and options, or returns an existing scheme."""
+    """Builds a scheme from its name and options, or copies an existing scheme."""
     why = f"with periodic={periodic!r}"
     if isinstance(periodic, Open):
         no_effect(why, **options)
-        return periodic
+        return copy.copy(periodic)  # each encoding changes its own scheme
     one_of("periodic", periodic, PERIODIC)
     known = inspect.signature(PERIODIC[periodic]).parameters
     no_effect(why, **{name: value for name, value in options.items() if name not in known})

@@ -52,8 +52,8 @@ class EnergyRegressor(Redrawn):
         periodic: "none"; "images", in-plane periodic images near the adsorbate as extra keys;
             "reciprocal", nodes on the reciprocal lattice of each cell, exactly periodic; "mesh",
             the same sums by splines, for large cells; or "auto", a mesh for cells of more than
-            1,000 atoms and nodes, and nodes for other cells. By default "auto" for a multiplicative
-            position and "none" for other positions.
+            1,000 atoms and 500 nodes, and nodes for other cells. By default "auto" for a
+            multiplicative position and "none" for other positions.
         image_cutoff: distance from the adsorbate within which images are kept, 8 Å by default.
         max_frequency: largest frequency of the reciprocal nodes, 0.25 cycles/Å by default; the
             number of nodes grows as its cube.
@@ -144,8 +144,8 @@ class EnergyRegressor(Redrawn):
         known_names(EnergyRegressor, stack, Stack, Attention)
         at_least_one(dim=dim, heads=heads)
         not_negative(radial_basis=radial_basis, messages=messages)
-        if not (position_head or radial_basis or messages):
-            why = "without position_head, radial_basis and messages"
+        if not (position_head or radial_basis or messages) and readout == "all":
+            why = "with readout='all', without position_head, radial_basis and messages"
             no_effect(why, neighbor_cutoff=neighbor_cutoff)
         self.neighbor_cutoff = cutoff = 5.0 if neighbor_cutoff is None else neighbor_cutoff
         positive(neighbor_cutoff=cutoff)

@@ -50,9 +50,8 @@ class PBCRadiusGraph(BaseTransform):
                 is given; for a batch also `batch` (atoms,), ascending.
         """
         geometry = Geometry.of_data(data)
-        lattice = geometry.cell.double(), geometry.pbc, geometry.ptr
-        ends, shift, graph = _neighbors(geometry.pos.double(), *lattice, self.r)
-        pos, cell, (target, source) = geometry.pos, geometry.cell, ends
+        pos, cell = geometry.pos, geometry.cell
+        (target, source), shift, graph = _neighbors(pos, cell, geometry.pbc, geometry.ptr, self.r)
         with torch.autocast(cell.device.type, enabled=False):
             offset = (shift.to(cell.dtype)[:, None] @ cell[graph])[:, 0]
         vector = pos[source] - pos[target] + offset

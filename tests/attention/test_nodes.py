@@ -70,6 +70,8 @@ def test_shells_are_the_mask_and_its_gradients(dim, radial):
 @pytest.mark.parametrize(("ratio", "tol"), [(2, 1e-2), (5, 3e-2), (5, 1e-4), (10, 1e-2)])
 def test_suggested_shells_have_the_stated_error(ratio, tol, scale):
     """The error is measured on pairs that the search does not use, in any unit of length."""
+    with torch.device("meta"):  # the search does not use the default device
+        assert suggest_nodes(ratio * scale / 2, scale, tol).nodes.xi.is_meta
     nodes, error = suggest_nodes(ratio * scale / 2, scale, tol)
     kernel = unit_gaussian()
     with torch.no_grad():

@@ -185,6 +185,16 @@ def softmax_of(layer, x, pos, kept=None):
     return attention._join(softmax(query, key, value, bias, mask))[0]
 
 
+def test_the_near_field_replaces_a_mask_that_is_not_even():
+    options = {"spectrum": "gaussian_mixture", "asymmetric": True}
+    layer = GraphAttention(
+        *(8, 2), position="multiplicative", position_options=options, mixing="softmax", near_field=9
+    ).double()
+    pos = torch.rand(5, 3, dtype=torch.float64)
+    bias = layer.encoding(Geometry.of(pos)).classes[0].encoding.bias
+    close([bias], [layer.encoding.near_field.spectrum.mask((pos[:, None] - pos)[None])])
+
+
 @pytest.mark.parametrize("mixing", ["linear", "quadratic"])
 @pytest.mark.parametrize(
     ("scale", "options", "kept"),

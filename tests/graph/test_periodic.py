@@ -340,6 +340,12 @@ def test_auto_chooses_by_each_graph(monkeypatch):
     close([energies("auto", None, 2, 0)], [mixed[[2, 0]]])
     geometry = Geometry.of_data(Batch.from_data_list(graphs))
     assert make_periodic("auto").on_mesh(geometry).tolist() == [True, False, True]
+    given, scheme = collated([graph("crystal", 9)]), make_periodic("auto")
+    made = partial(GraphAttention, DIM, HEADS, position="multiplicative", periodic=scheme)
+    both = [made(mixing=mixing).encoding.periodic for mixing in ("softmax", "linear")]
+    assert [each.nodes_only for each in both] == [True, False]
+    empty = {"cell": given["cell"].repeat(2, 1, 1), "pbc": given["pbc"].repeat(2, 1)}
+    close([layer("auto")(**{**given, **empty, "batch_size": 2})], [layer("mesh")(**given)])
     assert make_periodic("auto", max_frequency=0.05).on_mesh(geometry) is None  # few nodes
 
 

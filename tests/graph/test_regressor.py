@@ -154,6 +154,10 @@ def test_the_near_field_has_its_own_neighbors():
     first, *others = (predict(net, STRUCTURES[2:])["energy"] for net in nets)
     for energy in others:
         torch.testing.assert_close(energy, first, **EXACT)
+    # contacts of the readout end at the cutoff of neighbors
+    nets = (model(position_head=False, neighbor_cutoff=cutoff) for cutoff in (4.0, 6.0))
+    low, high = (predict(net, STRUCTURES[2:])["energy"] for net in nets)
+    assert (low - high).abs().max() > 1e-6
 
 
 def test_structures_without_tags_are_refused_or_sum_over_all_atoms():

@@ -134,6 +134,7 @@ ROWS = [
     refused(lambda: layer()(X, key_weight=X[:, :3, 0]), "key_weight", "(1, 5)", "(1, 3)"),
     refused(lambda: layer()(X, R), "positions", "position="),
     refused(lambda: layer(causal=True)(X, context=X), "context", "causal=False"),
+    refused(lambda: layer(position())(X, R, context=X), "context", "key_positions"),
     refused(lambda: layer(position())(X), "SpectralPosition", "(batch, tokens, 3)"),
     refused(lambda: toeplitz_layer().decode(X, line()), "Toeplitz", "spectral"),
     # stacks
@@ -209,7 +210,6 @@ ROWS = [
     refused(lambda: Mesh.of(HUGE, 0, 0.3, 5), "mesh points", "graph 0"),
     # cells
     cells("extent", "free_extent", "None", extent=None),
-    cells("extent", "non-negative", "-4", extent=torch.tensor([[0, 0, 0], [0, 0, -4.0]])),
     refused(lambda: SpectralPosition(ONES, weighted_shells()), "radii of the shells", "3 radii"),
     refused(lambda: Decoder(16, 2, 2, refinements=2), "refinements", "remove", "2"),
     refused(lambda: GaussianBias(2, 8, std_range=(-1.0, 3.0)), "std_range", "above 0", "-1.0"),

@@ -3,10 +3,12 @@ from typing import Any
 
 import ase.build
 import torch
+from graph_cases import SHELLS
 from torch_geometric.data import Data
 
 from molflt.graph import EnergyRegressor, GraphAttention, PBCRadiusGraph, Potential
-from molflt.graph.computation import EnergyComputation
+from molflt.graph.computation import EnergyComputation, EnergyInputs
+from molflt.graph.encoding import GraphEncoding
 from molflt.graph.geometry import Geometry
 from molflt.graph.long_range import LongRange
 from molflt.graph.mesh import use_mesh_
@@ -17,6 +19,8 @@ Words = tuple[str, ...]
 SMALL = {"dim": 16, "heads": 2, "layers": 1, "ffn_dim": 16, "num_features": 8}
 MULTIPLIES = {"position": "multiplicative"}
 NEAR = {**MULTIPLIES, "near_field": 3.0, "near_exact": True}
+TRITON: dict[str, Any] = {**MULTIPLIES, "mixing": "triton", "periodic": "reciprocal"}
+WEIGHTS = {**SHELLS, "spectrum": "shell_weights"}
 MESH = {**MULTIPLIES, "periodic": "mesh"}
 NAN = float("nan")
 META = torch.device("meta")  # another device that every machine has
@@ -55,6 +59,7 @@ LAYERS: list[tuple[dict[str, Any], *Words]] = [
     ),
     ({**MESH, "mixing": "softmax"}, "periodic='mesh'", "multiplicative kernel", "softmax"),
     ({**MESH, "position_options": {"spectrum": "gaussian_mixture"}}, "mesh", "", "GaussianMixture"),
+    ({**MESH, "position_options": WEIGHTS}, "'shell_weights'", "another spectrum", "OnMesh"),
     ({**NEAR, "periodic": "images"}, "near_field", "'reciprocal'", "Images"),
     ({**NEAR, "mixing": "softmax"}, "near_exact", "mixing='softmax'"),
     ({"position": "multiplicative", "mixing": "triton", "periodic": "images"}, "triton", "Images"),
@@ -195,4 +200,6 @@ ROWS = [
     refused(
         lambda: use_mesh_(EnergyRegressor(**SMALL, periodic="none", near_field=0)), "mesh_order=5"
     ),
+    refused(lambda: EnergyInputs.of(EnergyRegressor(**SMALL), data(tags=0 * ONE)), "tag > 0"),
+    refused(lambda: use_mesh_(GraphEncoding(2, **TRITON)), "mesh_order=5", "", "mixing=['triton']"),
 ]

@@ -16,8 +16,7 @@ from molflt.attention.spectra import Spectrum
 # Degrees of Lebedev's rules. Degrees 13, 25 and 27 are omitted: some of their weights are negative,
 # which could give a positive mask negative parts.
 _DEGREES = (3, 5, 7, 9, 11, 15, 17, 19, 21, 23, 29, 31, *range(35, 132, 6))
-# Always on the CPU, regardless of the default device, because modules on "meta" share the cached
-# rules.
+# On the CPU, regardless of the default device: modules on "meta" share the cached rules.
 _DOUBLE: dict[str, Any] = {"dtype": torch.float64, "device": "cpu"}
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from molflt.attention.checks import positive
-from molflt.attention.nodes.shells import _DEGREES, ShellNodes, _directions, shells
+from molflt.attention.nodes.shells import _DEGREES, _DOUBLE, ShellNodes, _directions, shells
 from molflt.attention.numerics import gauss_rule
 
 
@@ -58,7 +58,7 @@ def suggest_nodes(
             f"tol must be at most half of {zero:.2g}, the error without nodes; got {tol:g}"
         )
     between = 1 if widest == width else 2 + int(math.log2(widest / width))
-    widths = torch.logspace(0, math.log10(widest / width), between, dtype=torch.float64)[:, None]
+    widths = torch.logspace(0, math.log10(widest / width), between, **_DOUBLE)[:, None]
     rules = [_prune(ratio, widths, tol, *each) for each in _radial_candidates(ratio, widths, tol)]
     if not any(rules):
         raise ValueError(f"no shells reach tol={tol:g} for 2 radius / width = {ratio:.3g}")
@@ -83,7 +83,7 @@ class _Pruned(NamedTuple):
 
 def _ball_pairs(ratio: float) -> tuple[Tensor, Tensor]:
     """Returns distances of random points in a ball, in units of the width, and their weights."""
-    share, weights = torch.tensor(gauss_rule(24), dtype=torch.float64)  # fractions of the diameter
+    share, weights = torch.tensor(gauss_rule(24), **_DOUBLE)  # fractions of the diameter
     density = 24 * share**2 * (1 - 1.5 * share + 0.5 * share**3)
     return ratio * share, density * weights / 2
 
@@ -163,7 +163,7 @@ def _excess(error: Tensor, share: Tensor, tol: float) -> float:
 
 def _even_directions(count: int) -> Tensor:
     """Returns even unit vectors (count, 3), which avoid the mirror planes of Lebedev's rules."""
-    index = torch.arange(count, dtype=torch.float64)
+    index = torch.arange(count, **_DOUBLE)
     height = 1 - (index + 0.5) / count
     angle = math.pi * (1 + math.sqrt(5)) * (index + 0.5)
     across = (1 - height.square()).sqrt()

@@ -64,6 +64,6 @@ def make_position(
     if unknown := [] if free else sorted(set(options) - set(known)):
         raise ValueError(
             f"position={name!r} does not take {', '.join(unknown)}; expected one or more of "
-            f"{', '.join(set(known) - set(sizes))}"
+            f"{', '.join(sorted(set(known) - set(sizes)))}"
         )
     return build(**options)

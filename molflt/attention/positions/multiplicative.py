@@ -6,7 +6,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from molflt.attention.checks import one_of
 from molflt.attention.encodings import TRITON, Bias, Encoding, Kernel, RaggedKernel
 from molflt.attention.mixing.mesh import MeshKernel
 from molflt.attention.mixing.pairs import Pairs
@@ -14,7 +13,7 @@ from molflt.attention.mixing.ragged import Ragged, Waves
 from molflt.attention.mixing.sparse import Pattern
 from molflt.attention.nodes import Nodes
 from molflt.attention.nodes.lattice import Lattice
-from molflt.attention.nodes.mesh import OVERSAMPLING, Mesh
+from molflt.attention.nodes.mesh import Mesh
 from molflt.attention.numerics import at_least_float32, distances, fade, options_of
 from molflt.attention.positions.base import MIXINGS, differences
 from molflt.attention.positions.spectral import GraphNodes, SpectralPosition
@@ -98,12 +97,6 @@ class MultiplicativePosition(SpectralPosition):
             counts = None if counts is None else counts + 1
         return Waves(xi, c, counts)
 
-    def check_isotropic(self) -> None:
-        """Raises ValueError if h cannot be computed on a mesh."""
-        if not self.spectrum.isotropic:
-            kind = type(self.spectrum).__name__
-            raise ValueError(f"a mesh needs an isotropic spectrum; got {kind}")
-
     def on_mesh(
         self, positions: Tensor, mask: Tensor, lattice: Lattice, max_frequency: float, order: int
     ) -> MeshKernel:
@@ -111,10 +104,8 @@ class MultiplicativePosition(SpectralPosition):
 
         Up to the interpolation error, the result equals h sampled at `reciprocal_nodes`. Positions
         (batch, tokens, 3) are in Å, `max_frequency` is in cycles/Å, and the mask is True where a
-        token exists. See `OVERSAMPLING` for the order of the splines.
+        token exists. The spectrum must be isotropic. See `molflt.graph.periodic.Auto` for `order`.
         """
-        self.check_isotropic()
-        one_of("order", order, OVERSAMPLING)
         dtype = torch.promote_types(positions.dtype, torch.float32)
         meshes = [Mesh.of(lattice, graph, max_frequency, order) for graph in range(len(mask))]
         rows, places, weight, coefficients, before = [], [], [], [], 0
