@@ -61,6 +61,8 @@ def test_other_names(tmp_path):
     named = PotentialData(tmp_path, "dft", "virials", val_split="train")
     named.setup()
     assert "forces in all, stress in all" in named.describe()[0]
+    with pytest.raises(ValueError, match=r"data\.baseline_key=dft is for is2re.* remove"):
+        PotentialData(tmp_path, val_split="train", baseline_key="dft").setup()
     words = [str(tmp_path / "train.extxyz"), "--forces_key=dft", "--stress_key=virials"]
     assert main(["data", "convert", words[0], str(tmp_path / "a.safetensors"), *words[1:]]) == 0
     record = open_dataset(tmp_path / "a.safetensors")[0]
