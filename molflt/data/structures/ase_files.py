@@ -352,7 +352,7 @@ def ase_format(path: Path) -> str | None:
     try:
         with opened(path) as file:
             beginning = file.read(50_000)
-    except (OSError, EOFError, lzma.LZMAError):
+    except (OSError, EOFError, lzma.LZMAError, zlib.error):
         return None
     of_vasp = (kind for mark, kind in _OF_VASP.items() if re.match(mark, beginning))
     others = (kind for kind in sorted(_BEGINNINGS) if ioformats[kind].match_magic(beginning))
