@@ -148,9 +148,10 @@ class AseStructures(LoadedStructures):
                 self._files.append(file)
                 if converter.reading.keep_atoms:
                     self.atoms.append(atoms)
-        if not self._files and not self.bad:
+        if self._files:
+            converter.check(str(self.path))
+        elif not self.bad:
             raise ValueError(f"{self.path}: no structures; expected at least one")
-        converter.check(str(self.path))
         self.hint, self.labels = converter.hint, converter.labels
         converter.warn(str(self.path))
 
