@@ -326,8 +326,8 @@ def unused_warning(where: str, fields: Sequence[str]) -> str:
 
 def drop_labels_(atoms: Atoms, moved: bool = False) -> None:
     """Removes energies, forces and stress, in place; if `moved`, also references and virials."""
-    names = ["energy", "free_energy", "forces", "stress"]
-    names += [*(f"REF_{name}" for name in names), "virial", "REF_virial"] if moved else []
+    names = ["energy", "free_energy", "forces", "stress", *["virial", "virials"] * moved]
+    names += [f"REF_{name}" for name in names] * moved
     for name in names:
         atoms.info.pop(name, None)
         atoms.arrays.pop(name, None)
