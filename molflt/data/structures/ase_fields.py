@@ -128,7 +128,8 @@ class Converter:
                 self._others |= dict.fromkeys(names)
         name = self._used.get("stress", "").lower()
         if "stress" in found and "virial" in name and "stress" not in name:
-            found["stress"] = -np.asarray(found["stress"]) / (atoms.cell.volume or np.nan)
+            volume = atoms.cell.volume  # 0 for molecules without a cell, which have no stress
+            found["stress"] = -np.asarray(found["stress"]) / volume if volume else None
         return found
 
     def _note(self, atoms: Atoms) -> None:
