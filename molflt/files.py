@@ -70,12 +70,11 @@ def clear_parts(folder: Path) -> None:
 
 
 def _is_alive(pid: int) -> bool:
-    with suppress(PermissionError):
-        try:
-            if os.name == "posix":  # elsewhere os.kill(pid, 0) would end the process
-                os.kill(pid, 0)
-        except (ProcessLookupError, OverflowError):
-            return False
+    try:
+        if os.name == "posix":  # elsewhere os.kill(pid, 0) would end the process
+            os.kill(pid, 0)
+    except (ProcessLookupError, OverflowError, PermissionError) as error:
+        return isinstance(error, PermissionError)
     return True
 
 
