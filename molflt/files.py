@@ -184,7 +184,9 @@ def unpacked(path: Path) -> Iterator[IO[bytes]]:
     try:
         with opened(path) as file:
             yield file
-    except (gzip.BadGzipFile, lzma.LZMAError, zlib.error, EOFError) as error:
+    except (OSError, lzma.LZMAError, zlib.error, EOFError) as error:
+        if isinstance(error, OSError) and error.errno:  # not about the content
+            raise
         raise ValueError(
             f"{path}: expected a complete {path.suffix} file; the file is damaged or truncated "
             f"({error}); download or copy it again"
