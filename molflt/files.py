@@ -61,9 +61,9 @@ def atomically(path: Path) -> Iterator[Path]:
             part.unlink()
 
 
-def clear_parts(folder: Path) -> None:
-    """Removes unfinished files left by killed processes from a folder."""
-    for part in folder.glob(".*.part"):
+def clear_parts(folder: Path, name: str = "*") -> None:
+    """Removes unfinished files of `name` that killed processes of this machine left in a folder."""
+    for part in folder.glob(f".{name}.*.part"):
         pid = part.name.split(".")[-2]
         if pid.isdecimal() and not _is_alive(int(pid)):
             part.unlink(missing_ok=True)
