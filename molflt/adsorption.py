@@ -106,7 +106,7 @@ def molecule(name: str | Path) -> Atoms:
 def _molecule_in(path: Path) -> Atoms:
     from ase import Atoms
 
-    found, *more = [atoms for _, atoms in frames(path)]
+    found, *more = [atoms for _, atoms in frames(path)] or [ValueError("expected one molecule")]
     if more:
         raise ValueError(f"{path}: expected one molecule; got {len(more) + 1} structures")
     try:

@@ -61,21 +61,20 @@ def atomically(path: Path) -> Iterator[Path]:
             part.unlink()
 
 
-def clear_parts(folder: Path) -> None:
-    """Removes unfinished files left by killed processes from a folder."""
-    for part in folder.glob(".*.part"):
+def clear_parts(folder: Path, name: str = "*") -> None:
+    """Removes unfinished files of `name` that killed processes of this machine left in a folder."""
+    for part in folder.glob(f".{name}.*.part"):
         pid = part.name.split(".")[-2]
         if pid.isdecimal() and not _is_alive(int(pid)):
             part.unlink(missing_ok=True)
 
 
 def _is_alive(pid: int) -> bool:
-    with suppress(PermissionError):
-        try:
-            if os.name == "posix":  # elsewhere os.kill(pid, 0) would end the process
-                os.kill(pid, 0)
-        except (ProcessLookupError, OverflowError):
-            return False
+    try:
+        if os.name == "posix":  # elsewhere os.kill(pid, 0) would end the process
+            os.kill(pid, 0)
+    except (ProcessLookupError, OverflowError, PermissionError) as error:
+        return isinstance(error, PermissionError)
     return True
 
 
@@ -185,7 +184,9 @@ def unpacked(path: Path) -> Iterator[IO[bytes]]:
     try:
         with opened(path) as file:
             yield file
-    except (gzip.BadGzipFile, lzma.LZMAError, zlib.error, EOFError) as error:
+    except (OSError, lzma.LZMAError, zlib.error, EOFError) as error:
+        if isinstance(error, OSError) and error.errno:  # not about the content
+            raise
         raise ValueError(
             f"{path}: expected a complete {path.suffix} file; the file is damaged or truncated "
             f"({error}); download or copy it again"

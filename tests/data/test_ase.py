@@ -408,6 +408,15 @@ def test_only_bad_frames_are_left_out(tmp_path):
     dataset = open_dataset(path, skip_bad=True)
     assert len(dataset) == 3 and [dataset.place(i) for i in range(3)] == [0, 2, 4]
     assert [name for name, _ in dataset.bad] == [f"{path}: frame {i}" for i in (1, 3, 5)]
+    path.write_text(xyz("", "D 0 0 0"))
+    ((_, reason),) = open_dataset(path, True, Reading(energy_key="dft")).bad
+    assert "'D' is" in reason  # not that the key is missing
+
+
+def test_other_files_of_a_folder_may_be_damaged(tmp_path):
+    (tmp_path / "a.xyz").write_text(xyz("", "Cu 0 0 0"))
+    (tmp_path / "log.gz").write_bytes(gzip.compress(b"", mtime=0)[:10] + b"\xff" * 99)
+    assert len(open_dataset(tmp_path)) == 1
 
 
 EXAMPLES = Path(ase.__file__).parent / "test" / "testdata"

@@ -109,6 +109,10 @@ def test_other_properties_are_not_judged_as_energies(tmp_path, capsys):
     assert not [text for text in found["warnings"] if "energies" in text or "forces" in text]
     told = printed(capsys, "data", "inspect", path, "--energy_key", "gap").out
     assert "label: gap" in told and "min: 0.5, mean: 10.5, median: 8.25, max: 25.0" in told
+    words = ("convert", path, tmp_path / "gaps.safetensors", "--energy_key", "gap")
+    assert ": 4 structures" in printed(capsys, "data", *words).out
+    words = ("inspect", tmp_path / "gaps.safetensors", "--energy_key", "y_baseline")
+    assert "energy_key=y_baseline" in error_of(capsys, "data", *words)  # it is not read
     data = IS2REData(path, energy_key="gap", val_fraction=0.5)  # not limited to 20
     data.refuse_totals()
     assert sum(map(len, data.datasets.values())) == 4

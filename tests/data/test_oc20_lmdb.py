@@ -69,6 +69,8 @@ def test_optional_fields_may_be_missing(tmp_path):
     path = write_lmdb(tmp_path / "data.lmdb", {"0": old_record(0), "1": old_record(1, **absent)})
     pos, numbers = (fields(1)[key] for key in ("pos", "atomic_numbers"))
     same(open_dataset(path)[1], make_record(pos=pos, atomic_numbers=numbers, sid=1))  # the key
+    write_lmdb(tmp_path / "b.lmdb", {"0": old_record(0, y_baseline=-2.5)})
+    assert open_dataset(tmp_path / "b.lmdb").y_baseline == [-2.5]
 
 
 # --- pages of an LMDB ------------------------------------------------------------------------

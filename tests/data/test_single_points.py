@@ -57,10 +57,13 @@ def test_other_names(tmp_path):
     np.testing.assert_allclose(record.forces, forces, atol=1e-6)
     np.testing.assert_allclose(record.stress[0], stress, atol=1e-6)
     assert bool(open_dataset(tmp_path / "1.extxyz")[0].forces.isnan().all())
-    ase.io.write(tmp_path / "train.extxyz", own)
+    alone = bare(Atoms("Cu"), energy=0.0, dft=np.zeros((1, 3)), virials=np.zeros((3, 3)))
+    ase.io.write(tmp_path / "train.extxyz", [own, alone])
     named = PotentialData(tmp_path, "dft", "virials", val_split="train")
     named.setup()
-    assert "forces in all, stress in all" in named.describe()[0]
+    assert "forces in all, stress in 1" in named.describe()[0]
+    with pytest.raises(ValueError, match=r"data\.baseline_key=dft is for is2re.* remove"):
+        PotentialData(tmp_path, val_split="train", baseline_key="dft").setup()
     words = [str(tmp_path / "train.extxyz"), "--forces_key=dft", "--stress_key=virials"]
     assert main(["data", "convert", words[0], str(tmp_path / "a.safetensors"), *words[1:]]) == 0
     record = open_dataset(tmp_path / "a.safetensors")[0]

@@ -131,6 +131,11 @@ def test_writing_fails_as_a_whole(store):
         write_store(store, [])
     assert store.read_bytes() == before
     assert [p.name for p in store.parent.iterdir()] == [store.name]
+    left = [store.with_name(f".{name}.99999999.part") for name in (store.name, "other")]
+    for part in left:
+        part.touch()
+    write_store(store, [record(0)])
+    assert [part.exists() for part in left] == [False, True]  # a machine may be writing the other
 
 
 # --- the table of sources ---------------------------------------------------------------------

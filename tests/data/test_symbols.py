@@ -56,6 +56,9 @@ def test_records_are_read_plain_and_compressed(tmp_path, name):
     assert [(one.name, one.residues) for one in found] == [("sp|P1", "MKVLU"), ("P2", "WX")]
     assert found[0].header == "sp|P1 first"
     assert list(_text_blocks(path, "protein")) == ["MKVLU\n", "WX\n"]
+    damaged = packed(tmp_path / "a.bz2", b"BZh9" + b"x" * 99)
+    with pytest.raises(ValueError, match=r"a\.bz2.*damaged"):
+        list(_text_blocks(str(damaged), "text"))
 
 
 def test_vocabulary_and_tokenizer_agree(tmp_path):

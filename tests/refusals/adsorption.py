@@ -7,7 +7,7 @@ from ase.constraints import FixAtoms
 from ase.io import write
 
 from molflt.adsorption import cut, placements
-from refusals import Refusal, Refused, command, refused
+from refusals import Refusal, Refused, command, refused, writes
 
 
 def slab(tags: int = 0, fixed: int = 0) -> Atoms:
@@ -33,6 +33,7 @@ def placed(*frames: Atoms) -> Any:
     return call
 
 
+EMPTY = writes("own.cif", "data_own\n")
 CHAIN = Atoms("CH2", [[0, 0, 0], [0, 0.6, 0.9], [0, 0.6, -0.9]], cell=[1.4, 9, 9], pbc=True)
 ROWS = [
     refused(lambda: cut(slab(), (1, 1, 1)), "Cu16", "crystal", "vacuum"),
@@ -42,6 +43,7 @@ ROWS = [
     refused(lambda: placements(with_atom(-1, [4, 3, 2, 1], 0), "CO"), "tag 0", "clean slab"),
     refused(lambda: placements(slab(fixed=4), "CO"), "fixed", "free atoms"),
     Refusal(placed(molecule("CO"), molecule("NO")), "own.extxyz", "one molecule", "2"),
+    Refusal(lambda own: (EMPTY(own), placements(slab(), own / "own.cif")), "own.cif", "molecule"),
     Refusal(placed(Atoms("XO")), "own.extxyz", "element", "X"),
     Refusal(placed(CHAIN), "own.extxyz", "molecule", "periodic images"),
     Refusal(command("adsorb x.cif CO --layers=6"), "--layers", "--facet", "6", Refused),

@@ -66,7 +66,8 @@ def _options(
     for name in [name for name in given if name not in source.options]:
         value = given.pop(name)
         # any source satisfies tags="any", for_prediction and keep_atoms, and stores y_baseline
-        if value not in ("any", "y_baseline", True) and value != getattr(trained, name):
+        satisfied = value in ("any", True) or (name, value) == ("baseline_key", "y_baseline")
+        if not satisfied and value != getattr(trained, name):
             raise ValueError(
                 f"{path}: {name}={value} is for files that ASE reads; got a {source.kind}, which "
                 f"does not need {name}; remove it"

@@ -128,7 +128,8 @@ class Converter:
                 self._others |= dict.fromkeys(names)
         name = self._used.get("stress", "").lower()
         if "stress" in found and "virial" in name and "stress" not in name:
-            found["stress"] = -np.asarray(found["stress"]) / (atoms.cell.volume or np.nan)
+            volume = atoms.cell.volume  # 0 for molecules without a cell, which have no stress
+            found["stress"] = -np.asarray(found["stress"]) / volume if volume else None
         return found
 
     def _note(self, atoms: Atoms) -> None:
@@ -326,8 +327,8 @@ def unused_warning(where: str, fields: Sequence[str]) -> str:
 
 def drop_labels_(atoms: Atoms, moved: bool = False) -> None:
     """Removes energies, forces and stress, in place; if `moved`, also references and virials."""
-    names = ["energy", "free_energy", "forces", "stress"]
-    names += [*(f"REF_{name}" for name in names), "virial", "REF_virial"] if moved else []
+    names = ["energy", "free_energy", "forces", "stress", *["virial", "virials"] * moved]
+    names += [f"REF_{name}" for name in names] * moved
     for name in names:
         atoms.info.pop(name, None)
         atoms.arrays.pop(name, None)

@@ -148,9 +148,10 @@ class AseStructures(LoadedStructures):
                 self._files.append(file)
                 if converter.reading.keep_atoms:
                     self.atoms.append(atoms)
-        if not self._files and not self.bad:
+        if self._files:
+            converter.check(str(self.path))
+        elif not self.bad:
             raise ValueError(f"{self.path}: no structures; expected at least one")
-        converter.check(str(self.path))
         self.hint, self.labels = converter.hint, converter.labels
         converter.warn(str(self.path))
 
@@ -352,7 +353,7 @@ def ase_format(path: Path) -> str | None:
     try:
         with opened(path) as file:
             beginning = file.read(50_000)
-    except (OSError, EOFError, lzma.LZMAError):
+    except (OSError, EOFError, lzma.LZMAError, zlib.error):
         return None
     of_vasp = (kind for mark, kind in _OF_VASP.items() if re.match(mark, beginning))
     others = (kind for kind in sorted(_BEGINNINGS) if ioformats[kind].match_magic(beginning))

@@ -11,6 +11,7 @@ import numpy as np
 from tqdm import tqdm
 
 from molflt.data.structures import Reading, Structures, open_dataset
+from molflt.data.structures.ase_fields import is_energy
 from molflt.data.structures.base import Tags, grouped
 from molflt.data.structures.force_units import MOST_FRAMES, unit_fault
 from molflt.data.structures.labels import label_faults, most_adsorption, point_fault
@@ -120,9 +121,8 @@ def _convert_one(
 
     def left_out(sids: np.ndarray, energies: np.ndarray, natoms: np.ndarray) -> Collection[int]:
         some = skip_bad and bool(np.isfinite(energies).any())  # test splits have no labels
-        faults = absurd | label_faults(
-            energies, natoms, some, bool(kept), limits=limits.__getitem__
-        )
+        no_limit = bool(kept) or not is_energy(reading.energy_key)
+        faults = absurd | label_faults(energies, natoms, some, no_limit, limits=limits.__getitem__)
         bad = [(f"{dataset.path}: sid {sids[i]}", reason) for i, reason in faults.items()]
         if bad and not skip_bad:
             raise ValueError(f"{': '.join(bad[0])}; --skip-bad skips it ({len(bad)} structures)")

@@ -311,9 +311,7 @@ class Domain:
 
 
 def domain_of(runs: Iterable[Path]) -> Domain | None:
-    """Returns the domain of the first run, with the elements and baselines of all runs.
-
-    Elements are limited to those that all runs were trained on.
+    """Returns the first run's domain, limited to common elements, with the baselines of all runs.
 
     Runs from earlier versions, without domain.json, are ignored; None if no run has this file.
     """

@@ -34,7 +34,7 @@ _T = TypeVar("_T")
 _Field: TypeAlias = Tensor | np.number | np.bool_ | int | float | str
 _FIELDS = (
     "pos", "atomic_numbers", "cell", "pbc", "tags", "fixed", "y_init", "y_relaxed", "pos_relaxed",
-    "charge", "energy", "forces", "stress",
+    "y_baseline", "charge", "energy", "forces", "stress",
 )  # fmt: skip
 # Labels at `pos`, by name in fairchem 1; ocp's names for S2EF, y and force, take precedence
 _SINGLE_POINT = {

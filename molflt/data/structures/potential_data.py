@@ -93,6 +93,8 @@ class PotentialData(IS2REData):
         return dataset.unused
 
     def _labeled(self, opened: Mapping[str, Structures]) -> dict[str, Structures]:
+        if key := self.reading.baseline_key:
+            raise ValueError(f"data.baseline_key={key} is for is2re, not for potentials; remove it")
         return {split: self._points(dataset) for split, dataset in opened.items()}
 
     def _points(self, dataset: Structures) -> SinglePoints:
@@ -112,9 +114,7 @@ class PotentialData(IS2REData):
             )
         if not points.absurd or not self.check_units:
             return points
-        advice = (
-            f"convert the labels, skip them with --data.skip_bad, or accept them with {unchecked}"
-        )
+        advice = f"convert the labels, skip them with --data.skip_bad, or set {unchecked}"
         return SinglePoints(without(dataset, points.absurd, advice=advice))
 
     def expect_forces(self) -> None:

@@ -114,6 +114,7 @@ def make_record(
     if pos_relaxed is not None:
         end = _positions(pos_relaxed, "pos_relaxed", name, len(start)) - origin
         relaxed = (end - _lattice_shift(end - start.double(), lattice, periodic)).float()
+    labels = {"y_init": y_init, "y_relaxed": y_relaxed, "y_baseline": y_baseline, "energy": energy}
     return Data(
         pos=start,
         pos_relaxed=relaxed,
@@ -124,10 +125,7 @@ def make_record(
         fixed=_flags(_atom_integers(fixed, "fixed", count, name), "fixed", name),
         natoms=count,
         sid=number,
-        y_init=_label(y_init, "y_init", "eV", (1,), torch.float64, name),
-        y_relaxed=_label(y_relaxed, "y_relaxed", "eV", (1,), torch.float64, name),
-        y_baseline=_label(y_baseline, "y_baseline", "eV", (1,), torch.float64, name),
-        energy=_label(energy, "energy", "eV", (1,), torch.float64, name),
+        **{key: _label(own, key, "eV", (1,), torch.float64, name) for key, own in labels.items()},
         forces=_label(forces, "forces", "eV/Å", (count, 3), torch.float32, name),
         stress=_label(stress, "stress", "eV/Å^3", (1, 3, 3), torch.float32, name),
         charge=_label(None if unknown else charge, "charge", "e", (1,), torch.float64, name),

@@ -99,7 +99,7 @@ def write_store(
     named = {place: names[index] for place, index in places if names[index] is not None}
     header = {"names": json.dumps(named)} if named else {}
     header |= {"format": STORE, "version": _VERSION, "source": source}
-    clear_parts(path.parent)  # left by interrupted conversions
+    clear_parts(path.parent, path.name)  # other machines may be writing other stores
     save_tensors(path, columns, header)
     return int(kept.sum())
 
