@@ -106,9 +106,10 @@ def molecule(name: str | Path) -> Atoms:
 def _molecule_in(path: Path) -> Atoms:
     from ase import Atoms
 
-    found, *more = [atoms for _, atoms in frames(path)] or [ValueError("expected one molecule")]
-    if more:
-        raise ValueError(f"{path}: expected one molecule; got {len(more) + 1} structures")
+    structures = [atoms for _, atoms in frames(path)]
+    if len(structures) != 1:
+        raise ValueError(f"{path}: expected one molecule; got {len(structures)} structures")
+    found = structures[0]
     try:
         if isinstance(found, ValueError):
             raise found

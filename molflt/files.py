@@ -73,8 +73,10 @@ def _is_alive(pid: int) -> bool:
     try:
         if os.name == "posix":  # elsewhere os.kill(pid, 0) would end the process
             os.kill(pid, 0)
-    except (ProcessLookupError, OverflowError, PermissionError) as error:
-        return isinstance(error, PermissionError)
+    except PermissionError:  # a process of another user
+        return True
+    except (ProcessLookupError, OverflowError):
+        return False
     return True
 
 
