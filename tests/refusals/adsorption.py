@@ -9,6 +9,8 @@ from ase.io import write
 from molflt.adsorption import cut, placements
 from refusals import Refusal, Refused, command, refused
 
+OWN = "adsorb Cu {folder}/m.extxyz --facet 1,1,1 --out {folder}/m.extxyz"
+
 
 def slab(tags: int = 0, fixed: int = 0) -> Atoms:
     """Returns a slab whose upper layers have tag 1 and 2, or are fixed."""
@@ -44,6 +46,10 @@ ROWS = [
     Refusal(placed(molecule("CO"), molecule("NO")), "own.extxyz", "one molecule", "2"),
     Refusal(placed(Atoms("XO")), "own.extxyz", "element", "X"),
     Refusal(placed(CHAIN), "own.extxyz", "molecule", "periodic images"),
+    Refusal(
+        command(OWN, lambda folder: write(folder / "m.extxyz", molecule("CO"))),
+        *("m.extxyz", "different output", "", Refused),
+    ),
     Refusal(command("adsorb x.cif CO --layers=6"), "--layers", "--facet", "6", Refused),
     Refusal(command("adsorb x.cif CO --fmax=1"), "--fmax", "--relax", "1", Refused),
     Refusal(command("adsorb Cu CO --facet 1,1,1 --vacuum=0"), "vacuum", "[5, ", "0", Refused),
