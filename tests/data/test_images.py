@@ -136,6 +136,8 @@ def test_flips_and_crops_keep_content() -> None:
     assert (augment(images, "none", 8) == images[..., 1:9, 1:9]).all()
     assert (augment(images, "none") == images).all()
     assert (augment(images, "crop", 8) > 0).all()
+    with pytest.raises(ValueError, match="at least 20 x 20"):
+        augment(images, "crop", 20)
     assert (center_crop(images[0], 5) == images[0][:, 2:7, 2:7]).all()
     images = numbered()
     crops = _random_crop(images, 8, 2)
