@@ -49,9 +49,6 @@ class Blocks(Dataset[_Item]):
     def __len__(self) -> int:
         return self.count
 
-    def described(self, source: str) -> str:
-        return f"{self.tokens:,} tokens ({source.rpartition('/')[2]})"
-
     def _piece(self, index: int) -> np.ndarray:
         if not 0 <= index < self.count:
             raise IndexError(f"block {index} of {self.count}")
@@ -157,7 +154,7 @@ class TextData(BatchedData[TokenBlocks]):
         return read_blocks(source, self.vocabulary, self.length, keep_last=use != "train")
 
     def _described(self, use: str) -> str:
-        return self.datasets[use].described(self.sources[use])
+        return f"{self.datasets[use].tokens:,} tokens ({Path(self.sources[use]).name})"
 
     def sizes(self) -> dict[str, int]:
         self.setup()
@@ -342,7 +339,7 @@ class TokenizedText(TokenizedData[PieceBlocks]):
         )
 
     def _described(self, use: str) -> str:
-        return self.datasets[use].described(self.sources[use])
+        return f"{self.datasets[use].tokens:,} tokens ({Path(self.sources[use]).name})"
 
     def sizes(self) -> dict[str, int]:
         return {**super().sizes(), "next_sentence": self.next_sentence}
