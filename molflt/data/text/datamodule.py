@@ -227,8 +227,8 @@ class TokenizedData(BatchedData[_Items]):
         kind: kind of a learned tokenizer: wordpiece (as in BERT; the default), unigram (as in
             SentencePiece and FNet), or bpe (the default for translation). Alternatively, a fixed
             vocabulary with [SEP] after each sequence: protein (residues of FASTA records), listops
-            (symbols of expressions, one per line), or byte (bytes of lines, which need not be
-            UTF-8).
+            (symbols of expressions, one per line), or byte (bytes of lines, which need not be UTF-8
+            in texts for language models).
         pieces: maximum number of tokens of a learned tokenizer, 8192 by default.
         lowercase: ignore case in a learned tokenizer; true by default, except for translation. BLEU
             ignores case if the tokenizer does.
