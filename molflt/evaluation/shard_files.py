@@ -27,8 +27,7 @@ from molflt.files import csv_rows, csv_text, shown, write_atomically
 
 _KEY = "shard"
 _COUNT = re.compile(r"(\d+) of (\d+); ")  # numbers of rows in the shard and in all shards
-_FILE = r' molflt_file=(?:"(?:\\.|[^"\\])*"|\S+)'  # kept, as is the index before it
-_NOTED = re.compile(rf' molflt_index=(\d+)(|{_FILE}) molflt_shard="([^"]*)"(?=\s|$)')
+_NOTED = re.compile(r' molflt_index=(\d+)( molflt_file=.*?)? molflt_shard="([^"]*)"(?=\s|$)')
 
 _Row = dict[str, object]
 

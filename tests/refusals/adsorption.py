@@ -7,9 +7,7 @@ from ase.constraints import FixAtoms
 from ase.io import write
 
 from molflt.adsorption import cut, placements
-from refusals import Refusal, Refused, command, refused
-
-OWN = "adsorb Cu {folder}/m.extxyz --facet 1,1,1 --out {folder}/m.extxyz"
+from refusals import Refusal, Refused, command, refused, writes
 
 
 def slab(tags: int = 0, fixed: int = 0) -> Atoms:
@@ -47,7 +45,7 @@ ROWS = [
     Refusal(placed(Atoms("XO")), "own.extxyz", "element", "X"),
     Refusal(placed(CHAIN), "own.extxyz", "molecule", "periodic images"),
     Refusal(
-        command(OWN, lambda folder: write(folder / "m.extxyz", molecule("CO"))),
+        command("adsorb x {folder}/m.extxyz --out {folder}/m.extxyz", writes("m.extxyz", "")),
         *("m.extxyz", "different output", "", Refused),
     ),
     Refusal(command("adsorb x.cif CO --layers=6"), "--layers", "--facet", "6", Refused),
