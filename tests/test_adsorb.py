@@ -229,15 +229,17 @@ def test_an_interruption_keeps_finished_relaxations(tmp_path: Path, monkeypatch,
         (tmp_path / "second").touch()
         return relax_atoms(atoms, *given, **options)
 
+    drawn: list[str] = []
     monkeypatch.setattr("molflt.commands.adsorb.relax_atoms", interrupted)
+    monkeypatch.setattr("molflt.plots.structure_views", lambda shown, _: drawn.extend(shown))
     slab, out = tmp_path / "slab.extxyz", tmp_path / "best.extxyz"
-    write(slab, fcc111("Cu", (2, 2, 3), vacuum=8))
+    write(slab, 2 * [fcc111("Cu", (2, 2, 3), vacuum=8)])
     words = ["adsorb", str(slab), "O", "--best=3", f"--out={out}", "--steps=1"]
     printed(capsys, *words, "--relax=ase.calculators.emt:EMT", status=130)
     done = [row for row in table(out.with_suffix(".csv")) if row["relaxed_energy_eV"]]
     first, *others = read(out, ":")
     assert first.get_potential_energy() == float(done[0]["relaxed_energy_eV"]) and len(done) == 1
-    assert len(others) == 2 and not any(one.calc for one in others)
+    assert len(others) == 2 and not any(one.calc for one in others) and len(drawn) == 3
 
 
 def test_command_ranks_slabs_separately_with_a_potential(potential_run, tmp_path, capsys) -> None:

@@ -274,8 +274,9 @@ def test_command_continues_from_its_table(oxygen, tmp_path, capsys):
     moved[1].positions[-1, 2] += 0.5
     write(other := oxygen.with_name("other.extxyz"), moved)
     assert "a different structure 1" in error_of(capsys, *words[:2], str(other), *words[3:])
-    kept.write_text("a,b\n1,2\n")
-    assert "not a table from this command" in error_of(capsys, *words)
+    for content in (b"a,b\n1,2\n", b"\xe4\n"):
+        kept.write_bytes(content)
+        assert "not a table from this command" in error_of(capsys, *words)
     for more in ("--fmax=1", "--device=cpu", "--workers=0"):
         assert more.strip("-").partition("=")[0] in error_of(capsys, *words, more)
 

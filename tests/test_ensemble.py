@@ -166,6 +166,8 @@ def test_predict_writes_spread_and_uncertainty(evaluated, runs, energy_data, tmp
             "uncertainty_eV": calibration.uncertainty(spread),
         }.items():
             np.testing.assert_allclose([float(row[name]) for row in rows], values, atol=1e-5)
+    printed(capsys, "predict", str(runs[0]), out, "--out", tmp_path / "one.extxyz")
+    assert read(tmp_path / "one.extxyz").info.keys() == {"sid"}  # without those of the ensemble
 
 
 def test_predict_without_a_calibration_warns(evaluated, runs, energy_data, tmp_path, capsys):

@@ -169,7 +169,8 @@ def test_relaxations(potential_run, tmp_path, capsys):
     atoms.rattle(0.1, seed=3)
     atoms.set_constraint(FixAtoms([0]))
     atoms.set_tags([4, 3, 2, 1])
-    ase.io.write(tmp_path / "a.traj", [atoms, Atoms("Ar2", [[0, 0, 0], [3.5, 0, 0]])])
+    pair = Atoms("Ar2", [[0, 0, 0], [3.5, 0, 0]], info={"file": "of the user"})
+    ase.io.write(tmp_path / "a.traj", [atoms, pair])
     out, steps = tmp_path / "b.extxyz", tmp_path / "steps"
     words = ["relax", str(tmp_path / "a.traj"), "--run", str(potential_run), "--device", "cpu"]
     words += ["--out", str(out), "--trajectories", str(steps)]
@@ -179,7 +180,8 @@ def test_relaxations(potential_run, tmp_path, capsys):
         assert frame.info["converged"] and np.abs(frame.get_forces()).max() < 0.1
     assert list(frames[0].get_tags()) == [4, 3, 2, 1]
     np.testing.assert_allclose(frames[0].positions[0], atoms.positions[0], atol=1e-5)
-    row = table(out.with_suffix(".csv"))[0]
+    row, other = table(out.with_suffix(".csv"))
+    assert row.keys() == other.keys() and other["sid"] == "1"
     assert float(row["energy_eV"]) <= float(row["energy_before_eV"])
     assert len(list(steps.glob("*.traj"))) == 2
     said = printed(capsys, *words, "--fmax", "1e-9", "--steps", "2", status=3)

@@ -193,11 +193,14 @@ def test_the_model_card_contains_results_and_training_data(exported, run) -> Non
     assert "molflt predict small structures.extxyz" in card
 
 
-def test_the_model_card_contains_all_digits_of_counts(exported, tmp_path) -> None:
+def test_the_model_card_contains_all_digits_of_counts(exported, tmp_path, monkeypatch) -> None:
     model = molflt.load(exported)
     rows = {"val_id": {"mae_eV": 0.61234, "n": 24_943}, "other": {"mae_eV": None, "n": 7}}
-    EnergyPredictor(model.trained._replace(results=rows)).save_pretrained(tmp_path / "card")
-    card = (tmp_path / "card" / "README.md").read_text()
+    (tmp_path / "card").mkdir()
+    monkeypatch.chdir(tmp_path / "card")
+    EnergyPredictor(model.trained._replace(results=rows)).save_pretrained(".")
+    card = Path("README.md").read_text()
+    assert 'molflt.load("card")' in card
     assert "| val_id | 0.6123 | 24,943 |\n| other | - | 7 |\n" in card
 
 
@@ -241,7 +244,7 @@ def test_the_hub_and_back(exported, tmp_path, monkeypatch, val) -> None:
     model = molflt.load(exported)
     assert model.push_to_hub("me/small", half=True) == "https://the/commit"
     away = {"cache_dir": cache, "local_files_only": True}
-    again = EnergyPredictor.from_pretrained("me/small", **away)
+    again = EnergyPredictor.from_pretrained("hf:me/small", **away)
     assert again.name == "small"
     model.save_pretrained(tmp_path / "half", half=True)
     model = molflt.load(tmp_path / "half")

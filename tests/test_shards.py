@@ -134,17 +134,19 @@ def test_shards_of_other_models_or_structures_are_refused(source, tmp_path, unli
         merge_shards(out)
 
 
-@pytest.mark.parametrize("pattern", ["", "*.extxyz"])
-def test_shards_depend_on_all_files_of_a_folder(tmp_path, pattern) -> None:
-    folder, out = tmp_path / "in", tmp_path / "many.csv"
+@pytest.mark.parametrize(("pattern", "suffix"), [("", ".csv"), ("*.extxyz", ".extxyz")])
+def test_shards_depend_on_all_files_of_a_folder(tmp_path, pattern, suffix) -> None:
+    folder, out = tmp_path / "in", tmp_path / f"many{suffix}"
     folder.mkdir()
-    files = [folder / "a.extxyz", folder / "b.extxyz"]
+    files = [folder / "a.extxyz", folder / 'b "c.extxyz']
     frames = [to_atoms(record) for record in structures(6)]
     for file, own in zip(files, (frames[:3], frames[3:]), strict=True):
         write(file, own)
     for number in (1, 2):
         predict(folder / pattern, f"--shard={number}/2", out=out)
     assert merge_shards(out) == 6
+    predict(folder / pattern, out=out.with_stem("whole"))
+    assert out.read_text() == out.with_stem("whole").read_text()
     frames[5].positions[-1] += 0.5
     write(files[1], frames[3:])
     predict(folder / pattern, "--shard=2/2", out=out)

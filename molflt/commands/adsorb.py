@@ -74,7 +74,7 @@ def adsorb(
         refuse_idle("molflt adsorb", "no --relax", {"fmax": fmax, "steps": steps})
     expect_ending(out, ".extxyz")
     for ending in (".extxyz", ".csv", ".png"):
-        expect_writable(out.with_suffix(ending), *files_of([one for one in slabs if exists(one)]))
+        expect_writable(out.with_suffix(ending), molecule, *files_of([*filter(exists, slabs)]))
     given: dict[str, Atoms] = {}
     for path in slabs:
         there = facet is None or exists(path)
@@ -139,8 +139,8 @@ def _write(out: Path, frames: Sequence[Atoms], rows: Sequence[dict[str, Any]]) -
         write(str(part), frames, format="extxyz")
     write_csv(out.with_suffix(".csv"), rows)
     records, shown = StructuresInMemory(frames[:5], ANY_TAGS), {}
-    for record, one in zip(records, frames, strict=False):
+    for number, (record, one) in enumerate(zip(records, frames, strict=False), start=1):
         note = _place(one.info).replace(", ", "\n", 1)
-        shown[f"{one.info['predicted_energy_eV']:.3f} eV\n{note}"] = record
+        shown[f"{number}: {one.info['predicted_energy_eV']:.3f} eV\n{note}"] = record
     plots.structure_views(shown, out.with_suffix(".png"))
     print(f"{out}: {len(frames)} placements; all are in {out.with_suffix('.csv')}")

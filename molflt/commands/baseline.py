@@ -161,8 +161,8 @@ def _known(table: Path, dataset: Structures, label: str) -> dict[int, dict[str, 
     """Reads the table of an interrupted computation; returns the rows with energies by index."""
     if not table.exists():
         return {}
-    text = table.read_text(encoding="utf-8")
     try:
+        text = table.read_text(encoding="utf-8")
         found = csv_rows(text[: text.rfind("\n") + 1])  # the last row may be incomplete
         rows = {int(row["index"]): row for row in found if row["baseline_eV"]}
         labels = {row["calculator"] for row in found} - {label}

@@ -87,7 +87,7 @@ def relax(
                 trajectory=trajectories and _trajectory(trajectories, dataset, index, sid),
                 on_step=lambda step: bar.set_postfix(step=step),
             )
-            lost |= _add(out, dataset.place(index), part, first=not found)
+            lost |= _add(out, dataset, index, part, first=not found)
             found[dataset.place(index)] = part
             bar.update()
     finally:
@@ -106,7 +106,7 @@ def _trajectory(folder: Path, dataset: Structures, index: int, sid: int | str) -
     return path
 
 
-def _add(out: Path, place: int, part: Relaxed, first: bool) -> dict[str, None]:
+def _add(out: Path, data: Structures, index: int, part: Relaxed, first: bool) -> dict[str, None]:
     """Appends a structure to `out` and a row to the table; returns messages about lost data."""
     from ase.io import Trajectory, write
 
@@ -115,8 +115,8 @@ def _add(out: Path, place: int, part: Relaxed, first: bool) -> dict[str, None]:
     atoms.info |= {"converged": part.converged, "steps": part.steps}
     lost = dict.fromkeys(not_held(atoms, out.suffix))
     row = {
-        "index": place,
-        **({"file": atoms.info["file"]} if "file" in atoms.info else {}),
+        "index": data.place(index),
+        **({"file": str(data.file(index))} if len(data.files) > 1 else {}),
         "sid": atoms.info["sid"],
         "formula": atoms.get_chemical_formula(),
         "natoms": len(atoms),

@@ -27,7 +27,7 @@ from molflt.files import csv_rows, csv_text, shown, write_atomically
 
 _KEY = "shard"
 _COUNT = re.compile(r"(\d+) of (\d+); ")  # numbers of rows in the shard and in all shards
-_NOTED = re.compile(r' molflt_index=(\d+) molflt_shard="([^"]*)"(?=\s|$)')
+_NOTED = re.compile(r' molflt_index=(\d+)( molflt_file=.*?)? molflt_shard="([^"]*)"(?=\s|$)')
 
 _Row = dict[str, object]
 
@@ -60,8 +60,9 @@ def _frames(text: str) -> list[_Row]:
         found = _NOTED.search(head)
         if found is None or len(atoms) < int(count):
             raise ValueError("a structure is truncated or has no index")
-        frame = "".join([count, _NOTED.sub("", head, count=1), *atoms])
-        rows.append({"index": found[1], _KEY: found[2], "frame": frame})
+        kept = f" molflt_index={found[1]}{found[2]}" if found[2] else ""
+        frame = "".join([count, head.replace(found[0], kept, 1), *atoms])
+        rows.append({"index": found[1], _KEY: found[3], "frame": frame})
     return rows
 
 

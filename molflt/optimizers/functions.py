@@ -139,10 +139,9 @@ class Functions(NamedTuple):
 
     def __call__(self, x: Tensor) -> Tensor:
         """Computes differentiable values (batch, ...) at points (batch, ..., d)."""
-        kind, batch = FAMILIES[self.family], len(self.minimizer)
-        between = (1,) * (x.ndim - 2)
-        moved = x - self.minimizer.view(batch, *between, -1)
-        turned = (moved.flatten(1, -2) @ self.rotation.mT).view(x.shape)
+        kind = FAMILIES[self.family]
+        moved = x.reshape(len(x), -1, x.shape[-1]) - self.minimizer[:, None]
+        turned = (moved @ self.rotation.mT).view(x.shape)
         return kind.base(kind.minimizer + kind.half_width / HALF_WIDTH * turned, self.shape)
 
     def only(self, place: int) -> Functions:

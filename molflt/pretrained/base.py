@@ -222,7 +222,7 @@ class Pretrained:
             halves = {name: own.half() for name, own in parameters if own.dtype == torch.float32}
             weights |= {name: own for name, own in halves.items() if own.isfinite().all()}
         write_exported(folder, weights, content)
-        write_atomically(folder / "README.md", self._readme(folder.name).encode())
+        write_atomically(folder / "README.md", self._readme(folder.resolve().name).encode())
 
     def _readme(self, name: str) -> str:
         card, recipe = self.card, self.trained.recipe
@@ -276,11 +276,11 @@ class Pretrained:
         """Loads a model.
 
         Args:
-            source: folder of a run or of an exported model, or OWNER/NAME on the Hub.
+            source: folder of a run or of an exported model, or [hf:]OWNER/NAME on the Hub.
             device: cpu, cuda, cuda:N, or auto.
             options: options of `huggingface_hub.snapshot_download`, such as revision and token.
         """
-        found = source if Path(source).exists() else f"{HUB}{source}"
+        found = source if Path(source).exists() else f"{HUB}{str(source).removeprefix(HUB)}"
         trained = read_trained(found, device=device, hub=options)
         if not isinstance(trained.model, cls.models):
             raise ValueError(

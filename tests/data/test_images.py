@@ -60,9 +60,10 @@ def test_images_in_linked_folders_are_read_once(tmp_path: Path) -> None:
 def test_folders_may_contain_every_format_that_is_decoded(tmp_path: Path) -> None:
     gray = pixels(1)[0]
     for ending in ("bmp", "gif", "webp"):
-        Image.fromarray(gray).save(tmp_path / f"0.{ending}", lossless=True)
+        Image.fromarray(gray).save(tmp_path / f"idx.{ending}", lossless=True)
     found = [*read_alike(tmp_path, 8, 3)]
-    assert len(found) == 3 and all((image.numpy() == gray).all() for image in found)
+    found += read_alike(tmp_path / "idx.bmp", 8, 3)  # not an idx file
+    assert len(found) == 4 and all((image.numpy() == gray).all() for image in found)
 
 
 def test_gray_and_transparent_images_become_colors(tmp_path: Path) -> None:
@@ -135,6 +136,8 @@ def test_flips_and_crops_keep_content() -> None:
     assert (augment(images, "none", 8) == images[..., 1:9, 1:9]).all()
     assert (augment(images, "none") == images).all()
     assert (augment(images, "crop", 8) > 0).all()
+    with pytest.raises(ValueError, match="at least 20 x 20"):
+        augment(images, "crop", 20)
     assert (center_crop(images[0], 5) == images[0][:, 2:7, 2:7]).all()
     images = numbered()
     crops = _random_crop(images, 8, 2)

@@ -1,7 +1,10 @@
 import itertools
 import lzma
+import os
 import random
 import re
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 from statistics import median
@@ -119,6 +122,14 @@ def test_equal_sequences_stay_together(tmp_path, capsys):
     again = ["data", "split", str(out / "val.fasta"), str(out), "--val_fraction=0.3"]
     assert main([*again, "--test_fraction=0.3"]) == 2 and "source file" in capsys.readouterr().err
     assert (out / "train.fasta").read_bytes() == before
+
+
+def test_names_are_written_in_utf_8_in_every_locale(tmp_path):
+    packed(tmp_path / "all.fa", "".join(f">é{i}\nMK{x}\n" for i, x in enumerate(RESIDUES)))
+    ascii_only = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    words = [sys.executable, "-m", "molflt", "data", "split", "all.fa", "out"]
+    subprocess.run(words, cwd=tmp_path, env=os.environ | ascii_only, check=True)
+    assert {record.name[0] for part in sides(tmp_path / "out").values() for record in part} == {"é"}
 
 
 def test_published_files_are_read_as_by_biopython():

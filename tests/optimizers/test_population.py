@@ -238,7 +238,7 @@ def test_values_in_the_literature() -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_least_value_is_zero_at_the_minimizer(family: str) -> None:
     functions = drawn(family)
-    x = functions.minimizer[:, None].clone().requires_grad_()
+    x = functions.minimizer.clone().requires_grad_()
     values = functions(x)
     assert float(values.detach().abs().max()) < 1e-12
     (slope,) = torch.autograd.grad(values.sum(), x)

@@ -46,6 +46,10 @@ ROWS = [
     Refusal(lambda own: (EMPTY(own), placements(slab(), own / "own.cif")), "own.cif", "molecule"),
     Refusal(placed(Atoms("XO")), "own.extxyz", "element", "X"),
     Refusal(placed(CHAIN), "own.extxyz", "molecule", "periodic images"),
+    Refusal(
+        command("adsorb x {folder}/m.extxyz --out {folder}/m.extxyz", writes("m.extxyz", "")),
+        *("m.extxyz", "different output", "", Refused),
+    ),
     Refusal(command("adsorb x.cif CO --layers=6"), "--layers", "--facet", "6", Refused),
     Refusal(command("adsorb x.cif CO --fmax=1"), "--fmax", "--relax", "1", Refused),
     Refusal(command("adsorb Cu CO --facet 1,1,1 --vacuum=0"), "vacuum", "[5, ", "0", Refused),

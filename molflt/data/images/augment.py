@@ -61,6 +61,7 @@ def center_crop(images: Tensor, size: int) -> Tensor:
 def _random_crop(images: Tensor, size: int, padding: int) -> Tensor:
     """Adds a black margin and cuts random squares."""
     images = F.pad(images, (padding,) * 4)
+    center_crop(images, size)  # rejects images that are too small
     count, _, height, width = images.shape
     places = torch.rand(2, count)
     shifts = torch.tensor([height - size + 1, width - size + 1])[:, None]

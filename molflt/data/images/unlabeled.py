@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from molflt.data.images.augment import center_crop
-from molflt.data.images.files import _decode, _image_files, _read_file, fitted
+from molflt.data.images.files import _decode, _image_files, _is_image, _read_file, fitted
 from molflt.files import write_atomically
 
 _COLUMNS = 16
@@ -63,7 +63,7 @@ def _images(
     if source.is_dir():
         for file in _image_files(source):
             yield os.path.relpath(file, source), _decode(file, mode, size)
-    elif "idx" in source.name:
+    elif "idx" in source.name and not _is_image(Path(source.name)):
         for place, image in enumerate(_read_file(source, 3)):
             yield f"{source.name}:{place}", image[None]
     else:

@@ -36,6 +36,8 @@ _IN_TRAJ |= {"initial_charges"}
 _NOT_READ = {"charge", "spin", "multiplicity", "magmom", "moment", "magnetization", "nelect"}
 _NOT_READ |= {"field", "efield", "uhf", "nupdown", "unpaired"}
 _NOT_READ |= {f"{word}s" for word in _NOT_READ}
+_PREDICTED = ["spread_eV", "uncertainty_eV", "by_adsorbate_eV", "outside"]  # by molflt predict
+_PREDICTED += ["molflt_index", "molflt_file", "molflt_shard"]
 _HARMLESS = {"nuclear", "born", "dipole", "quadrupole", "inertia", "force"}
 
 
@@ -326,10 +328,10 @@ def unused_warning(where: str, fields: Sequence[str]) -> str:
 
 
 def drop_labels_(atoms: Atoms, moved: bool = False) -> None:
-    """Removes energies, forces and stress, in place; if `moved`, also references and virials."""
+    """Removes labels and fields of earlier predictions; if `moved`, also references and virials."""
     names = ["energy", "free_energy", "forces", "stress", *["virial", "virials"] * moved]
     names += [f"REF_{name}" for name in names] * moved
-    for name in names:
+    for name in (*names, *_PREDICTED):
         atoms.info.pop(name, None)
         atoms.arrays.pop(name, None)
 

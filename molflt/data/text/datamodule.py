@@ -49,9 +49,6 @@ class Blocks(Dataset[_Item]):
     def __len__(self) -> int:
         return self.count
 
-    def described(self, source: str) -> str:
-        return f"{self.tokens:,} tokens ({source.rpartition('/')[2]})"
-
     def _piece(self, index: int) -> np.ndarray:
         if not 0 <= index < self.count:
             raise IndexError(f"block {index} of {self.count}")
@@ -157,7 +154,7 @@ class TextData(BatchedData[TokenBlocks]):
         return read_blocks(source, self.vocabulary, self.length, keep_last=use != "train")
 
     def _described(self, use: str) -> str:
-        return self.datasets[use].described(self.sources[use])
+        return f"{self.datasets[use].tokens:,} tokens ({Path(self.sources[use]).name})"
 
     def sizes(self) -> dict[str, int]:
         self.setup()
@@ -230,8 +227,8 @@ class TokenizedData(BatchedData[_Items]):
         kind: kind of a learned tokenizer: wordpiece (as in BERT; the default), unigram (as in
             SentencePiece and FNet), or bpe (the default for translation). Alternatively, a fixed
             vocabulary with [SEP] after each sequence: protein (residues of FASTA records), listops
-            (symbols of expressions, one per line), or byte (bytes of lines, which need not be
-            UTF-8).
+            (symbols of expressions, one per line), or byte (bytes of lines, which need not be UTF-8
+            in texts for language models).
         pieces: maximum number of tokens of a learned tokenizer, 8192 by default.
         lowercase: ignore case in a learned tokenizer; true by default, except for translation. BLEU
             ignores case if the tokenizer does.
@@ -342,7 +339,7 @@ class TokenizedText(TokenizedData[PieceBlocks]):
         )
 
     def _described(self, use: str) -> str:
-        return self.datasets[use].described(self.sources[use])
+        return f"{self.datasets[use].tokens:,} tokens ({Path(self.sources[use]).name})"
 
     def sizes(self) -> dict[str, int]:
         return {**super().sizes(), "next_sentence": self.next_sentence}

@@ -47,7 +47,7 @@ def _line_blocks(source: str, any_bytes: bool = False) -> Iterator[str]:
         except UnicodeDecodeError as error:
             raise ValueError(
                 f"{source}: byte {done + error.start} is not UTF-8 ({error.reason}); expected text "
-                "in UTF-8; convert it, or set data.level or data.kind to byte"
+                "in UTF-8; convert it, or, for language models, set data.level or data.kind to byte"
             ) from None
         yield text if done or any_bytes else text.removeprefix(_BYTE_ORDER)
         done += len(raw)

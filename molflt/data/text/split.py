@@ -68,7 +68,7 @@ def split(
     )
     for use, path in paths.items():
         own = [record for record, group in zip(records, groups, strict=True) if side[group] == use]
-        with atomically(path) as part, open(part, "w") as file:
+        with atomically(path) as part, open(part, "w", encoding="utf-8") as file:
             for header, residues in own:
                 lines = [residues[i : i + _WIDTH] for i in range(0, len(residues), _WIDTH)]
                 print(f">{header}", *lines, sep="\n", file=file)
