@@ -197,6 +197,7 @@ class _LastCheckpoint(Checkpoint):
     def __init__(self, folder: RunFolder, every: int) -> None:
         self.folder = folder
         self.every = every
+        self._exists = folder.checkpoint is not None
         self.signum = 0
         self._validation_due = False
         self._terminals: list[int] = []
@@ -253,7 +254,8 @@ class _LastCheckpoint(Checkpoint):
 
     def _save_early(self, trainer: pl.Trainer) -> None:
         """Saves a checkpoint before the last step unless a checkpoint exists."""
-        if trainer.global_step == trainer.max_steps - 1 and not self.folder.last.exists():
+        # ranks must not look for the file, because the first rank may already have written it
+        if trainer.global_step == trainer.max_steps - 1 and not self._exists:
             self._save(trainer)
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -276,7 +278,7 @@ class _LastCheckpoint(Checkpoint):
             raise _Interrupted(signum, trainer.global_step)
 
     def _save(self, trainer: pl.Trainer, validation_due: bool = False) -> None:
-        self._validation_due = validation_due
+        self._exists, self._validation_due = True, validation_due
         trainer.save_checkpoint(self.folder.last)
 
     def on_save_checkpoint(
