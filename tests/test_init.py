@@ -29,7 +29,7 @@ from molflt.evaluation.ensemble import load_ensemble
 from molflt.evaluation.evaluated import EvaluationData
 from molflt.training.checkpoint import load_run, read_saved
 from molflt.training.config import read_config
-from molflt.training.start import _transfer
+from molflt.training.start import _transfer, build_parser
 
 STEPS = ["--trainer.max_steps=4", "--trainer.val_every=4"]
 # the steps are too small to change a weight, so the last weights are the initial weights
@@ -157,6 +157,15 @@ def test_tensors_that_do_not_fit_are_recorded(others, source, tmp_path, capsys):
     model = read_config(run)["model"]
     assert (model["dim"], model["layers"], model["dropout"]) == (16, 1, 0.1)
     assert model["position_options"] == {"num_nodes": 6, "num_gaussians": 4}
+
+
+def test_a_later_configuration_removes_the_source(source, tmp_path):
+    first, second = tmp_path / "first.yaml", tmp_path / "second.yaml"
+    first.write_text(f"init: {source}")
+    second.write_text("init: null")
+    words = [f"--config={first}", f"--config={second}", "--data.root=x"]
+    config = build_parser(words).parse_args(words)
+    assert (config.init, config.model.dim) == (None, 128)
 
 
 def test_resuming_does_not_need_the_source(others, source, tmp_path):
