@@ -153,6 +153,7 @@ def test_tensors_that_do_not_fit_are_recorded(others, source, tmp_path, capsys):
     assert found["left_over"] and all(".1." in name for name in found["left_over"])
     assert "embedding.radial.weight (16, 8)" in said and "ffn_dim 24, 16" in said
     was, now = weights(source, "best"), weights(run)
+    assert f"energy_std, {float(was['energy_std']):.6g} eV in the source" in said
     assert all(torch.equal(was[name], now[name]) for name in found["loaded"])
     model = read_config(run)["model"]
     assert (model["dim"], model["layers"], model["dropout"]) == (16, 1, 0.1)

@@ -291,13 +291,15 @@ class Initializer:
         source, done = self._source, self._record
         if source is None or not done:
             return
-        own, new = model.state_dict(), done["new"]
+        own, new, was = model.state_dict(), done["new"], source.weights[0]
+        energies = [name for name in ("energy_mean", "energy_std") if name in was]
+        known = {name: f"{name}, {float(was[name]):.6g} eV in the source" for name in energies}
         frozen = [n for n, p in model.named_parameters() if n in new and not p.requires_grad]
         rows = {
             "loaded": [f"{len(done['loaded'])} of {len(own)} tensors"],
             "new": [f"{name} {tuple(x['shape'])}, {x['why']}" for name, x in new.items()],
             "random and frozen": frozen,
-            "of data": done["of_data"],
+            "of data": [known.get(name, name) for name in done["of_data"]],
             "left over": [f"{name} {tuple(shape)}" for name, shape in done["left_over"].items()],
             "differs": [
                 f"{name} {shown(options[name])}, {shown(was)} in the source"
