@@ -176,7 +176,7 @@ class IS2RETask(OfStructures, Task["Batch", "IS2REData"]):
         if slab:
             offsets = {"energy_mean": mean, "references": references if adsorbate else None}
             for name, given in offsets.items():
-                if given not in (None, "none"):
+                if given not in (None, "none", 0.0):
                     raise ValueError(
                         f"task.{name}={given} would also shift the energies of structures "
                         "without an adsorbate; remove it, or use --model.readout all"
