@@ -36,7 +36,7 @@ def _callbacks_of(
     """
     metrics = _MetricsFile(task, folder, options.log_every)
     best = _BestWeights(task, folder, options.patience)
-    callbacks = [metrics, best, _Progress(task, folder, metrics)]
+    callbacks = [metrics, best, _Progress(task, metrics)]
     if options.ema_decay is not None:
         callbacks.append(_Averages(options.ema_decay))
     return [*callbacks, _LastCheckpoint(folder, options.checkpoint_every)]
@@ -45,9 +45,8 @@ def _callbacks_of(
 class _Progress(Callback):
     """Shows a progress bar on a terminal; in a log, prints one line per validation run instead."""
 
-    def __init__(self, task: Task[Any, Any], folder: RunFolder, table: _MetricsFile) -> None:
+    def __init__(self, task: Task[Any, Any], table: _MetricsFile) -> None:
         self.metrics = {n: m for n, m in task.metrics.items() if "val" in m.measured_in}
-        self.folder = folder
         self.table = table
         self._since = time.perf_counter()
         self._bar = tqdm(disable=True)
@@ -88,7 +87,7 @@ class _Progress(Callback):
         known = self.table.shown.items()
         rest = [f"{name} {text}" for name, text in known if name == "loss" or name[-2:] == "/s"]
         rest.append(duration(time.perf_counter() - self._since))
-        self.folder.say(
+        self.table.folder.say(
             f"step {trainer.global_step:,} of {trainer.max_steps:,}: validation "
             f"{', '.join(values[:2])}; {', '.join(rest)}"
         )
@@ -197,8 +196,8 @@ class _LastCheckpoint(Checkpoint):
     def __init__(self, folder: RunFolder, every: int) -> None:
         self.folder = folder
         self.every = every
-        self._exists = folder.checkpoint is not None
         self.signum = 0
+        self._exists = folder.checkpoint is not None
         self._validation_due = False
         self._terminals: list[int] = []
 
