@@ -69,8 +69,9 @@ def locality(
         The means over the queries, of shape (...).
     """
     probability = np.asarray(weights, dtype=np.float64)
-    distance = np.array(distances, dtype=np.float64)
-    queries, keys = distance.shape[-2:]
+    distance = np.asarray(distances, dtype=np.float64)
+    queries, keys = probability.shape[-2:]
+    distance = np.broadcast_to(distance, (*distance.shape[:-2], queries, keys)).copy()
     if causal:
         future = np.arange(keys) > np.arange(queries)[:, None] + keys - queries
         distance[..., future] = np.inf

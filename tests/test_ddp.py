@@ -79,6 +79,16 @@ def test_a_signal_during_communication_is_not_lost(tmp_path):
     assert callback.signum == signal.SIGTERM
 
 
+def test_a_slow_rank_joins_the_first_checkpoint(tmp_path):
+    folder = RunFolder(tmp_path)
+    folder.last.parent.mkdir()
+    folder.last.touch()  # by the first rank, which waits for the others
+    saved = []
+    trainer = SimpleNamespace(global_step=1, max_steps=2, save_checkpoint=saved.append)
+    _LastCheckpoint(folder, every=10)._save_early(trainer)
+    assert saved == [folder.last]
+
+
 KILLED = """
 import os, signal, sys
 from molflt.commands.cli import main

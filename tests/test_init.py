@@ -29,7 +29,7 @@ from molflt.evaluation.ensemble import load_ensemble
 from molflt.evaluation.evaluated import EvaluationData
 from molflt.training.checkpoint import load_run, read_saved
 from molflt.training.config import read_config
-from molflt.training.start import _transfer
+from molflt.training.start import _transfer, build_parser
 
 STEPS = ["--trainer.max_steps=4", "--trainer.val_every=4"]
 # the steps are too small to change a weight, so the last weights are the initial weights
@@ -90,7 +90,7 @@ def test_weights_and_options_are_those_of_the_source(others, source, tmp_path):
 
 def test_the_readout_is_that_of_the_new_run(shared_run, others, source, tmp_path):
     """Weights saved by version 0.1 do not name a readout."""
-    begin(others, tmp_path / "same", shared_run, *STILL)
+    begin(others, tmp_path / "same", shared_run, *STILL, "--task.energy_mean=0")
     old = {k: v for k, v in weights(source).items() if k != "readout.by_contact"}
     save_file(old, tmp_path / "old.safetensors")
     words = ["--model.readout=contact", "--model.layers=2", *SMALL]
@@ -153,10 +153,20 @@ def test_tensors_that_do_not_fit_are_recorded(others, source, tmp_path, capsys):
     assert found["left_over"] and all(".1." in name for name in found["left_over"])
     assert "embedding.radial.weight (16, 8)" in said and "ffn_dim 24, 16" in said
     was, now = weights(source, "best"), weights(run)
+    assert f"energy_std, {float(was['energy_std']):.6g} eV in the source" in said
     assert all(torch.equal(was[name], now[name]) for name in found["loaded"])
     model = read_config(run)["model"]
     assert (model["dim"], model["layers"], model["dropout"]) == (16, 1, 0.1)
     assert model["position_options"] == {"num_nodes": 6, "num_gaussians": 4}
+
+
+def test_a_later_configuration_removes_the_source(source, tmp_path):
+    first, second = tmp_path / "first.yaml", tmp_path / "second.yaml"
+    first.write_text(f"init: {source}")
+    second.write_text("init: null")
+    words = [f"--config={first}", f"--config={second}", "--data.root=x"]
+    config = build_parser(words).parse_args(words)
+    assert (config.init, config.model.dim) == (None, 128)
 
 
 def test_resuming_does_not_need_the_source(others, source, tmp_path):

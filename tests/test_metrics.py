@@ -52,6 +52,9 @@ def test_locality_ignores_padding_and_other_queries() -> None:
     assert cut.nearest[1] == pytest.approx(alone.nearest) and alone.nearest.shape == ()
     assert distances.max() == 29  # the argument is unchanged
     causal = random_rows(30, 30, causal=True)
+    shared, row = np.repeat(distances[:1], 30, axis=0), distances[:1]  # the same for all queries
+    expected = locality(causal, shared, causal=True)
+    np.testing.assert_allclose(locality(causal, row, causal=True), expected, atol=1e-14)
     last = locality(causal[20:], distances[20:], causal=True)  # the last query sees all keys
     each = [
         locality(causal[i : i + 1, : i + 1], distances[i : i + 1, : i + 1]) for i in range(20, 30)

@@ -20,11 +20,12 @@ from molflt.training.checkpoint import load_run, save_weights
 # --- optimizers of single coordinates -----------------------------------------------------------
 
 
-def test_evaluation_with_adam(tmp_path: Path) -> None:
+def test_evaluation_with_adam(tmp_path: Path, monkeypatch) -> None:
     run = trained("learned_optimizer")
+    monkeypatch.chdir(run)  # the folder is named in tables, not "."
     images = write_idx(tmp_path / "images")
     words = ["--steps", "12", "--repeats", "2", "--data", images, "--rates", "[0.01,0.1]"]
-    results = results_of(run, *words, out=tmp_path)
+    results = results_of(Path(), *words, out=tmp_path)
     assert list(results) == [*UNSEEN, "image_network", "image_convolutions"]
     rows = table(tmp_path / "curves.csv")
     assert len(rows) == 5 * 2 * 2 * 12 and (tmp_path / "optimizations.png").stat().st_size > 10_000

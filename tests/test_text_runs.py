@@ -46,7 +46,7 @@ def vocabulary_of(run: Path) -> Vocabulary:
 # --- language models ----------------------------------------------------------------------------
 
 
-def test_evaluation_counts_every_token_once(tmp_path) -> None:
+def test_evaluation_counts_every_token_once(tmp_path, monkeypatch) -> None:
     run, results = trained("language"), evaluated("language")
     assert list(results) == ["val", "test"]
     assert np.log2(logged(run, "val_perplexity")) == pytest.approx(
@@ -71,8 +71,12 @@ def test_evaluation_counts_every_token_once(tmp_path) -> None:
         assert (run / f"{name}.png").stat().st_size > 1000
     text = tmp_path / "other.txt"
     text.write_text("a mat and\n")
+    drawn: list[int] = []  # the figure does not show padding
+    monkeypatch.setattr(
+        "molflt.plots.attention_matrices", lambda x, *_, **__: drawn.extend(x.shape)
+    )
     found = results_of(run, "--data", text, "--batch-size=3", out=tmp_path)["other.txt"]
-    assert found["tokens"] == 4 and found["nearest"] is not None
+    assert found["tokens"] == 4 and found["nearest"] is not None and drawn[1:] == [4, 4]
 
 
 def test_generated_text(tmp_path, capsys) -> None:

@@ -89,7 +89,7 @@ def evaluate(
             perplexity = metrics_of(counted[own])["perplexity"]
             results[split] |= residues.metrics(perplexity, share, blocks.ids[own])
     plots.losses_by_place(curves, out / "losses.png")
-    first = blocks[0][0][:_SHOWN].to(common.device_of(model))[None]
+    first = blocks[0][0][blocks[0][1] >= 0][:_SHOWN].to(common.device_of(model))[None]
     title = f"last layer, first {first.shape[1]} tokens of {split}"
     common.draw_stack(out, model.stack, lambda: model(first), title, model.position_scale, length)
     text = f"{results_table('text', results)}\n\n{_NOTE}"

@@ -93,7 +93,7 @@ def evaluate(
     with within_memory(lambda: what, "choose smaller tasks with --tasks"):
         for name, made in tqdm(chosen.items(), desc="tasks", leave=False, disable=None):
             opened = partial(LearnedOptimizer, model=model)
-            found[name] = {run.name: _race(made, opened, steps, repeats, like)}
+            found[name] = {run.resolve().name: _race(made, opened, steps, repeats, like)}
             if rates:
                 found[name]["Adam"] = tuned_adam(made, steps, repeats, like, rates)
     write_csv(out / "curves.csv", curve_rows(found))

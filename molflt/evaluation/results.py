@@ -48,7 +48,6 @@ FIGURES = {
 }
 """Captions of the figures of evaluations, by name."""
 
-
 COLUMNS = {
     "n": ("n", 0),
     "mae_eV": ("MAE / eV", 4),
@@ -100,7 +99,6 @@ COLUMNS = {
     "uniform_bits_per_dim": ("uniform", 3),
 }
 """Headings and numbers of decimal places of metrics in tables."""
-
 
 Provenance = dict[str, object]
 """Content of results_of.json: checkpoint, weights (sorted SHA-256 digests) and data (None for the

@@ -166,10 +166,6 @@ class Task(ABC, Generic[_Batch, _Data]):
         """
         return list(dict.fromkeys([self.best, *(name for name in self.metrics if name in found)]))
 
-    def redraw(self, generator: torch.Generator) -> None:
-        """Draws new random features for the model."""
-        cast(Any, self.model).redraw_(generator)
-
     def optimizer(self) -> Optimizer:
         """Returns the optimizer for all trainable parameters, grouped by learning rate."""
         groups: dict[float, list[nn.Parameter]] = {1.0: []}  # the rate of the first group is logged

@@ -168,15 +168,15 @@ class IS2RETask(OfStructures, Task["Batch", "IS2REData"]):
         slab, adsorbate = by_contact(self.model)
         if self.repeat and references is not None and not slab:
             raise ValueError(
-                f"task.repeat={self.repeat:g} keeps the labels of repeated slabs; expected labels "
-                f"without references; got task.references={references}; set --task.repeat 0"
+                f"task.repeat={self.repeat:g} expects adsorption energies, which repeated slabs "
+                f"keep; got task.references={references}, as for totals; set --task.repeat 0"
             )
         if slab or references is None:
             data.refuse_totals()
         if slab:
             offsets = {"energy_mean": mean, "references": references if adsorbate else None}
             for name, given in offsets.items():
-                if given not in (None, "none"):
+                if given not in (None, "none", 0.0):
                     raise ValueError(
                         f"task.{name}={given} would also shift the energies of structures "
                         "without an adsorbate; remove it, or use --model.readout all"

@@ -36,7 +36,7 @@ def _callbacks_of(
     """
     metrics = _MetricsFile(task, folder, options.log_every)
     best = _BestWeights(task, folder, options.patience)
-    callbacks = [metrics, best, _Progress(task, folder, metrics)]
+    callbacks = [metrics, best, _Progress(task, metrics)]
     if options.ema_decay is not None:
         callbacks.append(_Averages(options.ema_decay))
     return [*callbacks, _LastCheckpoint(folder, options.checkpoint_every)]
@@ -45,9 +45,8 @@ def _callbacks_of(
 class _Progress(Callback):
     """Shows a progress bar on a terminal; in a log, prints one line per validation run instead."""
 
-    def __init__(self, task: Task[Any, Any], folder: RunFolder, table: _MetricsFile) -> None:
+    def __init__(self, task: Task[Any, Any], table: _MetricsFile) -> None:
         self.metrics = {n: m for n, m in task.metrics.items() if "val" in m.measured_in}
-        self.folder = folder
         self.table = table
         self._since = time.perf_counter()
         self._bar = tqdm(disable=True)
@@ -88,7 +87,7 @@ class _Progress(Callback):
         known = self.table.shown.items()
         rest = [f"{name} {text}" for name, text in known if name == "loss" or name[-2:] == "/s"]
         rest.append(duration(time.perf_counter() - self._since))
-        self.folder.say(
+        self.table.folder.say(
             f"step {trainer.global_step:,} of {trainer.max_steps:,}: validation "
             f"{', '.join(values[:2])}; {', '.join(rest)}"
         )
@@ -198,6 +197,7 @@ class _LastCheckpoint(Checkpoint):
         self.folder = folder
         self.every = every
         self.signum = 0
+        self._exists = folder.checkpoint is not None
         self._validation_due = False
         self._terminals: list[int] = []
 
@@ -253,7 +253,8 @@ class _LastCheckpoint(Checkpoint):
 
     def _save_early(self, trainer: pl.Trainer) -> None:
         """Saves a checkpoint before the last step unless a checkpoint exists."""
-        if trainer.global_step == trainer.max_steps - 1 and not self.folder.last.exists():
+        # ranks must not look for the file, because the first rank may already have written it
+        if trainer.global_step == trainer.max_steps - 1 and not self._exists:
             self._save(trainer)
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -276,7 +277,7 @@ class _LastCheckpoint(Checkpoint):
             raise _Interrupted(signum, trainer.global_step)
 
     def _save(self, trainer: pl.Trainer, validation_due: bool = False) -> None:
-        self._validation_due = validation_due
+        self._exists, self._validation_due = True, validation_due
         trainer.save_checkpoint(self.folder.last)
 
     def on_save_checkpoint(

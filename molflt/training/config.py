@@ -125,11 +125,11 @@ class _Loader(yaml.SafeLoader):
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         found = super().compose_mapping_node(anchor)
-        lines: dict[str, int] = {}
+        marks: dict[str, yaml.Mark] = {}
         for key, _ in found.value:
-            line = key.start_mark.line + 1
-            if isinstance(key, yaml.ScalarNode) and lines.setdefault(key.value, line) != line:
-                places = f"lines {lines[key.value]} and {line}"
+            first = marks.setdefault(str(key.value), key.start_mark)
+            if first is not key.start_mark:
+                places = f"lines {first.line + 1} and {key.start_mark.line + 1}"
                 raise yaml.YAMLError(f"key {key.value!r} in {places}; expected it once")
         return found
 

@@ -35,7 +35,7 @@ class _LightningTask(pl.LightningModule):
         self.allow_zero_length_dataloader_with_multiple_devices = True
         self.task = task
         self.data = data
-        self.model = task.model
+        self.model: Any = task.model
         self.gradient_norm = float("nan")  # in the last step, before clipping
         self.last_lr = task.lr  # learning rate of the last step
         self._batch = "no batch yet"
@@ -65,7 +65,8 @@ class _LightningTask(pl.LightningModule):
         torch.manual_seed(int(words.generate_state(1, np.uint64)[0] >> np.uint64(1)))
         if task.redraw_every and step and not part and step % task.redraw_every == 0:
             common = np.random.SeedSequence([task.seed, step])  # the same on all ranks
-            task.redraw(torch.Generator().manual_seed(int(common.generate_state(1)[0])))
+            seed = int(common.generate_state(1)[0])
+            self.model.redraw_(torch.Generator().manual_seed(seed))
 
     def training_step(self, batch: object, batch_idx: int) -> dict[str, Tensor]:
         """Returns the loss and a row of values to sum: loss, 1, batch size, and the task's sums."""

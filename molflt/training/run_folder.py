@@ -54,7 +54,6 @@ _BUSY = (
     "another --run"
 )
 
-
 Provenance = dict[str, Any]
 """Information about a run, stored in its checkpoints under the key "molflt".
 

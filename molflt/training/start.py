@@ -52,7 +52,7 @@ def build_parser(words: Sequence[str] = ()) -> ArgumentParser:
 
 def _recipe_named(words: list[str]) -> str:
     found = [DEFAULT, *_values_in("recipe", _values_of("--resume", words))]
-    for name in _inits(words):
+    for name in _inits(words)[-1:]:
         with contextlib.suppress(ValueError, OSError):  # reported when the weights are read
             weights, run = find_weights(name)
             known = [recipe_of(weights)] if run is None else _values_in("recipe", [str(run)])
@@ -73,11 +73,12 @@ def _values_in(key: str, files: Sequence[str]) -> list[str]:
         # errors are reported by the parser
         with contextlib.suppress(OSError, ValueError):
             path = Path(name, "config.yaml") if Path(name).is_dir() else find_config(name)
-            value = read_yaml(path).get(key)
-            if value is not None:
-                if key == "init":
+            content = read_yaml(path)
+            if key in content:
+                value = content[key]
+                if key == "init" and value is not None:
                     value = absolute(Path(str(value)), path.absolute().parent)
-                found.append(str(value))
+                found.append("null" if value is None else str(value))
     return found
 
 
@@ -290,13 +291,15 @@ class Initializer:
         source, done = self._source, self._record
         if source is None or not done:
             return
-        own, new = model.state_dict(), done["new"]
+        own, new, was = model.state_dict(), done["new"], source.weights[0]
+        energies = [name for name in ("energy_mean", "energy_std") if name in was]
+        known = {name: f"{name}, {float(was[name]):.6g} eV in the source" for name in energies}
         frozen = [n for n, p in model.named_parameters() if n in new and not p.requires_grad]
         rows = {
             "loaded": [f"{len(done['loaded'])} of {len(own)} tensors"],
             "new": [f"{name} {tuple(x['shape'])}, {x['why']}" for name, x in new.items()],
             "random and frozen": frozen,
-            "of data": done["of_data"],
+            "of data": [known.get(name, name) for name in done["of_data"]],
             "left over": [f"{name} {tuple(shape)}" for name, shape in done["left_over"].items()],
             "differs": [
                 f"{name} {shown(options[name])}, {shown(was)} in the source"
