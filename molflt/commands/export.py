@@ -30,8 +30,8 @@ def export(
     Args:
         run: folder of a training run, or an exported model.
         out: folder to write to, or hf:OWNER/NAME to upload the model to the Hugging Face Hub.
-        about: one line about the model: the predicted quantity; for energies also the structures,
-            the references and the level of theory.
+        about: one line about the model, required for a training run: the predicted quantity; for
+            energies also the structures, the references and the level of theory.
         license: license of the weights, as named on the Hub, such as mit or cc-by-4.0.
         datasets: names of the training data sets on the Hub.
         checkpoint: best (the default), last, or a safetensors file; requires a training run.
