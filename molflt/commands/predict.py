@@ -17,7 +17,7 @@ from molflt.commands.options import expect_ending, refuse_idle
 from molflt.data.batches import Shard
 from molflt.data.images.unlabeled import read_images
 from molflt.data.structures import Structures
-from molflt.data.structures.ase_fields import drop_labels_, not_held
+from molflt.data.structures.ase_fields import drop_labels_, not_stored
 from molflt.data.structures.base import Tags
 from molflt.data.structures.parts import Part
 from molflt.data.structures.sources import exists, files_of
@@ -253,7 +253,7 @@ def _write_atoms(
     for i, row in enumerate(rows):
         atoms = dataset.to_atoms(i)
         drop_labels_(atoms)
-        lost |= dict.fromkeys(not_held(atoms, out.suffix))
+        lost |= dict.fromkeys(not_stored(atoms, out.suffix))
         info = {k: v for k, v in row.items() if k not in ("formula", "natoms", "energy_eV")}
         marks = {k: info.pop(k) for k in ("index", "file", "shard") if k in info}
         if len(marks) > 1:  # an index alone is the position in the file
