@@ -30,7 +30,6 @@ _NUM_ELEMENTS = MAX_ATOMIC_NUMBER + 1  # 0 is not used
 READOUTS = {"all": (False, False), "adsorbate": (True, False), "contact": (True, True)}
 
 MessagePairs = Literal["all", "adsorbate"]
-
 ReadoutName = Literal["all", "adsorbate", "contact"]
 
 
