@@ -103,9 +103,9 @@ def predict(
         for output in (out, part.path(out)) if part else (out,):  # molflt merge writes `out`
             expect_writable(output, *inputs)
     if not isinstance(model, EnergyPredictor):
-        options = {"skip_bad": skip_bad or None, "also": also, "calibration": calibration}
-        options |= {"mesh_order": mesh_order, "tags": tags, "shard": shard, "force": force or None}
-        refuse_idle(model.name, f"a model of the recipe {model.trained.recipe}", options)
+        values = {"skip_bad": skip_bad or None, "also": also, "calibration": calibration}
+        more = {"mesh_order": mesh_order, "tags": tags, "shard": shard, "force": force or None}
+        refuse_idle(model.name, f"a model of the recipe {model.trained.recipe}", {**values, **more})
         return _label(model, files, out, batch_size)
     if mesh_order is not None:
         model.use_mesh_(mesh_order)
