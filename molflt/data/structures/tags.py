@@ -19,23 +19,23 @@ if TYPE_CHECKING:
     from ase import Atoms
     from torch_geometric.data import Data
 
-_VACUUM = 4.5  # Å, minimum gap along an axis; layers of layered crystals are closer
+_MIN_VACUUM = 4.5  # Å, minimum gap along an axis; layers of layered crystals are closer
 _NONMETALS = (1, 6, 7, 8, 9, 15, 16, 17, 35, 53)  # H C N O F P S Cl Br I
-_SOMETIMES = (3, 5, 14)  # Li B Si, in molecules on a slab of other elements
+_SLAB_OR_MOLECULE = (3, 5, 14)  # Li B Si, in molecules on a slab of other elements
 _BOND, _CONTACT = 1.25, 1.3  # times covalent radii: bonds in molecules, contacts with slabs
-_TOP = 2.0  # Å, depth of the surface below the highest atom of the slab, as in OC20
-_OUTSIDE = 0.5  # Å, minimum distance between a slab and atoms of `_SOMETIMES`
-_DEEP = 1.5  # Å; deeper atoms below the top of the slab do not belong to an adsorbate
+_SURFACE_DEPTH = 2.0  # Å, depth of the surface below the highest atom of the slab, as in OC20
+_MIN_GAP = 0.5  # Å, minimum distance between a slab and atoms of `_SLAB_OR_MOLECULE`
+_ADSORBATE_DEPTH = 1.5  # Å; deeper atoms below the top of the slab do not belong to an adsorbate
 _SAME_SITE = 0.8  # Å, largest distance from a site of the continued lattice
 _SHELL = 5.0  # Å: radius of the environment that a lattice repeats
-_LISTED = 5  # maximum number of kinds of structures in a message
+_MAX_LISTED = 5  # maximum number of kinds of structures in a message
 _LAYER = 0.15  # Å, minimum distance between two layers
-_EVEN = 0.45  # maximum length of the mean direction to the neighbors of an atom inside a slab
-_THICK = 3.0  # Å: thinner slabs do not have an inside
-_MOST = 200  # maximum number of atoms to compare with
-_FEWEST = 4  # minimum number of neighbors to compare
-_REPEATED, _ALL = 0.8, 0.95  # minimum share of matching neighbors: at the surface, inside
-_HELD = 0.2  # minimum share of fixed atoms if the free atoms are the surface
+_MAX_ASYMMETRY = 0.45  # maximum length of the mean direction to neighbors inside a slab
+_MIN_THICKNESS = 3.0  # Å: thinner slabs do not have an inside
+_MAX_ATOMS = 200  # maximum number of atoms to compare with
+_MIN_NEIGHBORS = 4  # minimum number of neighbors to compare
+_MATCH_AT_SURFACE, _MATCH_INSIDE = 0.8, 0.95  # minimum shares of matching neighbors
+_MIN_FIXED = 0.2  # minimum share of fixed atoms if the free atoms are the surface
 
 _Flags = NDArray[np.bool_]
 _Numbers = NDArray[np.int64]
@@ -110,7 +110,7 @@ class _Atoms:
                 heights %= spacing
                 ordered = np.sort(heights)
                 gaps = np.diff(ordered, append=ordered[0] + spacing)
-                if gaps.max() < _VACUUM:
+                if gaps.max() < _MIN_VACUUM:
                     continue
                 lowest = ordered[(gaps.argmax() + 1) % len(ordered)]  # above the largest gap
                 heights = (heights - lowest) % spacing
@@ -127,7 +127,7 @@ class _Atoms:
         )
         self.directions = apart / np.maximum(lengths, 1e-9)[:, None]
         near = lengths < _BOND * (radii[self.i] + radii[self.j])
-        for number in _SOMETIMES:
+        for number in _SLAB_OR_MOLECULE:
             self.molecular |= self._of_molecules(number, near)
         self.bonded = near & self.molecular[self.i] & self.molecular[self.j]
 
@@ -137,7 +137,7 @@ class _Atoms:
         slab = ~self.molecular & ~element
         if not element.any() or element.sum() >= slab.sum():
             return np.zeros_like(element)
-        low, high = self.heights[slab].min() - _OUTSIDE, self.heights[slab].max() + _OUTSIDE
+        low, high = self.heights[slab].min() - _MIN_GAP, self.heights[slab].max() + _MIN_GAP
         outside = (self.heights < low) | (self.heights > high)
         molecules = self.molecular | element
         bonds = near & molecules[self.i] & molecules[self.j]
@@ -152,9 +152,9 @@ class _Atoms:
             return ~slab
         heights = self.heights
         low, high = heights[slab].min(), heights[slab].max()
-        deep = (heights > low) & (heights < high - _DEEP)
+        deep = (heights > low) & (heights < high - _ADSORBATE_DEPTH)
         touching = np.bincount(self.i[slab[self.j]], minlength=len(slab)) > 1
-        if high - low > _THICK:
+        if high - low > _MIN_THICKNESS:
             surrounded = self._surrounded(slab)
             inside = surrounded & deep | self.fixed
         else:  # elements that occur on only one side are adsorbates
@@ -208,14 +208,14 @@ class _Atoms:
         total = np.zeros((len(self.numbers), 3))
         np.add.at(total, self.i[near], self.directions[near])
         count = np.bincount(self.i[near], minlength=len(total))
-        return (count > 1) & (np.linalg.norm(total, axis=1) < _EVEN * count)
+        return (count > 1) & (np.linalg.norm(total, axis=1) < _MAX_ASYMMETRY * count)
 
     def _continues(
         self, atom: int, slab: _Flags, sites: _Flags, vectors: _Vectors, plausible: bool
     ) -> bool:
         """Returns True if an atom is at a site of the same element in the shifted lattice."""
         twins = np.flatnonzero(slab & (self.numbers == self.numbers[atom]))
-        if not any(self._repeats(int(twin), atom, slab, sites) for twin in twins[:_MOST]):
+        if not any(self._repeats(int(twin), atom, slab, sites) for twin in twins[:_MAX_ATOMS]):
             return False
         # atoms occupy all lattice sites on the surface, but not all adsorption sites
         like = self.pos[sites & (self.numbers == self.numbers[atom])] - self.pos[atom]
@@ -232,12 +232,12 @@ class _Atoms:
         layer[start] = False
         return [
             self.pos[end] - self.pos[start]
-            for end in np.flatnonzero(layer)[:_MOST].tolist()
-            if self._repeats(start, end, slab, slab, _ALL)
+            for end in np.flatnonzero(layer)[:_MAX_ATOMS].tolist()
+            if self._repeats(start, end, slab, slab, _MATCH_INSIDE)
         ]
 
     def _repeats(
-        self, start: int, end: int, slab: _Flags, sites: _Flags, least: float = _REPEATED
+        self, start: int, end: int, slab: _Flags, sites: _Flags, least: float = _MATCH_AT_SURFACE
     ) -> bool:
         """Returns True if the environment of a slab atom also occurs around another atom."""
         heights = self.heights[slab]
@@ -246,7 +246,7 @@ class _Atoms:
         moved = heights + (self.heights[end] - self.heights[start])
         near = (distance > 0.1) & (distance < _SHELL)  # and not moved out of the slab
         near &= (moved < heights.max() + _SAME_SITE) & (moved > heights.min() - _SAME_SITE)
-        if near.sum() < _FEWEST:
+        if near.sum() < _MIN_NEIGHBORS:
             return False
         around = self.pos[sites] - self.pos[end]
         lengths = np.linalg.norm(self._wrapped(shell[near, None] - around), axis=2)
@@ -263,14 +263,14 @@ class _Atoms:
         slab = ~adsorbate
         fixed = slab & self.fixed
         heights = self.heights_toward(adsorbate)
-        if _HELD <= fixed.sum() / slab.sum() < 1 and (
+        if _MIN_FIXED <= fixed.sum() / slab.sum() < 1 and (
             heights[fixed].mean() < heights[slab & ~fixed].mean() - _LAYER
         ):
             surface = slab & ~fixed
         else:
             near = slab[self.i] & slab[self.j]
             neighbors = np.bincount(self.i[near], minlength=len(slab))
-            surface = slab & (heights > heights[slab].max() - _TOP)
+            surface = slab & (heights > heights[slab].max() - _SURFACE_DEPTH)
             middle = np.median(heights[slab])
             for number in np.unique(self.numbers[slab]):
                 element = slab & (self.numbers == number)
@@ -412,7 +412,7 @@ def sides_agree(record: Data) -> bool:
     slab = atoms.heights[tags != Tag.ADSORBATE]
     surface, adsorbed = (atoms.heights[tags == tag] for tag in (Tag.SURFACE, Tag.ADSORBATE))
     above, below = adsorbed - slab.max(), slab.min() - adsorbed  # distances from the slab
-    on_top, on_bottom = (((x > _OUTSIDE) & (x < _SHELL)).any() for x in (above, below))
+    on_top, on_bottom = (((x > _MIN_GAP) & (x < _SHELL)).any() for x in (above, below))
     upper, lower = (surface > slab.mean() - _LAYER).any(), (surface < slab.mean() + _LAYER).any()
     return bool((upper or not on_top) and (lower or not on_bottom))
 
@@ -440,9 +440,9 @@ class Tagged(Part):
         self._tags = [torch.from_numpy(guess.tags) for guess in guesses]
         for what, known in (("tags guessed", True), ("no tags guessed", False)):
             texts = Counter(guess.text for guess in guesses if guess.tags.any() == known)
-            parts = [f"{text} ({count})" for text, count in texts.most_common(_LISTED)]
-            if len(texts) > _LISTED:
-                parts.append(f"{len(texts) - _LISTED} other kinds")
+            parts = [f"{text} ({count})" for text, count in texts.most_common(_MAX_LISTED)]
+            if len(texts) > _MAX_LISTED:
+                parts.append(f"{len(texts) - _MAX_LISTED} other kinds")
             if texts:
                 what += f" for {texts.total()} of {len(guesses)} structures"
                 print(f"molflt: {source.path}: {what}: {'; '.join(parts)}", file=sys.stderr)
