@@ -40,10 +40,10 @@ _HIGHEST = 1.55  # largest frequency over sharpness; 1.44 leaves 3e-6 meV betwee
 _APART = 5.0  # gap between images of a slab, in units of 1 / sharpness; their interaction is 1e-12
 _LARGEST = 550.0  # ratio volume / cutoff^3 above which the cutoff grows with the cell
 _TRANSIENT = 2**21  # largest number of waves in one chunk of nodes
-_START = 0.02  # factor of the initial charges; energies are then a few meV per atom
+_CHARGE_SCALE = 0.02  # factor of the initial charges; energies are then a few meV per atom
 _REACH = 5.0  # Å, largest distance between atoms that exchange charge
-_PAIR = 200  # bytes per pair of a molecule, measured
-_LEAST = 1e-12  # added to each weight of the total charge; if all weights are 0, shares are equal
+_PAIR_BYTES = 200  # bytes per pair of a molecule, measured
+_MIN_WEIGHT = 1e-12  # added to the weights of the total charge; if all are 0, shares are equal
 
 
 class ChargeShare(nn.Module):
@@ -65,7 +65,7 @@ class ChargeShare(nn.Module):
         if geometry.charge is None:
             return 0 * cation  # with gradients, which DDP expects
         score = torch.where(geometry.charge[geometry.batch] < 0, anion, cation)
-        weight = (1 + score).clamp(min=0) ** 4 + _LEAST
+        weight = (1 + score).clamp(min=0) ** 4 + _MIN_WEIGHT
         return weight * (geometry.charge / geometry.sum(weight))[geometry.batch]
 
 
@@ -138,7 +138,7 @@ class LongRange(nn.Module):
         self.cutoff, self.smearing = cutoff, smearing
         self.charge = nn.Linear(dim, len(powers) * channels, bias=False)
         with torch.no_grad():
-            self.charge.weight.mul_(_START)
+            self.charge.weight.mul_(_CHARGE_SCALE)
         # stored with the weights; weights saved by earlier versions lack it and are not neutral
         self.register_buffer("neutral", torch.tensor(neutral))
         self.share = ChargeShare(dim) if total_charge else None
@@ -257,7 +257,7 @@ def _pair_sums(
     molecule, cutoff = ~geometry.pbc.any(dim=1), _DEPTH / laws[0].sharpness
     counts = geometry.ptr.diff()[molecule]
     expect_memory(
-        _PAIR * float(counts.double().square().sum()),
+        _PAIR_BYTES * float(counts.double().square().sum()),
         f"all pairs of up to {max(counts.tolist(), default=0):,} atoms without periodic axes",
         "omit long_range, or set pbc to True with vacuum between images",
     )
