@@ -17,7 +17,7 @@ from molflt.commands.options import expect_ending, refuse_idle
 from molflt.data.batches import Shard
 from molflt.data.images.unlabeled import read_images
 from molflt.data.structures import Structures
-from molflt.data.structures.ase_fields import drop_labels_, not_held
+from molflt.data.structures.ase_fields import drop_labels_, not_stored
 from molflt.data.structures.base import Tags
 from molflt.data.structures.parts import Part
 from molflt.data.structures.sources import exists, files_of
@@ -33,7 +33,7 @@ from molflt.pretrained.base import Pretrained
 from molflt.training.checkpoint import is_trained
 
 _Labeler = GapFiller | ImageLabeler | SentenceLabeler
-_OF_ATOMS = (".extxyz", ".traj")
+_STRUCTURE_FILES = (".extxyz", ".traj")
 _TABLES = (".csv", ".json")
 
 
@@ -95,59 +95,61 @@ def predict(
             energies.csv joins these files into the file of a single process.
     """
     run, files = _model_and_files(run, file)
-    part = _shard(shard, out)
+    part = _shard_for(out, shard)
     device = "cpu" if compiled and device == "auto" else device
     model = load(run, device, checkpoint=checkpoint, also=also or (), compiled=compiled)
     if out is not None:
-        read = files_of(files) if isinstance(model, EnergyPredictor) else files
-        for written in (out, part.path(out)) if part else (out,):  # molflt merge writes `out`
-            expect_writable(written, *read)
+        inputs = files_of(files) if isinstance(model, EnergyPredictor) else files
+        for output in (out, part.path(out)) if part else (out,):  # molflt merge writes `out`
+            expect_writable(output, *inputs)
     if not isinstance(model, EnergyPredictor):
-        given = {"skip_bad": skip_bad or None, "also": also, "calibration": calibration}
+        values = {"skip_bad": skip_bad or None, "also": also, "calibration": calibration}
         more = {"mesh_order": mesh_order, "tags": tags, "shard": shard, "force": force or None}
-        refuse_idle(model.name, f"a model of the recipe {model.trained.recipe}", {**given, **more})
+        refuse_idle(model.name, f"a model of the recipe {model.trained.recipe}", {**values, **more})
         return _label(model, files, out, batch_size)
     if mesh_order is not None:
         model.use_mesh_(mesh_order)
-    atoms = out is not None and out.suffix in _OF_ATOMS
-    reading = model.reading_of(files, tags)._replace(keep_atoms=atoms)
+    writes_structures = out is not None and out.suffix in _STRUCTURE_FILES
+    reading = model.reading_of(files, tags)._replace(keep_atoms=writes_structures)
     domain = None if force else model.domain
-    trained = model.reading_of(None)
-    dataset = open_structures(files, skip_bad, reading, model.model, domain, trained)
-    known = model.calibration(calibration)
+    dataset = open_structures(files, skip_bad, reading, model.model, domain, model.reading_of(None))
+    calibrated = model.calibration(calibration)
     note: dict[str, object] = {}
     if part is not None and out is not None:
-        made = made_of(model.model, dataset, mesh_order=mesh_order, compiled=compiled)
-        made |= {"batch_size": batch_size, "tags": reading.tags}
-        made |= {"calibration": known.label} if known else {}
-        kept = part.indices(dataset.natoms, batch_size)
-        note = noted(len(kept), len(dataset), made)
-        dataset = Part(dataset, kept)
+        origin = made_of(model.model, dataset, mesh_order=mesh_order, compiled=compiled)
+        origin |= {"batch_size": batch_size, "tags": reading.tags}
+        origin |= {"calibration": calibrated.label} if calibrated else {}
+        indices = part.indices(dataset.natoms, batch_size)
+        note = noted(len(indices), len(dataset), origin)
+        dataset = Part(dataset, indices)
         out = part.path(out)
     if model.about is not None:
         print(f"molflt: {model.summary}", file=sys.stderr)
-    forces = ["forces"] * (atoms and model.predicts_forces)
+    by_atom = ["forces"] if writes_structures and model.predicts_forces else []
     name = files[0].name if len(files) == 1 else f"{len(files)} files"
-    found = model.infer(dataset, batch_size, name, forces, force)
-    columns = {"energy_eV": found.energy, **uncertainty_of(model.model, found, known)}
-    rows = _rows(dataset, found, columns, note)
-    if out is not None and atoms:
-        _write_atoms(out, dataset, rows, found)
+    predictions = model.infer(dataset, batch_size, name, by_atom, force)
+    columns = {"energy_eV": predictions.energy}
+    columns |= uncertainty_of(model.model, predictions, calibrated)
+    rows = _rows(dataset, predictions, columns, note)
+    if out is not None and writes_structures:
+        _write_structures(out, dataset, rows, predictions)
     else:
         _write_rows(out, rows)
     if out is not None:
-        print(f"{out}: {_summary(columns, found)}")
+        print(f"{out}: {_summary(columns, predictions)}")
 
 
-def _shard(text: str | None, out: Path | None) -> Shard | None:
-    part = None if text is None else Shard.of(text)
-    if part is not None and out is None:
-        raise ValueError(f"option --shard {text}: expected --out FILE; got none")
-    expect_ending(out, *(_TABLES + _OF_ATOMS if part is None else ENDINGS))
+def _shard_for(out: Path | None, shard: str | None) -> Shard | None:
+    """Parses --shard; raises ValueError if `out` is missing or has an unsupported ending."""
+    part = None if shard is None else Shard.of(shard)
+    if shard is not None and out is None:
+        raise ValueError(f"option --shard {shard}: expected --out FILE; got none")
+    expect_ending(out, *(_TABLES + _STRUCTURE_FILES if shard is None else ENDINGS))
     return part
 
 
 def _label(model: Pretrained, files: Sequence[Path], out: Path | None, batch_size: int) -> None:
+    """Predicts sentences or images."""
     expect_ending(out, *_TABLES)
     if not isinstance(model, _Labeler):
         raise ValueError(f"{model.name}: the model generates text or images; use molflt generate")
@@ -204,20 +206,21 @@ def _write_rows(out: Path | None, rows: Sequence[Mapping[str, object]]) -> None:
         write_atomically(out, (json.dumps(rows, indent=1) + "\n").encode())
 
 
-def _summary(columns: Mapping[str, NDArray[np.float64]], found: Predictions) -> str:
+def _summary(columns: Mapping[str, NDArray[np.float64]], predictions: Predictions) -> str:
     """Describes the range of each column, and energies far outside the training range."""
     energy = columns["energy_eV"]
     parts = [f"{len(energy):,} energies, {energy.min():.3f} to {energy.max():.3f} eV"]
     for name, values in list(columns.items())[1:]:
-        if len(known := values[np.isfinite(values)]):
-            parts.append(f"{name} {known.min():.3f} to {known.max():.3f}")
-    reasons = [[one for one in own if one.startswith("energy: ")] for own in found.outside]
+        if len(finite := values[np.isfinite(values)]):
+            parts.append(f"{name} {finite.min():.3f} to {finite.max():.3f}")
+    outside = predictions.outside
+    reasons = [[text for text in texts if text.startswith("energy: ")] for texts in outside]
     return "; ".join([*parts, *counted_reasons(reasons)])
 
 
 def _rows(
     dataset: Structures,
-    found: Predictions,
+    predictions: Predictions,
     columns: Mapping[str, NDArray[np.float64]],
     note: Mapping[str, object],
 ) -> list[dict[str, object]]:
@@ -227,24 +230,24 @@ def _rows(
             "index": dataset.place(i),
             **({"file": str(dataset.file(i))} if len(dataset.files) > 1 else {}),
             **note,
-            "sid": dataset.name(i, int(found.sid[i])),
-            "formula": found.formula[i],
-            "natoms": int(found.natoms[i]),
-            "outside": "; ".join(found.outside[i]) or None,
+            "sid": dataset.name(i, int(predictions.sid[i])),
+            "formula": predictions.formula[i],
+            "natoms": int(predictions.natoms[i]),
+            "outside": "; ".join(predictions.outside[i]) or None,
             **finite_row(columns, i),
-            **_several(found.by_adsorbate[i] or ()),
+            **_by_adsorbate(predictions.by_adsorbate[i] or ()),
         }
         for i in range(len(dataset))
     ]
 
 
-def _several(energies: Sequence[float]) -> dict[str, object]:
+def _by_adsorbate(energies: Sequence[float]) -> dict[str, object]:
     text = " ".join(f"{energy:.6f}" for energy in energies)
     return {"by_adsorbate_eV": text} if len(energies) > 1 else {}
 
 
-def _write_atoms(
-    out: Path, dataset: Structures, rows: Sequence[Mapping[str, object]], found: Predictions
+def _write_structures(
+    out: Path, dataset: Structures, rows: Sequence[Mapping[str, object]], predictions: Predictions
 ) -> None:
     from ase.calculators.singlepoint import SinglePointCalculator
     from ase.io import write
@@ -253,14 +256,15 @@ def _write_atoms(
     for i, row in enumerate(rows):
         atoms = dataset.to_atoms(i)
         drop_labels_(atoms)
-        lost |= dict.fromkeys(not_held(atoms, out.suffix))
+        lost |= dict.fromkeys(not_stored(atoms, out.suffix))
         info = {k: v for k, v in row.items() if k not in ("formula", "natoms", "energy_eV")}
-        marks = {k: info.pop(k) for k in ("index", "file", "shard") if k in info}
-        if len(marks) > 1:  # an index alone is the position in the file
-            info |= {f"molflt_{name}": value for name, value in marks.items()}
+        origin = {k: info.pop(k) for k in ("index", "file", "shard") if k in info}
+        if len(origin) > 1:  # an index alone is the position in the file
+            info |= {f"molflt_{name}": value for name, value in origin.items()}
         atoms.info |= {name: value for name, value in info.items() if value is not None}
-        by_atom = {name: values[i] for name, values in found.by_atom.items()}
-        atoms.calc = SinglePointCalculator(atoms, energy=float(found.energy[i]), **by_atom)
+        by_atom = {name: values[i] for name, values in predictions.by_atom.items()}
+        energy = float(predictions.energy[i])
+        atoms.calc = SinglePointCalculator(atoms, energy=energy, **by_atom)
         frames.append(atoms)
     with atomically(out) as part:
         write(str(part), frames, format=out.suffix.removeprefix("."))
@@ -274,28 +278,28 @@ def _gaps(model: GapFiller, source: Path) -> Iterator[dict[str, object]]:
             gaps = model.fill(line)
         except ValueError as error:
             raise ValueError(f"{source}: line {number}: {error}") from None
-        for place, guesses in enumerate(gaps, 1):
-            for rank, (piece, share) in enumerate(guesses, 1):
-                row = {"line": number, "gap": place, "rank": rank, "piece": piece}
-                yield {**row, "probability": share}
+        for gap, guesses in enumerate(gaps, 1):
+            for rank, (piece, probability) in enumerate(guesses, 1):
+                row = {"line": number, "gap": gap, "rank": rank, "piece": piece}
+                yield {**row, "probability": probability}
 
 
 def _sentences(model: SentenceLabeler, source: Path, batch_size: int) -> list[dict[str, object]]:
-    parts = [tuple(line.split("\t")) for line in read_lines(str(source))]
-    columns = len(parts[0])
-    for number, cells in enumerate(parts, 1):
+    lines = [tuple(line.split("\t")) for line in read_lines(str(source))]
+    columns = len(lines[0])
+    for number, cells in enumerate(lines, 1):
         if len(cells) != columns or columns > 2 or not all(cells):
             raise ValueError(
                 f"{source}: line {number}: expected a sentence, or two separated by a tab, as in "
                 f"line 1 ({columns}); got {len(cells)}, {cells.count('')} of them empty"
             )
-    texts = [(cells[0], cells[1]) if columns == 2 else cells[0] for cells in parts]
-    found = model.classify(texts, batch_size=batch_size)
-    if model.model.classes == 1:
-        return [{"line": number, "score": one.probability} for number, one in enumerate(found, 1)]
+    texts = [(cells[0], cells[1]) if columns == 2 else cells[0] for cells in lines]
+    labels = enumerate(model.classify(texts, batch_size=batch_size), 1)
+    if model.model.classes == 1:  # a regression, such as of similarity
+        return [{"line": number, "score": label.probability} for number, label in labels]
     return [
-        {"line": number, "label": one.name, "probability": one.probability}
-        for number, one in enumerate(found, 1)
+        {"line": number, "label": label.name, "probability": label.probability}
+        for number, label in labels
     ]
 
 
@@ -303,7 +307,7 @@ def _images(model: ImageLabeler, source: Path, batch_size: int) -> Iterator[dict
     side, channels = model.model.image_size, model.model.channels
     resize: Any = model.trained.task.get("resize") or side
     images = read_images(source, side, channels, resize)
-    while some := list(islice(images, batch_size)):
-        found = model.classify(torch.stack([image for _, image in some]), batch_size)
-        for (name, _), one in zip(some, found, strict=True):
-            yield {"image": name, "label": one.name, "probability": one.probability}
+    while batch := list(islice(images, batch_size)):
+        labels = model.classify(torch.stack([image for _, image in batch]), batch_size)
+        for (name, _), label in zip(batch, labels, strict=True):
+            yield {"image": name, "label": label.name, "probability": label.probability}

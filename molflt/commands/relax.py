@@ -11,7 +11,7 @@ from tqdm import tqdm
 
 from molflt.commands.options import expect_ending
 from molflt.data.structures import Structures
-from molflt.data.structures.ase_fields import drop_labels_, not_held
+from molflt.data.structures.ase_fields import drop_labels_, not_stored
 from molflt.data.structures.sources import files_of
 from molflt.evaluation.relaxation import OptimizerName, Relaxed, readable_structures, relax_atoms
 from molflt.files import add_row, appending, atomically, expect_writable, warn
@@ -113,7 +113,7 @@ def _add(out: Path, data: Structures, index: int, part: Relaxed, first: bool) ->
     atoms = part.atoms
     drop_labels_(atoms, moved=True)
     atoms.info |= {"converged": part.converged, "steps": part.steps}
-    lost = dict.fromkeys(not_held(atoms, out.suffix))
+    lost = dict.fromkeys(not_stored(atoms, out.suffix))
     row = {
         "index": data.place(index),
         **({"file": str(data.file(index))} if len(data.files) > 1 else {}),

@@ -42,15 +42,9 @@ _SEED = 0  # part of the hash that selects the half for calibration
 _FLOORS = np.logspace(-2, 2, 33)  # floors to try, in units of the root mean square spread
 _LEVELS = np.arange(5, 100, 5) / 100  # levels in the figure
 _COLUMNS = (
-    "coverage_n",
-    "coverage_percent",
-    "coverage_se_percent",
-    "coverage_crossed_percent",
-    "uncertainty_eV",
-    "spread_eV",
-    "rank_correlation",
-    "member_mae_eV",
-)
+    "coverage_n", "coverage_percent", "coverage_se_percent", "coverage_crossed_percent",
+    "uncertainty_eV", "spread_eV", "rank_correlation", "member_mae_eV",
+)  # fmt: skip
 
 _Array = NDArray[np.float64]
 _Errors = tuple[_Array, _Array]  # |error| and spread, in eV, of the systems with labels
@@ -105,7 +99,7 @@ class Calibration:
                 "0 eV; use different training runs"
             )
         error = np.abs(error)
-        floor = min(scale * _FLOORS, key=lambda one: _interval_score(error, np.hypot(spread, one)))
+        floor = min(scale * _FLOORS, key=lambda x: _interval_score(error, np.hypot(spread, x)))
         factor = conformal_factor(error / np.hypot(spread, floor))
         return Calibration(factor, float(floor), split, len(error), tuple(sorted(members)))
 
@@ -115,8 +109,9 @@ class Calibration:
         `spread` contains standard deviations over the members, in eV, of shape (systems,). `new` is
         True for structures with elements that do not occur in the training data.
         """
-        own = self.factor * np.hypot(spread, self.floor)
-        return np.where(new, np.nan if self.new is None else self.new.uncertainty(spread), own)
+        of_known = self.factor * np.hypot(spread, self.floor)
+        of_new = np.nan if self.new is None else self.new.uncertainty(spread)
+        return np.where(new, of_new, of_known)
 
     @property
     def label(self) -> str:
@@ -127,8 +122,8 @@ class Calibration:
     def save(self, path: Path) -> None:
         """Writes the calibration as JSON."""
         content = {"level": LEVEL, **asdict(self)}
-        for one in filter(None, (content, content["new"])):
-            one["floor_eV"] = one.pop("floor")
+        for part in filter(None, (content, content["new"])):
+            part["floor_eV"] = part.pop("floor")
         write_atomically(path, (json.dumps(content, indent=2) + "\n").encode())
 
     @staticmethod
@@ -188,8 +183,8 @@ def _interval_score(error: _Array, width: _Array) -> float:
 
 def is_set_aside(sid: NDArray[np.int64]) -> NDArray[np.bool_]:
     """Selects half of the systems for calibration, using a hash of their sids; returns a mask."""
-    digests = (hashlib.blake2b(f"{_SEED}:{one}".encode(), digest_size=1) for one in sid.tolist())
-    return np.array([digest.digest()[0] % 2 == 0 for digest in digests], dtype=bool)
+    hashes = (hashlib.blake2b(f"{_SEED}:{number}".encode(), digest_size=1) for number in sid)
+    return np.array([value.digest()[0] % 2 == 0 for value in hashes], dtype=bool)
 
 
 def check_calibration_split(model: nn.Module, split: str | None, splits: Sequence[str]) -> None:
@@ -227,27 +222,29 @@ def assess(
     """
     if not isinstance(model, EnsembleRegressor):
         return {}, {}, ""
-    chosen = split or _calibrating(found, learned)
+    chosen = split or _split_to_calibrate_on(found, learned)
     if chosen is None:
         columns = {name: uncertainty_of(model, part, None) for name, part in found.items()}
         return {name: _row(part) for name, part in found.items()}, columns, ""
-    aside = _aside(found[chosen])
-    calibrating = _errors(found[chosen], aside)
-    calibration = Calibration.fit(*calibrating, chosen, model.weights)
+    source = found[chosen]
+    calibrating = _calibration_mask(source)
+    errors = _errors(source, calibrating)
+    calibration = Calibration.fit(*errors, chosen, model.weights)
     calibration, widths = _with_new(calibration, found)
     columns = {name: uncertainty_of(model, part, calibration) for name, part in found.items()}
     evaluated, rows = {}, {}
     for name, part in found.items():
-        own = part.labeled & np.isfinite(widths[name])
-        own &= ~aside if name == chosen else True
-        if own.any():
-            evaluated[name] = (np.abs(part.energy - part.target)[own], widths[name][own])
+        covered = part.labeled & np.isfinite(widths[name])
+        if name == chosen:
+            covered &= ~calibrating
+        if covered.any():
+            evaluated[name] = (np.abs(part.energy - part.target)[covered], widths[name][covered])
         rows[name] = _row(part, columns[name]["uncertainty_eV"], evaluated.get(name))
-    rest = _errors(found[chosen], found[chosen].labeled & ~found[chosen].is_new & ~aside)
-    rows[chosen]["coverage_crossed_percent"] = _crossed(calibration, calibrating, rest)
+    rest = _errors(source, source.labeled & ~source.is_new & ~calibrating)
+    rows[chosen]["coverage_crossed_percent"] = _crossed(calibration, errors, rest)
     calibration.save(out / CALIBRATION)
     if evaluated:
-        _draw(calibration, calibrating, evaluated, out / "uncertainty.png")
+        _draw(calibration, errors, evaluated, out / "uncertainty.png")
     heading = (
         f"uncertainty: {calibration.factor:.3g} * sqrt(spread^2 + ({calibration.floor:.3g} eV)^2) "
         f"covers {100 * LEVEL:.0f} % of the errors of {calibration.systems:,} systems of "
@@ -261,10 +258,10 @@ def assess(
     return rows, columns, f"{heading}\n{results_table('split', rows)}"
 
 
-def _calibrating(found: Mapping[str, Predictions], learned: str) -> str | None:
+def _split_to_calibrate_on(found: Mapping[str, Predictions], learned: str) -> str | None:
     """Returns the split to calibrate on; if no split is suitable, warns and returns None."""
     counts = {
-        name: int(_aside(part).sum())
+        name: int(_calibration_mask(part).sum())
         for name, part in found.items()
         if part.labeled.any() and name != learned
     }
@@ -281,11 +278,11 @@ def _calibrating(found: Mapping[str, Predictions], learned: str) -> str | None:
     return None
 
 
-def _errors(part: Predictions, chosen: NDArray[np.bool_]) -> _Errors:
-    return np.abs(part.energy - part.target)[chosen], part.spread[chosen]
+def _errors(part: Predictions, mask: NDArray[np.bool_]) -> _Errors:
+    return np.abs(part.energy - part.target)[mask], part.spread[mask]
 
 
-def _aside(part: Predictions) -> NDArray[np.bool_]:
+def _calibration_mask(part: Predictions) -> NDArray[np.bool_]:
     return is_set_aside(part.sid) & part.labeled & ~part.is_new
 
 
@@ -293,28 +290,29 @@ def _with_new(
     calibration: Calibration, found: Mapping[str, Predictions]
 ) -> tuple[Calibration, dict[str, _Array]]:
     """Extends a calibration to new elements if possible; also returns uncertainties in eV."""
-    new = [(part, part.labeled & part.is_new) for part in found.values()]
-    columns = ((*_errors(part, own), part.new_elements[own]) for part, own in new)
-    error, spread, elements = map(np.concatenate, zip(*columns, strict=True))
+    masks = {name: part.labeled & part.is_new for name, part in found.items()}
+    error, spread = np.hstack([_errors(part, masks[name]) for name, part in found.items()])
+    elements = np.concatenate([part.new_elements[masks[name]] for name, part in found.items()])
 
-    def fitted(chosen: NDArray[np.bool_]) -> Calibration:
-        parts = error[chosen], spread[chosen], calibration.split
-        return replace(calibration, new=Calibration.fit(*parts, calibration.members))
+    def fitted(mask: NDArray[np.bool_]) -> Calibration:
+        new = Calibration.fit(error[mask], spread[mask], calibration.split, calibration.members)
+        return replace(calibration, new=new)
 
-    without = {
-        one: np.array([set(one.split("-")).isdisjoint(other.split("-")) for other in elements])
-        for one in set(elements.tolist())
-    }
     widths = {
         name: calibration.uncertainty(part.spread, part.is_new) for name, part in found.items()
     }
-    if min((spread[own].any() * own.sum() for own in without.values()), default=0) < _LEAST:
+    disjoint = {  # systems whose new elements differ from those in `text`, such as "Cu-Pd"
+        text: np.array([set(text.split("-")).isdisjoint(each.split("-")) for each in elements])
+        for text in set(elements.tolist())
+    }
+    smallest = min((mask.sum() for mask in disjoint.values()), default=0)
+    if smallest < _LEAST or not all(spread[mask].any() for mask in disjoint.values()):
         return calibration, widths
-    for one, chosen in without.items():
-        other = fitted(chosen)
+    for text, mask in disjoint.items():
+        other = fitted(mask)
         for name, part in found.items():
-            own = part.new_elements == one
-            widths[name][own] = other.uncertainty(part.spread[own], True)
+            same = part.new_elements == text
+            widths[name][same] = other.uncertainty(part.spread[same], True)
     return fitted(np.full(len(error), True)), widths
 
 
@@ -327,8 +325,8 @@ def _row(
     row: dict[str, float | None] = dict.fromkeys([*_COLUMNS[1:], "coverage_n"])
     row["spread_eV"] = float(part.spread.mean())
     if part.labeled.any():
-        off = part.members - part.target[:, None]
-        row["member_mae_eV"] = float(np.abs(off[part.labeled]).mean())
+        errors = part.members - part.target[:, None]
+        row["member_mae_eV"] = float(np.abs(errors[part.labeled]).mean())
     if uncertainty is not None and np.isfinite(uncertainty).any():
         row["uncertainty_eV"] = float(np.nanmean(uncertainty))
     if evaluated is not None:
@@ -343,27 +341,28 @@ def _row(
     return row
 
 
-def _crossed(calibration: Calibration, aside: _Errors, rest: _Errors) -> float | None:
+def _crossed(calibration: Calibration, errors: _Errors, rest: _Errors) -> float | None:
     """Returns the coverage in % if each part calibrates the other; None if `rest` is too small."""
     if len(rest[0]) < _LEAST:
         return None
     other = Calibration.fit(*rest, calibration.split, calibration.members)
-    halves = ((rest, calibration), (aside, other))
-    held = [error <= by.uncertainty(spread) for (error, spread), by in halves]
-    return 100 * float(np.concatenate(held).mean())
+    covered = [rest[0] <= calibration.uncertainty(rest[1])]
+    covered.append(errors[0] <= other.uncertainty(errors[1]))
+    return 100 * float(np.concatenate(covered).mean())
 
 
 def _draw(
-    calibration: Calibration, aside: _Errors, evaluated: dict[str, _Evaluated], png: Path
+    calibration: Calibration, errors: _Errors, evaluated: dict[str, _Evaluated], png: Path
 ) -> None:
-    scores = aside[0] / calibration.uncertainty(aside[1])
+    """Draws coverages at several levels, and errors over uncertainties."""
+    scores = errors[0] / calibration.uncertainty(errors[1])
     factors = np.array([conformal_factor(scores, level) for level in _LEVELS])
     coverage = {
         split: (_LEVELS, (error[:, None] <= width[:, None] * factors).mean(axis=0))
         for split, (error, width) in evaluated.items()
     }
-    errors = {split: (width, error) for split, (error, width) in evaluated.items()}
-    plots.calibration(coverage, errors, LEVEL, png)
+    points = {split: (width, error) for split, (error, width) in evaluated.items()}
+    plots.calibration(coverage, points, LEVEL, png)
 
 
 def uncertainty_of(

@@ -30,12 +30,7 @@ _AT_ONCE = 64  # number of images per batch for the histogram
 
 
 def evaluate(
-    run: Path,
-    model: ImageClassifier,
-    config: Config,
-    out: Path,
-    batch_size: int = 64,
-    **which: Any,
+    run: Path, model: ImageClassifier, config: Config, out: Path, batch_size: int = 64, **which: Any
 ) -> Evaluation:
     """Evaluates an image classifier: top-1 and top-5 accuracy.
 
@@ -95,12 +90,7 @@ def _locality(model: ImageClassifier, images: LabeledImages) -> dict[str, float 
 
 
 def evaluate_pixels(
-    run: Path,
-    model: PixelModel,
-    config: Config,
-    out: Path,
-    batch_size: int = 16,
-    **which: Any,
+    run: Path, model: PixelModel, config: Config, out: Path, batch_size: int = 16, **which: Any
 ) -> Evaluation:
     """Evaluates an autoregressive image model: bits per dimension.
 

@@ -39,12 +39,7 @@ _NOTE = "10 %: attention to this share of the preceding tokens, averaged over he
 
 
 def evaluate(
-    run: Path,
-    model: LanguageModel,
-    config: Config,
-    out: Path,
-    batch_size: int = 64,
-    **which: Any,
+    run: Path, model: LanguageModel, config: Config, out: Path, batch_size: int = 64, **which: Any
 ) -> Evaluation:
     """Evaluates a language model: the perplexity per token of each text.
 

@@ -27,9 +27,7 @@ from molflt.training.config import Config
 if TYPE_CHECKING:
     from torch_geometric.data import Batch
 
-
 _Numbers = NDArray[np.float64]
-
 _COLUMNS = (
     "n",
     "energy_mae_meV_per_atom",

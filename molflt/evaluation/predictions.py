@@ -6,6 +6,7 @@ import re
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,14 +38,13 @@ from molflt.memory import within_memory
 if TYPE_CHECKING:
     from torch_geometric.data import Batch, Data
 
-
 UNKNOWN = "unknown"  # adsorbate and slab of a structure without tags
-_ADSORBATES = "adsorbate_energy"
+_ADSORBATES = "adsorbate_energy"  # output of the model
 _LISTED = 5  # maximum number of reasons in a warning
 _NUMBERED = re.compile(r"(?:([^:]*: )(-?\d+(?:[.,]\d+)*))?(.+)")  # label, number, rest
 _ARRAYS = ("sid", "natoms", "members", "target", "baseline", "new_elements")
-_NOTES = ("elements", "adsorbed", "bare", "overlapping")  # columns for warnings
-_INSTEAD = "find tags from the geometry with --tags guess (tags='guess')"
+_NOTES = ("elements", "adsorbed", "untagged", "overlapping")  # columns for warnings
+_GUESS_TAGS = "find tags from the geometry with --tags guess (tags='guess')"
 _SET_TAGS = "set tags yourself, 0 subsurface, 1 surface and 2 adsorbate"
 
 
@@ -167,11 +167,11 @@ def check_structures(
     """
     path = dataset.path
     dataset.verify()
-    beyond = undescribed(model) if model is not None and dataset.skip_bad else ()
-    faults = element_faults(dataset, beyond)
+    unsupported = undescribed(model) if model is not None and dataset.skip_bad else ()
+    faults = element_faults(dataset, unsupported)
     if domain is not None and dataset.skip_bad:
-        refused = {i: domain.refusal(record) for i, record in enumerate(dataset)}
-        faults |= {i: reason for i, reason in refused.items() if reason}
+        refusals = {i: domain.refusal(record) for i, record in enumerate(dataset)}
+        faults |= {i: reason for i, reason in refusals.items() if reason}
     dataset = without(dataset, faults)
     if text := dataset.skipped():
         warn(text)
@@ -215,7 +215,7 @@ def infer(
     if isinstance(model, EnsembleRegressor) and len(dataset):
         expect_same_totals(model, dataset)
     device = next(iter(model.state_dict().values()), torch.empty(0)).device
-    shared, beyond = by_contact(model)[0], undescribed(model)
+    slab_by_contact, unsupported = by_contact(model)[0], undescribed(model)
     trained = domain.baseline if domain is not None else None
     if trained and dataset.baseline not in ("", trained):
         warn(
@@ -233,34 +233,34 @@ def infer(
             records = [dataset[i] for i in indices]
             for record in records:  # before the batch is moved to a GPU
                 present = set(record.atomic_numbers.unique().tolist())
-                refuse_undescribed(present, beyond, f"{dataset.path}: sid {int(record.sid)}")
+                refuse_undescribed(present, unsupported, f"{dataset.path}: sid {int(record.sid)}")
                 if domain is not None and not force:
-                    _expect_tags(record, domain, dataset, shared)
+                    _expect_tags(record, domain, dataset, slab_by_contact)
             batch = Batch.from_data_list(records).to(device)
             out = _outputs(model, batch, dataset.path)
-            kept = {one: out[one].float() for one in by_atom if one in out}
-            if shared and _ADSORBATES in out:
-                kept[_ADSORBATES] = out[_ADSORBATES]
+            outputs = {name: out[name].float() for name in by_atom if name in out}
+            if slab_by_contact and _ADSORBATES in out:
+                outputs[_ADSORBATES] = out[_ADSORBATES]
             natoms = [record.natoms for record in records]
-            split = {one: value.cpu().split(natoms) for one, value in kept.items()}
+            split = {name: value.cpu().split(natoms) for name, value in outputs.items()}
             energies = _energies(out, batch, dataset.path)
-            for place, (i, record) in enumerate(zip(indices, records, strict=True)):
-                own = {one: part[place].numpy().copy() for one, part in split.items()}
-                rows[i] = _row(record, energies[place], own, domain, force)
+            for graph, (i, record) in enumerate(zip(indices, records, strict=True)):
+                of_atoms = {name: parts[graph].numpy().copy() for name, parts in split.items()}
+                rows[i] = _row(record, energies[graph], of_atoms, domain, force)
             large += _on_mesh(model, batch)
             if on_batch is not None:
                 on_batch(indices, batch, out)
             bar.update(len(indices))
     columns: dict[str, Any] = {key: [rows[i][key] for i in range(len(dataset))] for key in rows[0]}
-    elements, adsorbed, bare, overlapping = (columns.pop(key) for key in _NOTES)
+    elements, adsorbed, untagged, overlapping = (columns.pop(key) for key in _NOTES)
     columns |= {key: np.array(columns[key]) for key in _ARRAYS}
     parts = columns["by_atom"]
     columns["by_atom"] = {key: [part[key] for part in parts] for key in parts[0]}
-    found = Predictions(**columns)
+    predictions = Predictions(**columns)
     warn_of_elements(model, set().union(*elements), name, set().union(*adsorbed))
-    untagged = sum(bare) if domain is None and not isinstance(model, Potential) else 0
-    _warn(found, name, domain, untagged, found.sid[overlapping].tolist(), large)
-    return found
+    bare = sum(untagged) if domain is None and not isinstance(model, Potential) else 0
+    _warn(predictions, name, domain, bare, predictions.sid[overlapping].tolist(), large)
+    return predictions
 
 
 def _row(
@@ -270,17 +270,17 @@ def _row(
     domain: Domain | None,
     force: bool,
 ) -> dict[str, Any]:
+    """Returns the fields of `Predictions` for one structure, and `_NOTES` for warnings."""
     reasons: list[str] = []
     if domain is not None:
-        refused = domain.refusal(record) if force else ""
-        beyond = domain.beyond_labels(float(energies.mean()))
-        reasons = list(filter(None, dict.fromkeys([refused, *domain.outside(record), beyond])))
-    shares: tuple[float, ...] | None = None
-    if _ADSORBATES in by_atom:
-        labels = adsorbates(record)
-        kept = labels >= 0
-        shares = tuple(np.bincount(labels[kept], by_atom.pop(_ADSORBATES)[kept]).tolist())
+        refusal = domain.refusal(record) if force else ""  # without `force`, it raises an error
+        energy = domain.beyond_labels(float(energies.mean()))
+        reasons = list(filter(None, dict.fromkeys([refusal, *domain.outside(record), energy])))
     numbers, adsorbed = record.atomic_numbers.numpy(), record.tags.numpy() == Tag.ADSORBATE.value
+    by_adsorbate: tuple[float, ...] | None = None
+    if _ADSORBATES in by_atom:
+        labels, atomic = adsorbates(record)[adsorbed], by_atom.pop(_ADSORBATES)[adsorbed]
+        by_adsorbate = tuple(np.bincount(labels, atomic).tolist())
     slab = numbers[~adsorbed] if adsorbed.any() else numbers[:0]
     return {
         "sid": int(record.sid),
@@ -293,24 +293,24 @@ def _row(
         "outside": reasons,
         "by_atom": by_atom,
         "slab": "-".join(sorted(map(symbol, set(slab.tolist())))) or UNKNOWN,
-        "by_adsorbate": shares,
+        "by_adsorbate": by_adsorbate,
         "new_elements": "" if domain is None else domain.new_elements(record),
         "elements": set(numbers.tolist()),
         "adsorbed": set(numbers[adsorbed].tolist()),
-        "bare": not bool((record.tags > Tag.SUBSURFACE).any()),
+        "untagged": not bool((record.tags > Tag.SUBSURFACE).any()),
         "overlapping": atoms_coincide(record),
     }
 
 
 def _warn(
-    found: Predictions,
+    predictions: Predictions,
     name: str,
     domain: Domain | None,
     untagged: int,
     overlapping: list[int],
     large: int,
 ) -> None:
-    count = len(found.sid)
+    count = len(predictions.sid)
     if large:
         warn(
             f"{name}: {large} of {count} structures are large; their sums over reciprocal nodes "
@@ -324,35 +324,36 @@ def _warn(
         )
     if overlapping:
         warn(overlaps_of(name, sorted(overlapping), count))
-    if reasons := counted_reasons(found.outside):
-        far = sum(map(bool, found.outside))
-        more = [f"and {len(reasons) - _LISTED} more"] * (len(reasons) > _LISTED)
+    if reasons := counted_reasons(predictions.outside):
+        outside = sum(map(bool, predictions.outside))
+        more = f"; and {len(reasons) - _LISTED} more" if len(reasons) > _LISTED else ""
         warn(
-            f"{name}: {far} of {count} structures are outside the training data; expect "
-            f"larger errors: {'; '.join([*reasons[:_LISTED], *more])}"
+            f"{name}: {outside} of {count} structures are outside the training data; expect "
+            f"larger errors: {'; '.join(reasons[:_LISTED])}{more}"
         )
-    if domain and (text := other_kind(found.target, found.natoms, domain.kind)):
+    if domain and (text := other_kind(predictions.target, predictions.natoms, domain.kind)):
         warn(f"{name}: {text}")
 
 
 def _on_mesh(model: nn.Module, batch: Batch) -> int:
     """Counts the structures for which the model uses a mesh instead of reciprocal nodes."""
-    one = model.members[0] if isinstance(model, EnsembleRegressor) else model
-    if not isinstance(one, EnergyRegressor) or one.encoding is None:
+    member = model.members[0] if isinstance(model, EnsembleRegressor) else model
+    if not isinstance(member, EnergyRegressor) or member.encoding is None:
         return 0
-    scheme = one.encoding.periodic
+    scheme = member.encoding.periodic
     if type(scheme) is not Auto:
         return 0
-    atoms = Atoms.of(batch, one.embedding.element.weight, charged=True)
-    geometry = atoms.geometry if one.subsurface else atoms.above_subsurface()[0].geometry
-    chosen = scheme.on_mesh(geometry)
-    return 0 if chosen is None else int(chosen.sum())
+    atoms = Atoms.of(batch, member.embedding.element.weight, charged=True)
+    geometry = atoms.geometry if member.subsurface else atoms.above_subsurface()[0].geometry
+    mask = scheme.on_mesh(geometry)
+    return 0 if mask is None else int(mask.sum())
 
 
-def _expect_tags(record: Data, domain: Domain, dataset: Structures, contact: bool) -> None:
+def _expect_tags(record: Data, domain: Domain, dataset: Structures, slab_by_contact: bool) -> None:
+    """Raises ValueError for a structure that the domain rejects."""
     if reason := domain.refusal(record):
-        advice = _SET_TAGS if isinstance(dataset, Tagged) else _INSTEAD
-        if not contact or record.tags.any():
+        advice = _SET_TAGS if isinstance(dataset, Tagged) else _GUESS_TAGS
+        if not slab_by_contact or record.tags.any():
             advice += ", or predict anyway with --force (force=True)"
         formula = _hill(record.atomic_numbers.numpy())
         raise ValueError(
@@ -367,17 +368,17 @@ def counted_reasons(outside: Sequence[Sequence[str]]) -> list[str]:
     Reasons that differ only in a number are combined, for example to "atoms: 120 to 150, at most 80
     in training (3 structures)".
     """
-    found: dict[tuple[str, str], list[str]] = {}
-    for reasons in outside:
-        for reason in reasons:
-            what, number, rest = _NUMBERED.findall(reason)[0]
-            found.setdefault((what, rest), []).append(number)
+    numbers_by_text: dict[tuple[str, str], list[str]] = {}
+    for reason in chain.from_iterable(outside):
+        label, number, rest = _NUMBERED.findall(reason)[0]
+        numbers_by_text.setdefault((label, rest), []).append(number)
     lines = []
-    for (what, rest), numbers in sorted(found.items(), key=lambda one: -len(one[1])):
-        ends = sorted(dict.fromkeys(numbers), key=lambda one: float(one.replace(",", "") or 0))
-        span = " to ".join(dict.fromkeys([ends[0], ends[-1]]))
-        count = f"{len(numbers)} structure{'s' * (len(numbers) > 1)}"
-        lines.append(f"{what}{span}{rest} ({count})")
+    for (label, rest), numbers in sorted(numbers_by_text.items(), key=lambda item: -len(item[1])):
+        ordered = sorted(numbers, key=lambda number: float(number.replace(",", "") or 0))
+        low, high = ordered[0], ordered[-1]
+        span = low if low == high else f"{low} to {high}"
+        count = "1 structure" if len(numbers) == 1 else f"{len(numbers)} structures"
+        lines.append(f"{label}{span}{rest} ({count})")
     return lines
 
 
@@ -386,8 +387,8 @@ def _outputs(model: nn.Module, batch: Batch, path: Path) -> Mapping[str, Tensor]
 
     def described() -> str:
         counts = batch.ptr.diff()
-        most = int(counts.argmax())
-        sid, count = int(batch.sid[most]), int(counts[most])
+        largest = int(counts.argmax())
+        sid, count = int(batch.sid[largest]), int(counts[largest])
         return f"{path}: a batch of {batch.num_graphs}, in which sid {sid} has {count:,} atoms"
 
     with within_memory(lambda: f"{described()},", "lower --batch-size"):
@@ -414,9 +415,9 @@ def _hill(numbers: NDArray[np.int64]) -> str:
     return str(Symbols(numbers).get_chemical_formula(mode="hill"))
 
 
-def refuse_undescribed(present: set[int], beyond: frozenset[int], name: str) -> None:
-    """Raises ValueError if `present` contains any of `beyond`, the elements without descriptors."""
-    if unknown := beyond & present:
+def refuse_undescribed(present: set[int], unsupported: frozenset[int], name: str) -> None:
+    """Raises ValueError if `present` contains `unsupported` elements, which lack descriptors."""
+    if unknown := unsupported & present:
         raise ValueError(
             f"{name}: element {min(unknown)} has no known descriptors; omit such structures with "
             "--skip_bad, or use a model that was trained without descriptors"
@@ -432,22 +433,22 @@ def warn_of_elements(
     for all elements.
     """
 
-    def without_buffer(models: Sequence[nn.Module], buffer: str, numbers: set[int]) -> str:
-        known = [held for one in models if (held := getattr(one, buffer, None)) is not None]
-        lacking = [z for z in sorted(numbers) if not all(bool(each[z]) for each in known)]
-        return ", ".join(map(symbol, lacking))
+    def missing(models: Sequence[nn.Module], buffer: str, numbers: set[int]) -> str:
+        buffers = [x for each in models if (x := getattr(each, buffer, None)) is not None]
+        zero = [z for z in sorted(numbers) if not all(bool(values[z]) for values in buffers)]
+        return ", ".join(map(symbol, zero))
 
     members = list(getattr(model, "members", [model]))
-    if unknown := without_buffer(members, "trained_elements", present):
+    if unknown := missing(members, "trained_elements", present):
         described = all(getattr(member, "descriptors", False) for member in members)
         effect = "rely on descriptors; expect larger errors" if described else "are meaningless"
         warn(
             f"{name}: {unknown} did not occur in training; energies of structures with these "
             f"elements {effect}; train on data that contain them"
         )
-    fitted = [one for one in members if has_references(one)]
+    fitted = [member for member in members if has_references(member)]
     counted = present if adsorbed is None or not by_contact(model)[0] else adsorbed
-    if unknown := without_buffer(fitted, "element_energies", counted):
+    if unknown := missing(fitted, "element_energies", counted):
         warn(
             f"{name}: no reference energy of {unknown}, which the training split does not contain; "
             "total energies of structures with these elements are wrong by the missing references"

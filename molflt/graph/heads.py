@@ -30,7 +30,6 @@ _NUM_ELEMENTS = MAX_ATOMIC_NUMBER + 1  # 0 is not used
 READOUTS = {"all": (False, False), "adsorbate": (True, False), "contact": (True, True)}
 
 MessagePairs = Literal["all", "adsorbate"]
-
 ReadoutName = Literal["all", "adsorbate", "contact"]
 
 
@@ -65,11 +64,11 @@ class ElementEmbedding(nn.Embedding):
             return super().forward(numbers)
         if readable(numbers):
             self.check(numbers)
-        x = self.get_buffer("table").to(self.weight)
-        own = self.weight
+        described = self.mix(self.waves(self.get_buffer("table").to(self.weight)).sin())
+        vectors = self.weight
         if self.training:
-            own = own * (torch.rand(len(own), 1, device=own.device) >= _DROPPED)
-        return (own + self.mix(self.waves(x).sin()))[numbers]
+            vectors = vectors * (torch.rand(len(vectors), 1, device=vectors.device) >= _DROPPED)
+        return (vectors + described)[numbers]
 
     def check(self, numbers: Tensor) -> None:
         """Raises ValueError for elements without descriptors, if descriptors are used."""
@@ -82,8 +81,8 @@ class ElementEmbedding(nn.Embedding):
 
 def by_contact(model: nn.Module) -> tuple[bool, bool]:
     """Returns flags for slab and adsorbate atoms, True if they count by contact in all readouts."""
-    found = [part.by_contact for part in model.modules() if isinstance(part, EnergyReadout)]
-    slab, adsorbate = torch.stack(found).all(dim=0).tolist() if found else (False, False)
+    flags = [part.by_contact for part in model.modules() if isinstance(part, EnergyReadout)]
+    slab, adsorbate = torch.stack(flags).all(dim=0).tolist() if flags else (False, False)
     return slab, adsorbate
 
 
@@ -150,8 +149,8 @@ class AtomEmbedding(nn.Module):
         if self.message_pairs == "adsorbate":
             assert geometry.tags is not None
             adsorbate = geometry.tags == Tag.ADSORBATE.value
-            kept = adsorbate[neighbors.center] | adsorbate[neighbors.neighbor]
-            neighbors = Neighbors(*(part[kept] for part in neighbors))
+            exchanges = adsorbate[neighbors.center] | adsorbate[neighbors.neighbor]
+            neighbors = Neighbors(*(column[exchanges] for column in neighbors))
         return self.messages(x, neighbors, geometry)
 
 
@@ -203,8 +202,8 @@ class EnergyReadout(nn.Module):
         """Computes the contribution of each atom to the energy.
 
         Takes tokens (atoms, dim), a geometry with tags and, if some atoms count by contact, the
-        pairs within the cutoff. Returns energies (atoms,) and bonds (pairs,): -log(1 - s(d)) for
-        pairs across the interface and 0 for other pairs. Bonds are None if all atoms count fully.
+        pairs within the cutoff. Returns normalized energies (atoms,) and contacts (pairs,), which
+        are -log(1 - s(d)) across the interface and 0 elsewhere, or None if all atoms count fully.
         """
         counted, tags = self.counted(geometry)
         atomic = (self.mlp(h) * self.factor(tags)).squeeze(-1)
@@ -213,11 +212,11 @@ class EnergyReadout(nn.Module):
         assert neighbors is not None
         adsorbate = tags == Tag.ADSORBATE.value
         across = adsorbate[neighbors.center] != adsorbate[neighbors.neighbor]
-        left = 1 - fade((neighbors.distance / self.cutoff - _ONSET) / (1 - _ONSET)) * across
-        bonds = -left.clamp(min=torch.finfo(left.dtype).tiny).log()
-        weight = 1 - _sum_by(bonds, neighbors.center, len(h)).neg().exp()
+        factor = 1 - fade((neighbors.distance / self.cutoff - _ONSET) / (1 - _ONSET)) * across
+        contacts = -factor.clamp(min=torch.finfo(factor.dtype).tiny).log()
+        weight = 1 - _sum_by(contacts, neighbors.center, len(h)).neg().exp()
         by_contact = torch.where(adsorbate, self.by_contact[1], self.by_contact[0])
-        return atomic * torch.where(by_contact, weight, counted.to(weight)), bonds
+        return atomic * torch.where(by_contact, weight, counted.to(weight)), contacts
 
     def counted(self, geometry: Geometry) -> tuple[Tensor, Tensor]:
         """Returns a mask (atoms,) of atoms that count, and tags; raises ValueError without tags."""
@@ -234,7 +233,7 @@ class EnergyReadout(nn.Module):
         return counted, torch.where(untagged, Tag.SURFACE.value, geometry.tags)
 
     def on_adsorbates(
-        self, energies: Tensor, bonds: Tensor, adsorbate: Tensor, neighbors: Neighbors
+        self, energies: Tensor, contacts: Tensor, adsorbate: Tensor, neighbors: Neighbors
     ) -> Tensor:
         """Distributes energies of slab atoms among the adsorbate atoms in contact with them.
 
@@ -242,11 +241,11 @@ class EnergyReadout(nn.Module):
         (atoms,), with the same sum for each graph and 0 for slab atoms that count by contact.
         """
         center, neighbor = neighbors.center, neighbors.neighbor
-        total = _sum_by(bonds, center, len(energies))
-        moved = (total > 0) & ~adsorbate
-        share = bonds / torch.where(moved, total, 1.0)[center]
-        gained = _sum_by(share * (energies * moved)[center], neighbor, len(energies))
-        return torch.where(moved, 0.0, energies) + gained
+        total = _sum_by(contacts, center, len(energies))
+        divided = (total > 0) & ~adsorbate
+        share = contacts / torch.where(divided, total, 1.0)[center]
+        received = _sum_by(share * (energies * divided)[center], neighbor, len(energies))
+        return torch.where(divided, 0.0, energies) + received
 
 
 class PositionHead(nn.Module):
@@ -271,16 +270,16 @@ class PositionHead(nn.Module):
 
     def forward(self, h: Tensor, neighbors: Neighbors) -> Tensor:
         """Maps tokens (atoms, dim) and pairs of neighbors to displacements (atoms, 3), in Å."""
-        ends = self.from_center(h), self.from_neighbor(h)
-        return reduce(operator.add, in_pieces(self._moves, neighbors, *ends))
+        pieces = in_pieces(self._moves, neighbors, self.from_center(h), self.from_neighbor(h))
+        return reduce(operator.add, pieces)
 
     def _moves(self, pairs: Neighbors, from_center: Tensor, from_neighbor: Tensor) -> Tensor:
         center, neighbor, vector, distance = pairs
         basis = radial_bumps(distance, _NUM_BASIS, self.cutoff).to(from_center.dtype)
         # For many pairs, each additional tensor costs as much as the computation.
-        ends = from_center.index_select(0, center)
-        ends = ends.add_(from_neighbor.index_select(0, neighbor))
-        hidden = torch.addmm(ends, basis, self.from_distance.weight.T)
+        hidden = from_center.index_select(0, center)
+        hidden = hidden.add_(from_neighbor.index_select(0, neighbor))
+        hidden = torch.addmm(hidden, basis, self.from_distance.weight.T)
         # The basis also gates the weight, which vanishes smoothly at the cutoff.
         weight = (self.weight(nn.functional.silu(hidden)) * basis).sum(dim=-1, keepdim=True)
         return _sum_by(weight * vector, center, len(from_center))

@@ -40,10 +40,10 @@ _HIGHEST = 1.55  # largest frequency over sharpness; 1.44 leaves 3e-6 meV betwee
 _APART = 5.0  # gap between images of a slab, in units of 1 / sharpness; their interaction is 1e-12
 _LARGEST = 550.0  # ratio volume / cutoff^3 above which the cutoff grows with the cell
 _TRANSIENT = 2**21  # largest number of waves in one chunk of nodes
-_START = 0.02  # factor of the initial charges; energies are then a few meV per atom
+_CHARGE_SCALE = 0.02  # factor of the initial charges; energies are then a few meV per atom
 _REACH = 5.0  # Å, largest distance between atoms that exchange charge
-_PAIR = 200  # bytes per pair of a molecule, measured
-_LEAST = 1e-12  # added to each weight of the total charge; if all weights are 0, shares are equal
+_PAIR_BYTES = 200  # bytes per pair of a molecule, measured
+_MIN_WEIGHT = 1e-12  # added to the weights of the total charge; if all are 0, shares are equal
 
 
 class ChargeShare(nn.Module):
@@ -65,7 +65,7 @@ class ChargeShare(nn.Module):
         if geometry.charge is None:
             return 0 * cation  # with gradients, which DDP expects
         score = torch.where(geometry.charge[geometry.batch] < 0, anion, cation)
-        weight = (1 + score).clamp(min=0) ** 4 + _LEAST
+        weight = (1 + score).clamp(min=0) ** 4 + _MIN_WEIGHT
         return weight * (geometry.charge / geometry.sum(weight))[geometry.batch]
 
 
@@ -138,24 +138,24 @@ class LongRange(nn.Module):
         self.cutoff, self.smearing = cutoff, smearing
         self.charge = nn.Linear(dim, len(powers) * channels, bias=False)
         with torch.no_grad():
-            self.charge.weight.mul_(_START)
+            self.charge.weight.mul_(_CHARGE_SCALE)
         # stored with the weights; weights saved by earlier versions lack it and are not neutral
         self.register_buffer("neutral", torch.tensor(neutral))
         self.share = ChargeShare(dim) if total_charge else None
 
     def charges(self, h: Tensor, geometry: Geometry, neighbors: Neighbors) -> Tensor:
         """Computes charges (atoms, powers, channels) from features `h`; in units of e for p = 1."""
-        own = self.charge(at_least_float32(h)).unflatten(1, (len(self.powers), self.channels))
+        local = self.charge(at_least_float32(h)).unflatten(1, (len(self.powers), self.channels))
         flowing = [i for i, power in enumerate(self.powers) if power < 3]
         center, neighbor = neighbors.center, neighbors.neighbor
-        weight = fade(neighbors.distance / min(_REACH, self.cutoff)).to(own.dtype)[:, None, None]
-        held = own[:, flowing]
-        flows = _sum_by(weight * (held[neighbor] - held[center]), center, len(own))
-        found = own.clone()
-        found[:, flowing] = torch.where(self.neutral, flows, held)
+        weight = fade(neighbors.distance / min(_REACH, self.cutoff)).to(local.dtype)[:, None, None]
+        sources = local[:, flowing]
+        flows = _sum_by(weight * (sources[neighbor] - sources[center]), center, len(local))
+        charges = local.clone()
+        charges[:, flowing] = torch.where(self.neutral, flows, sources)
         if self.share is not None:
-            found[:, self.powers.index(1), 0] += self.share(h, geometry)
-        return found
+            charges[:, self.powers.index(1), 0] += self.share(h, geometry)
+        return charges
 
     def forward(self, h: Tensor, geometry: Geometry) -> tuple[Tensor, Tensor, Tensor]:
         """Maps features (atoms, dim) to energies and charges.
@@ -164,10 +164,12 @@ class LongRange(nn.Module):
         `charges`.
         """
         neighbors = neighbor_list(geometry, self.cutoff)
-        charges, options = self.charges(h, geometry, neighbors), (self.cutoff, self.smearing)
-        near, far = inverse_power_sums(charges, geometry, self.powers, *options, neighbors)
+        charges = self.charges(h, geometry, neighbors)
+        near, far = inverse_power_sums(
+            charges, geometry, self.powers, self.cutoff, self.smearing, neighbors
+        )
         strength = charges.new_full(charges.shape[1:], COULOMB, dtype=torch.float64)
-        strength[[power > 1 for power in self.powers], ::2] *= -1
+        strength[[power > 1 for power in self.powers], ::2] *= -1  # attraction
         near, far = ((x * strength).sum(dim=(1, 2)) for x in (near, far))
         return near, far, charges
 
@@ -223,10 +225,10 @@ def inverse_power_sums(
         rows = list(far)
         for graph, (start, stop) in enumerate(pairwise(geometry.ptr.tolist())):
             if axes[graph]:
-                atoms = scaled.pos[start:stop], charges[start:stop]
-                box = scaled.cell[graph], scaled.pbc[graph]
-                shrunk = scale[graph].double() ** -charges.new_tensor(powers)[:, None]
-                rows[graph] = rows[graph] + _far_of_lattice(*atoms, *box, laws) * shrunk
+                pos, cell = scaled.pos[start:stop], scaled.cell[graph]
+                part = _far_of_lattice(pos, charges[start:stop], cell, scaled.pbc[graph], laws)
+                unit = scale[graph].double() ** -charges.new_tensor(powers)[:, None]
+                rows[graph] = rows[graph] + part * unit
         return near, torch.stack(rows)
 
 
@@ -238,7 +240,7 @@ def _scales(geometry: Geometry, cutoff: float) -> Tensor:
     volume = Lattice.of(cell, pbc, 2 * extent, reach).volume / (_LARGEST * cutoff**3)
     share = torch.where(pbc.all(dim=1), 0.0, reach / (2 * extent[:, -1] + reach))
     scale = torch.ones_like(volume)
-    for _ in range(9):  # the margin of a slab grows with the scale
+    for _ in range(9):  # fixed point, because the margin of a slab grows with the scale
         scale = (volume * (1 + share * (scale - 1))).clamp(min=1.0) ** (1 / 3)
     return torch.where(pbc.any(dim=1), scale, 1.0)
 
@@ -248,29 +250,29 @@ def _pair_sums(
     geometry: Geometry,
     scale: Tensor,
     laws: Sequence[InversePower],
-    found: Neighbors,
+    neighbors: Neighbors,
     smearing: float,
 ) -> tuple[Tensor, ...]:
     """Computes near parts, and far parts of nonperiodic graphs; lengths are divided by `scale`."""
     molecule, cutoff = ~geometry.pbc.any(dim=1), _DEPTH / laws[0].sharpness
     counts = geometry.ptr.diff()[molecule]
     expect_memory(
-        _PAIR * float(counts.double().square().sum()),
+        _PAIR_BYTES * float(counts.double().square().sum()),
         f"all pairs of up to {max(counts.tolist(), default=0):,} atoms without periodic axes",
         "omit long_range, or set pbc to True with vacuum between images",
     )
-    kept = ~molecule[geometry.batch[found.center]]
+    periodic = ~molecule[geometry.batch[neighbors.center]]
     first, second = _all_pairs(geometry, molecule)
-    query = torch.cat((found.center[kept], first))
-    key = torch.cat((found.neighbor[kept], second))
-    vector = torch.cat((found.vector[kept], geometry.pos[second] - geometry.pos[first]))
+    center = torch.cat((neighbors.center[periodic], first))
+    neighbor = torch.cat((neighbors.neighbor[periodic], second))
+    vector = torch.cat((neighbors.vector[periodic], geometry.pos[second] - geometry.pos[first]))
     both = charges.repeat(1, 2, 1)  # for near and far parts
 
-    def sums(some: Neighbors) -> Tensor:
-        square = some.vector.double().square().sum(dim=-1)
-        share = fade((some.distance / cutoff - _ONSET) / (1 - _ONSET))
-        graph = geometry.batch[some.center]
-        alone, unit = molecule[graph], scale[graph]
+    def sums(pairs: Neighbors) -> Tensor:
+        square = pairs.vector.double().square().sum(dim=-1)
+        share = fade((pairs.distance / cutoff - _ONSET) / (1 - _ONSET))
+        graph = geometry.batch[pairs.center]
+        in_molecule, unit = molecule[graph], scale[graph]
         near, far = [], []
         for law in laws:
             if smearing:
@@ -279,13 +281,13 @@ def _pair_sums(
                 whole = softened(square * unit**2) ** (-law.power / 2)
             close = share * (whole - law.smooth(square) * unit**-law.power)
             near.append(close)
-            far.append((whole - close) * alone)
+            far.append((whole - close) * in_molecule)
         weight = torch.stack((*near, *far), dim=1).to(charges.dtype)[..., None]
-        field = _sum_by(weight * both[some.neighbor], some.center, len(both))
+        field = _sum_by(weight * both[pairs.neighbor], pairs.center, len(both))
         return geometry.sum((both * field).double()) / 2
 
-    pairs = Neighbors(query, key, vector, distances(vector.double()))
-    return sum(in_pieces(sums, pairs), charges.new_zeros(())).chunk(2, dim=1)
+    all_pairs = Neighbors(center, neighbor, vector, distances(vector.double()))
+    return sum(in_pieces(sums, all_pairs), charges.new_zeros(())).chunk(2, dim=1)
 
 
 def _far_of_lattice(
@@ -294,29 +296,27 @@ def _far_of_lattice(
     """Computes the far part for one graph with periodic axes: (powers, channels) float64."""
     pos, cell, pbc = pos.double(), cell.double()[None], pbc[None]
     sharpness = laws[0].sharpness
-    highest, slab = _HIGHEST * sharpness, not bool(pbc.all())
-    # The box is twice as tall as the slab, plus margins. Energies and forces do not depend on its
-    # height.
+    # The box is twice as tall as the slab, plus margins; energies do not depend on its height.
     graph = torch.zeros(len(pos), dtype=torch.long, device=pos.device)
     height = 2 * free_extent(pos.detach(), graph, cell.detach(), pbc)
     reach = 2 * _APART / sharpness
-    nodes, weights = reciprocal_nodes(cell, pbc, highest, height, reach)
+    nodes, weights = reciprocal_nodes(cell, pbc, _HIGHEST * sharpness, height, reach)
     spectra = torch.cat([law.spectrum(nodes) for law in laws])  # [p, r]
-    if slab:
+    if not bool(pbc.all()):
         spectra = _cut_off(nodes, spectra, cell, pbc, height[0, -1] + reach)
     factors = (weights * spectra).T  # [r, p]
     chunk = max(1, _TRANSIENT // max(1, len(pos)))
+    several = chunk < len(factors)
     total = factors.new_zeros(charges.shape[1:])
     for xi, factor in zip(nodes[0].split(chunk), factors.split(chunk), strict=True):
-        several = chunk < len(factors)
         total = total + recomputed(_power, pos, charges, xi, factor, several=several)
-    own = charges.new_tensor([law.at_zero() for law in laws], dtype=torch.float64)
-    return (total - own[:, None] * charges.double().square().sum(dim=0)) / 2
+    with_itself = charges.new_tensor([law.at_zero() for law in laws], dtype=torch.float64)
+    return (total - with_itself[:, None] * charges.double().square().sum(dim=0)) / 2
 
 
 def _power(pos: Tensor, charges: Tensor, xi: Tensor, factor: Tensor) -> Tensor:
     """Returns sum_G w_G |sum_j q_j exp(2 pi i G . r_j)|^2, where G is `xi` and w is `factor`."""
-    turns = xi @ pos.mT
+    turns = xi @ pos.mT  # in float64; large phases would be inaccurate in float32
     phase = (2 * math.pi * (turns - turns.detach().round())).to(charges.dtype)  # [r, atom]
     flat = charges.flatten(1)
     square = (phase.cos() @ flat).square() + (phase.sin() @ flat).square()
@@ -327,8 +327,7 @@ def _power(pos: Tensor, charges: Tensor, xi: Tensor, factor: Tensor) -> Tensor:
 def _cut_off(nodes: Tensor, spectra: Tensor, cell: Tensor, pbc: Tensor, height: Tensor) -> Tensor:
     """Returns spectra (1, nodes) of 1 / r, cut off at half the height to exclude slab images."""
     # Spectra are multiplied by 1 - exp(-k R) cos(k_z R), with k in the plane and R half the height
-    # (Rozzi et al., Phys. Rev. B 73, 205119, 2006). k_z R is a multiple of pi; the value at 0 is -2
-    # pi R^2.
+    # (Rozzi et al., Phys. Rev. B 73, 205119, 2006). k_z R is a multiple of pi. At 0: -2 pi R^2.
     first, second = cell[0, pbc[0]]
     normal = nn.functional.normalize(torch.linalg.cross(first, second), dim=0)
     along = (nodes[0] * normal).sum(dim=-1)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 _CHARGE_UNIT = 10.0  # scale of tokens per e; shares of 0.1 e are common
 # smooth feature maps whose products, and thus normalizers, are positive
 _SMOOTH_MAPS = [name for name, phi in FEATURE_MAPS.items() if phi.smooth and phi.positive_kernel]
-_FIXED = {"message_pairs", "subsurface", "position_head", "move_atoms", "readout"}
+_FIXED = {"message_pairs", "subsurface", "position_head", "move_atoms", "readout"}  # set here
 
 
 class Potential(EnergyRegressor):
@@ -67,8 +67,7 @@ class Potential(EnergyRegressor):
 
     Attributes:
         energy_std: buffer; unit of atomic energies, in eV.
-        element_energies: (119,) buffer; constants, in eV, added to atomic energies, by atomic
-            number.
+        element_energies: (119,) buffer; in eV, by atomic number, added to atomic energies.
     """
 
     # excludes energy_std, which scales the forces of the original model
@@ -93,10 +92,10 @@ class Potential(EnergyRegressor):
         total_charge: bool = False,
         **options: Any,
     ) -> None:
-        form = {"position": position, "periodic": periodic, "feature_map": feature_map}
-        _refuse_rough({**options, **form}, far_field)
-        smooth = {} if max_frequency is None else {"max_frequency": max_frequency}
-        scheme = Reciprocal(**smooth, smooth=True) if far_field else periodic
+        named = {"position": position, "periodic": periodic, "feature_map": feature_map}
+        _expect_smooth({**options, **named}, far_field)
+        frequency = {} if max_frequency is None else {"max_frequency": max_frequency}
+        scheme = Reciprocal(**frequency, smooth=True) if far_field else periodic
         super().__init__(
             dim,
             heads,
@@ -114,7 +113,7 @@ class Potential(EnergyRegressor):
             **options,
         )
         nn.init.ones_(self.readout.factor.weight)  # all tags are equal
-        given = dict[str, Any](
+        long_range_options = dict[str, Any](
             channels=long_range_channels,
             cutoff=long_range_cutoff,
             smearing=long_range_smearing,
@@ -122,12 +121,12 @@ class Potential(EnergyRegressor):
         )
         self.long_range: LongRange | None = None
         if long_range:
-            law = {name: value for name, value in given.items() if value is not None}
-            self.long_range = LongRange(dim, long_range, total_charge=total_charge, **law)
+            chosen = {name: x for name, x in long_range_options.items() if x is not None}
+            self.long_range = LongRange(dim, long_range, total_charge=total_charge, **chosen)
             self.added_later = (*self.added_later, "long_range.neutral")
         else:
-            idle = {f"long_range_{name}": value for name, value in given.items()}
-            no_effect("without long_range", total_charge=total_charge or None, **idle)
+            unused = {f"long_range_{name}": value for name, value in long_range_options.items()}
+            no_effect("without long_range", total_charge=total_charge or None, **unused)
         self.charge_share = ChargeShare(dim) if total_charge else None
         if total_charge:
             self.charge_vector = nn.Parameter(torch.zeros(dim))
@@ -153,21 +152,21 @@ class Potential(EnergyRegressor):
             strained, pos, strain = _strained(batch)
             parts, others = self._parts(strained)
             energy = torch.stack(list(parts.values())).sum(dim=0)
-            wanted = [pos] if strain is None else [pos, strain]
+            variables = [pos] if strain is None else [pos, strain]
             with torch.autocast(pos.device.type, enabled=False):  # in the precision of `forward`
-                found = torch.autograd.grad(
-                    energy.sum(), wanted, create_graph=self.training, materialize_grads=True
+                gradients = torch.autograd.grad(
+                    energy.sum(), variables, create_graph=self.training, materialize_grads=True
                 )
-            out = {"energy": energy, "forces": -found[0], **others}
+            out = {"energy": energy, "forces": -gradients[0], **others}
             if self.long_range is not None:
                 out |= {f"energy_{name}": part for name, part in parts.items()}
             if strain is not None:
                 volume = torch.linalg.det(strained.cell.detach().reshape(-1, 3, 3)).abs()
-                virial = (found[1] + found[1].mT) / 2
-                there = (volume > 0)[:, None, None]
-                # 1 instead of NaN, which would reach the gradients of other graphs in the batch
-                stress = virial / torch.where(there, volume[:, None, None], 1.0)
-                out["stress"] = torch.where(there, stress, torch.nan)
+                volume = volume[:, None, None]
+                strain_gradient = (gradients[1] + gradients[1].mT) / 2
+                # NaN instead of 1 would reach the gradients of other graphs in the batch
+                stress = strain_gradient / torch.where(volume > 0, volume, 1.0)
+                out["stress"] = torch.where(volume > 0, stress, torch.nan)
         return out if self.training else {name: x.detach() for name, x in out.items()}
 
     def parts(self, batch: "Data") -> dict[str, Tensor]:
@@ -190,8 +189,8 @@ class Potential(EnergyRegressor):
         if self.long_range is not None:
             parts["near"], parts["far"], charges = self.long_range(out["embedding"], geometry)
             if 1 in self.long_range.powers:
-                own = charges[:, self.long_range.powers.index(1), 0]
-                others |= {"charges": own, "dipole": dipole(own, geometry)}
+                coulomb = charges[:, self.long_range.powers.index(1), 0]
+                others |= {"charges": coulomb, "dipole": dipole(coulomb, geometry)}
         return parts, others
 
     def _refine(
@@ -208,7 +207,7 @@ def _strained(batch: "Data") -> tuple["Data", Tensor, Tensor | None]:
     pos = Geometry.of_data(batch).pos.detach().clone().requires_grad_()
     out = copy.copy(batch)
     for name, value in batch.to_dict().items():
-        if isinstance(value, Tensor) and value.is_inference():
+        if isinstance(value, Tensor) and value.is_inference():  # autograd cannot save it
             out[name] = value.clone()
     if batch.get("cell") is None:
         out.pos = pos
@@ -217,48 +216,50 @@ def _strained(batch: "Data") -> tuple["Data", Tensor, Tensor | None]:
     strain = torch.zeros_like(cell).requires_grad_()
     symmetric = (strain + strain.mT) / 2
     index = out.get("batch")
-    own = symmetric[0].expand(len(pos), 3, 3) if index is None else symmetric[index]
+    by_atom = symmetric[0].expand(len(pos), 3, 3) if index is None else symmetric[index]
     with torch.autocast(pos.device.type, enabled=False):  # not in half precision
-        out.pos = pos + torch.einsum("nc,ncd->nd", pos, own)
+        out.pos = pos + torch.einsum("nc,ncd->nd", pos, by_atom)
         out.cell = cell + cell @ symmetric
     return out, pos, strain
 
 
-def _refuse_rough(given: Mapping[str, Any], far_field: bool) -> None:
-    if fixed := _FIXED & given.keys():
+def _expect_smooth(options: Mapping[str, Any], far_field: bool) -> None:
+    """Raises ValueError for options with which energies are not smooth or not extensive."""
+    if fixed := _FIXED & options.keys():
         raise TypeError(f"Potential sets the argument {min(fixed)!r} itself; remove it")
-    kernel, products = given.get("position_options") or {}, given["feature_map"] == "polynomial"
+    kernel = options.get("position_options") or {}
+    polynomial = options["feature_map"] == "polynomial"
     rules = {
         "position": (
-            given["position"] == "multiplicative",
+            options["position"] == "multiplicative",
             "'multiplicative'; with others, energies jump with the cell or ignore distances",
         ),
         "periodic": (
-            given["periodic"] == "reciprocal",
+            options["periodic"] == "reciprocal",
             "'reciprocal', also for molecules, with pbc of False; with others, energies depend on "
             "the choice of the cell or mesh",
         ),
         "mixing": (
-            given.get("mixing") not in ("softmax", "triton"),
+            options.get("mixing") not in ("softmax", "triton"),
             "linear, quadratic or auto; softmax takes the logarithm of a kernel clipped at 1e-9, "
             "and triton has no second derivatives, which training on forces needs",
         ),
         "feature_map": (
-            given["feature_map"] in (None, *_SMOOTH_MAPS),
+            options["feature_map"] in (None, *_SMOOTH_MAPS),
             f"one of {', '.join(_SMOOTH_MAPS)}; others have kinks or sums that can be 0",
         ),
         "num_features": (
-            not (products and given.get("num_features")),
+            not (polynomial and options.get("num_features")),
             "None with the polynomial; projected products can be negative",
         ),
-        "degree": (given.get("degree") in (None, 2), "2; products of degree 3 can be negative"),
+        "degree": (options.get("degree") in (None, 2), "2; products of degree 3 can be negative"),
         "normalize_qk": (
-            not (products and given.get("normalize_qk") is False),
+            not (polynomial and options.get("normalize_qk") is False),
             "True with the polynomial; products can otherwise be negative",
         ),
-        "floor": (not given.get("floor"), "0; clipped sums have kinks"),
+        "floor": (not options.get("floor"), "0; clipped sums have kinks"),
         "normalize": (
-            given.get("normalize") != "unmasked",
+            options.get("normalize") != "unmasked",
             "'none' or the default; energies per atom would depend on the size of the cell",
         ),
         "position_options": (
@@ -269,8 +270,8 @@ def _refuse_rough(given: Mapping[str, Any], far_field: bool) -> None:
             "gaussian_basis and positive=True, because sums must not be 0",
         ),
     }
-    for name, (fits, wanted) in rules.items():
-        if not fits:
+    for name, (holds, expected) in rules.items():
+        if not holds:
             raise ValueError(
-                f"{name} of a potential must be {wanted}; got {name}={given[name]!r}; omit it"
+                f"{name} of a potential must be {expected}; got {name}={options[name]!r}; omit it"
             )

@@ -156,14 +156,14 @@ class EnergyRegressor(Redrawn):
                 "message_pairs='adsorbate' is for energies of adsorbates; got readout='all', which "
                 "also takes structures without tags; change one of them"
             )
-        kind = dict[str, Any](mixing=mixing, feature_map=feature_map, num_features=num_features)
+        kernel = dict[str, Any](mixing=mixing, feature_map=feature_map, num_features=num_features)
         if not far_field:
             why = "with far_field=False"
             no_effect(why, max_frequency=max_frequency, position_options=position_options)
         self.encoding: GraphEncoding | None = _make_encoding(
             heads,
             position,
-            kind,
+            kernel,
             **_periodic_and_near(position, periodic, near_field, far_field),
             position_options=position_options,
             image_cutoff=image_cutoff,
@@ -171,16 +171,15 @@ class EnergyRegressor(Redrawn):
             mesh_order=mesh_order,
             near_exact=near_exact,
         )
-        own = None if self.encoding is None else self.encoding.position
         blocks = Stack(
             dim,
             heads,
-            position=own,
+            position=None if self.encoding is None else self.encoding.position,
             causal=False,
             mixer=ATTENTION,
             mixer_options=None,
             attention_layers=None,
-            **kind,
+            **kernel,
             **stack,
         )
         blocks.share_position()
@@ -198,23 +197,22 @@ class EnergyRegressor(Redrawn):
         self.stack, self.readout = blocks, EnergyReadout(dim, readout, cutoff)
         self.sees_neighbors = self.embedding.sees_neighbors or self.readout.sees_neighbors
         self.position_head = PositionHead(dim, cutoff) if position_head else None
-        for name, start in (("energy_mean", torch.zeros), ("energy_std", torch.ones)):
-            self.register_buffer(name, start((), dtype=torch.float64))
-        references = torch.zeros(MAX_ATOMIC_NUMBER + 1, dtype=torch.float64)
-        self.register_buffer("element_energies", references)
+        self.register_buffer("energy_mean", torch.zeros((), dtype=torch.float64))
+        self.register_buffer("energy_std", torch.ones((), dtype=torch.float64))
+        by_element = torch.zeros(MAX_ATOMIC_NUMBER + 1, dtype=torch.float64)
+        self.register_buffer("element_energies", by_element)
         self.register_load_state_dict_pre_hook(_fill_added)
-        elements = torch.zeros(MAX_ATOMIC_NUMBER + 1, dtype=torch.bool)
-        self.register_buffer("trained_elements", elements)
+        self.register_buffer("trained_elements", torch.zeros_like(by_element, dtype=torch.bool))
         self.register_buffer("adds_baseline", torch.zeros((), dtype=torch.bool))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "EnergyRegressor":
         """Applies a function as in `torch.nn.Module`, but keeps the dtype of energy buffers."""
-        kept = {name: self.get_buffer(name) for name in _ENERGIES}
+        originals = {name: self.get_buffer(name) for name in _ENERGIES}
         super()._apply(fn, recurse)
-        for name, before in kept.items():
-            now = self.get_buffer(name)
-            if now.dtype != before.dtype:
-                self.register_buffer(name, before.to(now.device))
+        for name, original in originals.items():
+            converted = self.get_buffer(name)
+            if converted.dtype != original.dtype:
+                self.register_buffer(name, original.to(converted.device))
         return self
 
     def forward(self, batch: "Data") -> Mapping[str, Tensor]:
@@ -238,17 +236,17 @@ class EnergyRegressor(Redrawn):
             entry.
         """
         atoms = Atoms.of(batch, self.embedding.element.weight)
-        whole, references = atoms.geometry, self._references(atoms)
+        references = self._references(atoms)
         if self.subsurface:
             out = self._predict(atoms)
         else:
-            atoms, kept = atoms.above_subsurface()
-            found = self._predict(atoms).items()
-            out = {name: x if name == "energy" else _among(x, kept) for name, x in found}
-        out = {**out, "energy": out["energy"] + whole.sum(references) + self.baseline(batch)}
+            remaining, mask = atoms.above_subsurface()
+            out = self._predict(remaining)
+            out |= {name: _restore_omitted(out[name], mask) for name in out if name != "energy"}
+        out["energy"] = out["energy"] + atoms.geometry.sum(references) + self.baseline(batch)
         if "adsorbate_energy" in out:
             out["adsorbate_energy"] = out["adsorbate_energy"][:, 0] + references
-        if self.adds_baseline:  # only the structure as a whole has a baseline
+        if self.adds_baseline:  # a baseline cannot be divided among adsorbates
             out.pop("adsorbate_energy", None)
         return out
 
@@ -259,21 +257,22 @@ class EnergyRegressor(Redrawn):
         """Returns the baseline energies (graphs,) to be added, in eV, or 0 without a baseline."""
         if not self.adds_baseline:
             return 0.0
-        found = batch.get("y_baseline")
-        if found is None or not bool(found.isfinite().all()):
+        energies = batch.get("y_baseline")
+        if energies is None or not bool(energies.isfinite().all()):
             raise ValueError(
-                "the model corrects a baseline energy of each structure; expected finite "
-                "y_baseline in eV; got structures without it; compute it in the same "
-                "way as for the training data, for example with molflt data baseline"
+                "the model adds a correction to the baseline energy of each structure; expected "
+                "finite y_baseline in eV; got structures without it; compute it in the same way as "
+                "for the training data, for example with molflt data baseline"
             )
-        return found.double()
+        return energies.double()
 
     def _references(self, atoms: Atoms) -> Tensor:
-        # in float64, because totals may be 1e5 eV
-        counted = (atoms.geometry.tags == Tag.ADSORBATE.value) | ~self.readout.by_contact[0]
-        return self.element_energies[atoms.numbers] * counted
+        """Returns energies of elements (atoms,), float64, in eV; 0 for slab atoms by contact."""
+        has_reference = (atoms.geometry.tags == Tag.ADSORBATE.value) | ~self.readout.by_contact[0]
+        return self.element_energies[atoms.numbers] * has_reference
 
     def _predict(self, atoms: Atoms) -> dict[str, Tensor]:
+        """Returns the outputs of `forward` without references; per-atom outputs have 2 axes."""
         geometry, numbers, fixed = atoms
         neighbors = None
         if self.position_head is not None or self.sees_neighbors:
@@ -281,19 +280,19 @@ class EnergyRegressor(Redrawn):
         if self.training:
             self.trained_elements[numbers] = True
         tokens = self.embedding(numbers, geometry, neighbors)
-        h, displacement = self._refine(geometry, tokens, neighbors, fixed)
-        atomic, bonds = self.readout(h, geometry, neighbors)
+        h, displacements = self._refine(geometry, tokens, neighbors, fixed)
+        atomic, contacts = self.readout(h, geometry, neighbors)
         energy = geometry.sum(atomic.double()) * self.energy_std + self.energy_mean
         out = {"energy": energy, "embedding": h}
-        if bonds is not None and neighbors is not None and not self.training:
+        if contacts is not None and neighbors is not None and not self.training:
             assert geometry.tags is not None
             adsorbate = geometry.tags == Tag.ADSORBATE.value
-            shared = self.readout.on_adsorbates(atomic, bonds, adsorbate, neighbors)
+            shared = self.readout.on_adsorbates(atomic, contacts, adsorbate, neighbors)
             out["adsorbate_energy"] = shared.double()[:, None] * self.energy_std
-        if displacement:
-            out["displacement"] = displacement[-1]
-            if len(displacement) > 1:
-                out["displacement_by_pass"] = torch.stack(displacement)
+        if displacements:
+            out["displacement"] = displacements[-1]
+            if len(displacements) > 1:
+                out["displacement_by_pass"] = torch.stack(displacements)
         return out
 
     def _refine(
@@ -301,55 +300,56 @@ class EnergyRegressor(Redrawn):
     ) -> tuple[Tensor, list[Tensor]]:
         """Returns the tokens (atoms, dim), and displacements (atoms, 3) after each pass, in Å."""
         start = geometry.pos
-        classes = _encode(self.encoding, geometry, self._near(neighbors))
-        h, x, moved = tokens, tokens, []
-        for left in reversed(range(self.stack.refinements)):
-            x = classes.apply(self.stack.one_pass, x)
-            if left and not self.move_atoms:
+        size_classes = _encode(self.encoding, geometry, self._near(neighbors))
+        h, x, displacements = tokens, tokens, []
+        for remaining_passes in reversed(range(self.stack.refinements)):
+            x = size_classes.apply(self.stack.one_pass, x)
+            if remaining_passes and not self.move_atoms:
                 continue
             h = self.stack.norm(x)
             if self.position_head is None or neighbors is None:
                 continue
             step = self.position_head(h, neighbors)
-            moved.append(geometry.pos - start + step)
-            if left:
+            displacements.append(geometry.pos - start + step)
+            if remaining_passes:
                 # smoothly shortened to less than `_MAX_MOVE`
                 move = step * (1 + (step / _MAX_MOVE).square().sum(dim=-1, keepdim=True)).rsqrt()
                 geometry = geometry._replace(pos=geometry.pos + move * ~fixed[:, None])
                 neighbors = neighbor_list(geometry, self.neighbor_cutoff)
-                classes = _encode(self.encoding, geometry, self._near(neighbors))
-        return h, moved
+                size_classes = _encode(self.encoding, geometry, self._near(neighbors))
+        return h, displacements
 
     def _near(self, neighbors: Neighbors | None) -> Neighbors | None:
-        # A near field with the same cutoff can share the neighbors.
-        field = None if self.encoding is None else self.encoding.near_field
-        shared = field is not None and field.cutoff == self.neighbor_cutoff
-        return neighbors if shared else None
+        """Returns the neighbors if the near field has the same cutoff; otherwise None."""
+        near_field = None if self.encoding is None else self.encoding.near_field
+        same_cutoff = near_field is not None and near_field.cutoff == self.neighbor_cutoff
+        return neighbors if same_cutoff else None
 
 
-def _among(x: Tensor, kept: Tensor) -> Tensor:
-    """Fills the rows of omitted atoms with 0: (..., kept atoms, n) -> (..., atoms, n)."""
-    out = x.new_zeros(*x.shape[:-2], len(kept), x.shape[-1])
-    out[..., kept, :] = x
+def _restore_omitted(x: Tensor, mask: Tensor) -> Tensor:
+    """Inserts rows of 0 where `mask` (atoms,) is False: (..., rows, n) -> (..., atoms, n)."""
+    out = x.new_zeros(*x.shape[:-2], len(mask), x.shape[-1])
+    out[..., mask, :] = x
     return out
 
 
 def _fill_added(
     model: EnergyRegressor, weights: dict[str, Tensor], prefix: str, *_: object
 ) -> None:
-    """Adds buffers that weights saved by earlier versions lack; boolean buffers are False."""
+    """Adds buffers that weights saved by earlier versions lack: False, or the initial numbers."""
     for name in model.added_later:
-        new = model.get_buffer(name)
-        weights.setdefault(prefix + name, new & False if new.dtype == torch.bool else new)
+        initial = model.get_buffer(name)
+        is_flag = initial.dtype == torch.bool
+        weights.setdefault(prefix + name, torch.zeros_like(initial) if is_flag else initial)
 
 
 def _periodic_and_near(
     position: str, periodic: str | Open | None, near_field: float | None, far_field: bool
 ) -> dict[str, Any]:
     """Returns the periodic scheme and the near field, with the defaults of `EnergyRegressor`."""
-    multiplies = position == "multiplicative"
-    scheme = periodic or ("auto" if multiplies else "none")
-    if near_field is None and multiplies and scheme != "images":
+    multiplicative = position == "multiplicative"
+    scheme = periodic or ("auto" if multiplicative else "none")
+    if near_field is None and multiplicative and scheme != "images":
         near_field = 5.0
     if not far_field:
         if scheme not in ("auto", "reciprocal") or not near_field:

@@ -13,15 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from molflt.metrics import Metric
-from molflt.plots.figure import (
-    BLUE,
-    GREEN,
-    SERIES,
-    VERMILION,
-    legend_outside,
-    plain,
-    plain_numbers,
-)
+from molflt.plots.figure import BLUE, GREEN, SERIES, VERMILION, legend_outside, plain, plain_numbers
 from molflt.plots.figure import panels as panels_of
 
 if TYPE_CHECKING:

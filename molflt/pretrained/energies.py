@@ -44,7 +44,6 @@ if TYPE_CHECKING:
     from ase import Atoms
     from torch_geometric.data import Data
 
-
 _PACKAGE, _RECORD = "energies.pt2", "energies.json"
 _AGAIN = "export the run again, with --compiled true"
 
@@ -118,12 +117,12 @@ class EnergyPredictor(Pretrained):
         package, record = weights.with_name(_PACKAGE), weights.with_name(_RECORD)
         if not package.is_file() or not record.is_file():
             raise FileNotFoundError(f"{package}: no machine code, or no {_RECORD}; {_AGAIN}")
-        kept: Any = read_json(record, "a JSON object", _AGAIN)
-        for key, own in _record(weights, package).items():  # the code contains the weights
-            if kept.get(key) != own:
+        compiled_for: Any = read_json(record, "a JSON object", _AGAIN)
+        for key, value in _record(weights, package).items():  # the code contains the weights
+            if compiled_for.get(key) != value:
                 raise ValueError(
-                    f"{package}: compiled for {key} {shown(kept.get(key), 40)}; got "
-                    f"{shown(own, 40)}; {_AGAIN}"
+                    f"{package}: compiled for {key} {shown(compiled_for.get(key), 40)}; got "
+                    f"{shown(value, 40)}; {_AGAIN}"
                 )
         self.compiled = CompiledEnergies(cast(EnergyRegressor, self.model), package)
 
@@ -134,19 +133,19 @@ class EnergyPredictor(Pretrained):
         C++ compiler. See `molflt.graph.computation` for models that cannot be compiled.
         """
         weights = Path(folder) / "model.safetensors"
-        files = [weights.with_name(name) for name in (_PACKAGE, _RECORD)]
-        files[1].unlink(missing_ok=True)  # describes older code
+        package, record = weights.with_name(_PACKAGE), weights.with_name(_RECORD)
+        record.unlink(missing_ok=True)  # describes older code
         model = cast(EnergyRegressor, self.model)
-        with tempfile.TemporaryDirectory() as made, atomically(files[0]) as part:
-            shutil.copyfile(compile_energies(model, Path(made) / _PACKAGE), part)
-        write_atomically(files[1], json.dumps(_record(weights, files[0]), indent=1).encode())
+        with tempfile.TemporaryDirectory() as directory, atomically(package) as part:
+            shutil.copyfile(compile_energies(model, Path(directory) / _PACKAGE), part)
+        write_atomically(record, json.dumps(_record(weights, package), indent=1).encode())
 
     @property
     def predicts_positions(self) -> bool:
         """True if the model was trained on relaxed positions."""
         task, domain = self.trained.task, self.domain
-        weights = [task.get(f"position_weight{end}") for end in ("", "_final")]
-        return any(weights) and (domain is None or domain.relaxed > 0)
+        weighted = bool(task.get("position_weight") or task.get("position_weight_final"))
+        return weighted and (domain is None or domain.relaxed > 0)
 
     @property
     def predicts_forces(self) -> bool:
@@ -206,9 +205,10 @@ class EnergyPredictor(Pretrained):
         if embedding and self.compiled is not None:
             raise ValueError("embedding does not apply to machine code; load without compiled")
         dataset = self._opened(structures, tags)
-        kept = ["displacement"] * self.predicts_positions + ["embedding"] * bool(embedding)
-        kept += ["forces"] * self.predicts_forces
-        found = self.infer(dataset, batch_size, dataset.path.name, kept, force)
+        by_atom = ["displacement"] if self.predicts_positions else []
+        by_atom += ["embedding"] if embedding else []
+        by_atom += ["forces"] if self.predicts_forces else []
+        found = self.infer(dataset, batch_size, dataset.path.name, by_atom, force)
         columns = uncertainty_of(self.model, found, self.calibration())
         out = [self._prediction(i, dataset, found, columns, embedding) for i in range(len(dataset))]
         return out[0] if is_one(structures) else out
@@ -220,15 +220,15 @@ class EnergyPredictor(Pretrained):
             files: see :func:`molflt.data.structures.open_dataset`; None for structures in memory.
             tags: convention of the tags; by default that of training.
         """
-        if tags is not None and self.predicts_forces:
-            raise ValueError(f"tags={tags!r} has no effect on a potential; remove it")
+        if self.predicts_forces:
+            if tags is not None:
+                raise ValueError(f"tags={tags!r} has no effect on a potential; remove it")
+            return ANY_TAGS
         trained = cast("Tags | None", self.trained.task.get("tags"))
         by_ase = files is None or any("tags" in source_of(f).options for f in files_of(files))
         if by_ase or trained == "guess":  # guesses also replace the tags of other sources
             tags = tags or trained
         baseline: Any = self.trained.task.get("baseline_key") if by_ase else None
-        if self.predicts_forces:
-            return ANY_TAGS
         surface = self.domain.surface if tags == "guess" and self.domain is not None else None
         return Reading(tags=tags or "oc20", surface=surface, baseline_key=baseline)
 
@@ -259,21 +259,22 @@ class EnergyPredictor(Pretrained):
         columns: dict[str, _Energies],
         embedding: str | None,
     ) -> Prediction:
-        row, own = finite_row(columns, i), {name: one[i] for name, one in found.by_atom.items()}
-        if embedding == "pooled":
+        row = finite_row(columns, i)
+        by_atom = {name: values[i] for name, values in found.by_atom.items()}
+        displacement, tokens = by_atom.get("displacement"), by_atom.get("embedding")
+        if embedding == "pooled" and tokens is not None:
             if not self.predicts_forces:
-                counted = Geometry.of_data(dataset[i]).above_subsurface().numpy()
-                own["embedding"] = own["embedding"][counted]
-            own["embedding"] = own["embedding"].mean(axis=0)
+                tokens = tokens[Geometry.of_data(dataset[i]).above_subsurface().numpy()]
+            tokens = tokens.mean(axis=0)
         return Prediction(
-            float(found.energy[i]),
-            row.get("uncertainty_eV"),
-            row.get("spread_eV"),
-            _moved(dataset, i, own["displacement"]) if "displacement" in own else None,
-            tuple(found.outside[i]),
-            own.get("embedding"),
-            own.get("forces"),
-            found.by_adsorbate[i],
+            energy=float(found.energy[i]),
+            uncertainty=row.get("uncertainty_eV"),
+            spread=row.get("spread_eV"),
+            relaxed=None if displacement is None else _moved(dataset, i, displacement),
+            outside=tuple(found.outside[i]),
+            embedding=tokens,
+            forces=by_atom.get("forces"),
+            by_adsorbate=found.by_adsorbate[i],
         )
 
     def infer(
@@ -315,8 +316,9 @@ class EnergyPredictor(Pretrained):
 
 
 def _are_paths(structures: object) -> TypeGuard[Paths]:
-    several = structures if isinstance(structures, list | tuple) and structures else [structures]
-    return all(isinstance(one, str | Path) for one in several)
+    if isinstance(structures, list | tuple) and structures:
+        return all(isinstance(path, str | Path) for path in structures)
+    return isinstance(structures, str | Path)
 
 
 def _moved(dataset: Structures, i: int, displacement: NDArray[np.float32]) -> Atoms | None:
@@ -325,7 +327,7 @@ def _moved(dataset: Structures, i: int, displacement: NDArray[np.float32]) -> At
     try:
         atoms.set_positions(atoms.positions + np.where(free[:, None], displacement, 0.0))
     except (RuntimeError, ValueError) as error:  # from constraints that ASE solves iteratively
-        kinds = ", ".join(type(one).__name__ for one in atoms.constraints)
+        kinds = ", ".join(type(constraint).__name__ for constraint in atoms.constraints)
         warn(f"{dataset.where(i)}: no relaxed structure, because {kinds} cannot be met: {error}")
         return None
     return atoms
@@ -333,12 +335,12 @@ def _moved(dataset: Structures, i: int, displacement: NDArray[np.float32]) -> At
 
 def _record(weights: Path, package: Path) -> Mapping[str, str]:
     """Returns properties that must not change between compiling and loading the machine code."""
-    found = {
+    properties = {
         "torch": torch.__version__,
         "processor": f"{platform.system()} {platform.machine()} "
         f"{torch.backends.cpu.get_cpu_capability()}",
     }
     for name, path in {"weights": weights, "package": package}.items():
         with open(path, "rb") as file:
-            found[name] = hashlib.file_digest(file, "sha256").hexdigest()
-    return found
+            properties[name] = hashlib.file_digest(file, "sha256").hexdigest()
+    return properties

@@ -46,7 +46,7 @@ class _Progress(Callback):
     """Shows a progress bar on a terminal; in a log, prints one line per validation run instead."""
 
     def __init__(self, task: Task[Any, Any], table: _MetricsFile) -> None:
-        self.metrics = {n: m for n, m in task.metrics.items() if "val" in m.measured_in}
+        self.metrics = {name: task.metrics[name] for name in table.val}
         self.table = table
         self._since = time.perf_counter()
         self._bar = tqdm(disable=True)
@@ -80,16 +80,16 @@ class _Progress(Callback):
         if not sys.stdout.isatty():
             self._print_validation(trainer, pl_module.validation_metrics())
 
-    def _print_validation(self, trainer: pl.Trainer, found: Mapping[str, float]) -> None:
-        measured = [name for name in self.metrics if math.isfinite(found.get(name, math.nan))]
-        # the ranking metric may be identical to another metric, such as the accuracy
-        values = list(dict.fromkeys(self.metrics[name].shown(found[name]) for name in measured))
-        known = self.table.shown.items()
-        rest = [f"{name} {text}" for name, text in known if name == "loss" or name[-2:] == "/s"]
-        rest.append(duration(time.perf_counter() - self._since))
+    def _print_validation(self, trainer: pl.Trainer, values: Mapping[str, float]) -> None:
+        measured = [name for name in self.metrics if math.isfinite(values.get(name, math.nan))]
+        # without duplicates: the ranking metric may equal another metric, such as the accuracy
+        texts = list(dict.fromkeys(self.metrics[name].shown(values[name]) for name in measured))
+        shown = self.table.shown.items()
+        training = [f"{name} {text}" for name, text in shown if name == "loss" or "/s" in name]
+        training.append(duration(time.perf_counter() - self._since))
         self.table.folder.say(
             f"step {trainer.global_step:,} of {trainer.max_steps:,}: validation "
-            f"{', '.join(values[:2])}; {', '.join(rest)}"
+            f"{', '.join(texts[:2])}; {', '.join(training)}"
         )
 
     def on_train_end(self, *_: object) -> None:
@@ -132,13 +132,14 @@ class _BestWeights(Callback):
         self.folder = folder
         self.patience = patience
         self.task = task
+        # best values of metrics, their step, and the number of validations since then
         self.best: dict[str, float] = {"step": 0, "since": 0}
 
-    def _scores(self, found: Mapping[str, float], names: Sequence[str]) -> list[float]:
+    def _scores(self, values: Mapping[str, float], names: Sequence[str]) -> list[float]:
         """Returns scores (larger is better), which are -inf for missing or non-finite metrics."""
         scores = []
         for name in names:
-            value = found.get(name, math.nan)
+            value = values.get(name, math.nan)
             sign = 1 if self.task.metrics[name].largest_is_best else -1
             scores.append(sign * value if math.isfinite(value) else -math.inf)
         return scores
@@ -146,17 +147,17 @@ class _BestWeights(Callback):
     def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
         if trainer.sanity_checking and not self.task.validates_start:
             return
-        found, step = pl_module.validation_metrics(), trainer.global_step
-        names = self.task.ranking(found)
-        new, old = self._scores(found, names), self._scores(self.best, names)
+        values, step = pl_module.validation_metrics(), trainer.global_step
+        names = self.task.ranking(values)
+        new, best = self._scores(values, names), self._scores(self.best, names)
         # the accuracy is always finite, but the sums include the loss
         finite = pl_module.validation_is_finite and max(new) > -math.inf
-        since = 0 if finite and new > old else int(self.best["since"]) + 1
-        if finite and new >= old:
-            known = {name: found[name] for name in names if math.isfinite(found[name])}
+        since = 0 if finite and new > best else int(self.best["since"]) + 1
+        if finite and new >= best:
+            known = {name: values[name] for name in names if math.isfinite(values[name])}
             self.best = {**known, "step": step}
             metric = next(iter(known))
-            header = {"step": step, f"val_{metric}": found[metric]}
+            header = {"step": step, f"val_{metric}": values[metric]}
             self.folder.save_weights("best", pl_module.model.state_dict(), header)
         self.best["since"] = since
         if self.patience is not None and since >= self.patience and step < trainer.max_steps:
@@ -196,10 +197,10 @@ class _LastCheckpoint(Checkpoint):
     def __init__(self, folder: RunFolder, every: int) -> None:
         self.folder = folder
         self.every = every
-        self.signum = 0
+        self.signum = 0  # first signal received; 0 before
         self._exists = folder.checkpoint is not None
         self._validation_due = False
-        self._terminals: list[int] = []
+        self._terminals: list[int] = []  # file descriptors
 
     def on_sanity_check_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._watch_signals()
@@ -264,7 +265,7 @@ class _LastCheckpoint(Checkpoint):
                 raise _Interrupted(signum, trainer.global_step)
 
     def on_validation_batch_end(self, trainer: pl.Trainer, *_: object) -> None:
-        # ranks may have different numbers of batches; several ranks stop together after validation
+        # Ranks may have different numbers of batches; they agree only after the validation.
         if self.signum and trainer.world_size == 1 and trainer.global_step < trainer.max_steps:
             raise _Interrupted(self.signum, trainer.global_step)
 

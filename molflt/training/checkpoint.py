@@ -62,9 +62,10 @@ def save_weights(
     `options` contains the arguments of the model, and `files` the SHA-256 digests of other files in
     the run folder, by name; :func:`load_run` checks both. `metadata` contains more header entries.
     """
-    own = {name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
     header = {name: str(value) for name, value in metadata.items()}
-    save_tensors(path, own, {**header, "model": json.dumps(options), "files": json.dumps(files)})
+    header |= {"model": json.dumps(options), "files": json.dumps(files)}
+    save_tensors(path, tensors, header)
 
 
 def load_run(
@@ -137,20 +138,20 @@ def read_saved(path: Path, run: Path | None = None) -> Saved:
     config = None if run is None else read_config(run)
     weights, options, files = read_weights(path)
     if run is None or config is None:
-        plain = Saved(path, None, None, [options], [weights], files or None, {})
-        return _exported(path, weights) or plain
+        outside_run = Saved(path, None, None, [options], [weights], files or None, {})
+        return _exported(path, weights) or outside_run
     for name, digest in files.items():
-        kept = run / name  # may be missing
-        if kept.is_file() and hashlib.sha256(kept.read_bytes()).hexdigest() != digest:
+        file = run / name  # may be missing
+        if file.is_file() and hashlib.sha256(file.read_bytes()).hexdigest() != digest:
             raise ValueError(
-                f"{kept}: has changed since {path.name} was trained; expected sha256 "
+                f"{file}: has changed since {path.name} was trained; expected sha256 "
                 f"{shown(str(digest)[:12])}...; restore the file"
             )
-    for name, was in options.items():
-        if name in config["model"] and config["model"][name] != was:
+    for name, trained in options.items():
+        if name in config["model"] and config["model"][name] != trained:
             raise ValueError(
                 f"{run / 'config.yaml'}: model.{name} is {shown(config['model'][name])}, but "
-                f"{path.name} was trained with {shown(was)}; restore the old value"
+                f"{path.name} was trained with {shown(trained)}; restore the old value"
             )
     return Saved(path, run, config["recipe"], [config["model"]], [weights], files, {**config})
 
@@ -166,14 +167,18 @@ def _exported(path: Path, weights: dict[str, Tensor]) -> Saved | None:
             f"{shown(content.get('format'))}; {_ADVICE}, using this version of molflt"
         )
     copy = path.with_name("config.json")
-    copied = path.name == _MODEL and copy.is_file()
-    if copied and _parsed(copy.read_text(encoding="utf-8", errors="replace")) != content:
+    has_copy = path.name == _MODEL and copy.is_file()
+    if has_copy and _parsed(copy.read_text(encoding="utf-8", errors="replace")) != content:
         raise ValueError(f"{copy}: expected a copy of the header of {path.name}; {_ADVICE}")
     options, members = content["models"], [weights]
     if len(options) > 1:
-        named = [(name.split(".", 2)[1:], tensor) for name, tensor in weights.items()]
-        members = [{n: x for (i, n), x in named if i == str(k)} for k in range(len(options))]
+        members = [_with_prefix(weights, f"members.{i}.") for i in range(len(options))]
     return Saved(path, None, str(content["recipe"]), options, members, content["files"], content)
+
+
+def _with_prefix(weights: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    """Returns the weights whose names begin with a prefix, under names without it."""
+    return {k.removeprefix(prefix): x for k, x in weights.items() if k.startswith(prefix)}
 
 
 def _build(name: str, config: Mapping[str, Any]) -> nn.Module:
@@ -205,12 +210,12 @@ def find_weights(
     if (path / "config.yaml").is_file():
         return weights_of(path, checkpoint or "best"), path
     if not path.is_file() or path.suffix != ".safetensors":
-        got = "another file" if path.is_file() else "no such file"
-        got = "a folder without a model" if path.is_dir() else got
+        got = "a folder without a model" if path.is_dir() else "another file"
+        got = got if path.exists() else "no such file"
         raise FileNotFoundError(f"{source}: {EXPECTED}; got {got}")
     if checkpoint is not None:
         raise ValueError(
-            f"{source or path}: expected a run with checkpoint={checkpoint}; got weights"
+            f"{source or path}: checkpoint={checkpoint} requires a training run; got a weights file"
         )
     run = path.parent.parent if path.parent.name == "checkpoints" else path.parent
     return path, run if (run / "config.yaml").is_file() else None
@@ -312,10 +317,10 @@ def read_checkpoint(path: Path) -> Checkpoint:
         content.seek(0)
         return torch.load(content, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
-        refused = re.search(r"GLOBAL (\S+)", str(error))
-        what = f"{refused[1]}, which could run code" if refused else "a file of a different kind"
+        object_type = re.search(r"GLOBAL (\S+)", str(error))
+        got = f"{object_type[1]}, which could run code" if object_type else "a different format"
         raise ValueError(
-            f"{path}: rejected; expected only tensors and plain values; got {what}"
+            f"{path}: rejected; expected only tensors and plain values; got {got}"
         ) from error
     except Exception as error:  # a damaged pickle can raise any exception
         reason = (str(error) or type(error).__name__).splitlines()[0][:100]
@@ -326,11 +331,8 @@ def read_checkpoint(path: Path) -> Checkpoint:
 
 def model_weights(checkpoint: Mapping[str, Any]) -> dict[str, Tensor]:
     """Returns the model weights in a checkpoint, or their averages if averaging is enabled."""
-    return {
-        name.removeprefix("model."): tensor
-        for name, tensor in checkpoint["state_dict"].items()
-        if name.startswith("model.") and isinstance(tensor, Tensor)
-    }
+    weights = _with_prefix(checkpoint["state_dict"], "model.")
+    return {name: tensor for name, tensor in weights.items() if isinstance(tensor, Tensor)}
 
 
 def find(source: str | Path | None, hub: Mapping[str, object] | None = None) -> Path:
@@ -381,10 +383,10 @@ def _packaged(name: str) -> Path:
 
 def _fetched(name: str, options: Mapping[str, object]) -> Path:
     repository, _, revision = name.removeprefix(HUB).partition("@")
-    chosen = {"revision": revision or None, "allow_patterns": [*_FILES], **options}
+    arguments = {"revision": revision or None, "allow_patterns": [*_FILES], **options}
     fetch: Callable[..., str] = require("huggingface_hub", name, "hub").snapshot_download
     try:
-        folder = fetch(repository, **chosen)
+        folder = fetch(repository, **arguments)
     except Exception as error:  # network failures can raise any exception
         reason = shown((str(error).strip().splitlines() or [type(error).__name__])[0], 200)
         raise ValueError(
@@ -411,19 +413,19 @@ def write_exported(
     (its options), results, and files (the content of small files in the run folder, by name).
     """
     text = json.dumps({"format": _FORMAT, **content}, indent=1, ensure_ascii=False)
-    own = {name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
     copy = folder / "config.json"
     copy.unlink(missing_ok=True)  # the copy must never describe different weights
-    save_tensors(folder / "model.safetensors", own, {"format": "pt", _KEY: text})
+    save_tensors(folder / _MODEL, tensors, {"format": "pt", _KEY: text})
     write_atomically(copy, text.encode())
 
 
 def check_replaceable(folder: Path) -> None:
     """Raises ValueError if an export would overwrite anything other than an earlier export."""
-    weights = folder / "model.safetensors"
+    weights = folder / _MODEL
     if weights.is_file() and is_exported(weights):
         return
-    for name in ("config.yaml", "model.safetensors", "config.json", "README.md"):
+    for name in ("config.yaml", _MODEL, "config.json", "README.md"):
         if (folder / name).exists():
             raise ValueError(
                 f"{folder / name}: exists and does not belong to an exported model; expected a new "
@@ -449,7 +451,7 @@ def recipe_of(path: Path) -> str | None:
 def _parsed(text: str) -> dict[str, Any]:
     """Parses a JSON object; returns an empty dictionary for any other text."""
     try:
-        found = json.loads(text)
+        content = json.loads(text)
     except (ValueError, RecursionError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return content if isinstance(content, dict) else {}

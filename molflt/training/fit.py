@@ -55,7 +55,7 @@ def fit(
     with (
         _loggers(options.logger, folder) as loggers,
         warnings.catch_warnings(),
-        within_memory(steps.place, smaller),
+        within_memory(steps.step_description, smaller),
     ):
         _silence_lightning()
         trainer = pl.Trainer(

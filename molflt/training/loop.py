@@ -38,8 +38,8 @@ class _LightningTask(pl.LightningModule):
         self.model: Any = task.model
         self.gradient_norm = float("nan")  # in the last step, before clipping
         self.last_lr = task.lr  # learning rate of the last step
-        self._batch = "no batch yet"
-        self._size = self._step_before = 0
+        self._batch, self._size = "no batch yet", 0  # name and size of the last batch
+        self._step_before = 0
         self._sums: list[Tensor] = []
         self._metrics: dict[str, float] | None = None
         self.validation_is_finite = True  # True if all sums of the last validation are finite
@@ -58,18 +58,19 @@ class _LightningTask(pl.LightningModule):
         """Seeds torch by the seed, rank, step and batch, as in an uninterrupted training run."""
         task, step = self.task, self.global_step
         self._step_before = step
-        part = batch_idx % self.trainer.accumulate_grad_batches
-        words = np.random.SeedSequence(
-            [task.seed, step, self.global_rank, *([part] if part else [])]
-        )
-        torch.manual_seed(int(words.generate_state(1, np.uint64)[0] >> np.uint64(1)))
-        if task.redraw_every and step and not part and step % task.redraw_every == 0:
+        words = [task.seed, step, self.global_rank]
+        accumulated = batch_idx % self.trainer.accumulate_grad_batches
+        if accumulated:  # the first batch of a step has the same seed with and without accumulation
+            words.append(accumulated)
+        state = np.random.SeedSequence(words).generate_state(1, np.uint64)
+        torch.manual_seed(int(state[0] >> np.uint64(1)))
+        if task.redraw_every and step and not accumulated and step % task.redraw_every == 0:
             common = np.random.SeedSequence([task.seed, step])  # the same on all ranks
             seed = int(common.generate_state(1)[0])
             self.model.redraw_(torch.Generator().manual_seed(seed))
 
     def training_step(self, batch: object, batch_idx: int) -> dict[str, Tensor]:
-        """Returns the loss and a row of values to sum: loss, 1, batch size, and the task's sums."""
+        """Returns the loss and values to sum over batches: loss, 1, batch size, the task's sums."""
         progress = self.global_step / max(1, self.trainer.max_steps)
         self._batch, self._size = self.task.name(batch), self.task.size(batch)
         loss, sums = self.task.loss(batch, progress)
@@ -95,6 +96,7 @@ class _LightningTask(pl.LightningModule):
             raise ValueError(self._diverged("gradient norm", self.gradient_norm))
 
     def step_completed(self) -> bool:
+        """Returns True if the last batch completed a step; gradients may be accumulated."""
         return self.global_step > self._step_before
 
     def validation_follows(self) -> bool:
@@ -135,15 +137,17 @@ class _LightningTask(pl.LightningModule):
     def _lr_factor(self, step: int) -> float:
         return self.task.lr_factor(step, self.trainer.max_steps)
 
-    def place(self) -> str:
-        step, unit = self.global_step, self.task.unit
-        return f"step {step} with {self._size:,} {unit}, {self._batch},"
+    def step_description(self) -> str:
+        """Describes the current step and its batch, for messages about memory."""
+        size = f"{self._size:,} {self.task.unit}"
+        return f"step {self.global_step} with {size}, {self._batch},"
 
     def _diverged(self, what: str, value: float) -> str:
-        more = " or the other batches of this step" * (self.trainer.accumulate_grad_batches > 1)
+        several = self.trainer.accumulate_grad_batches > 1
+        batches = self._batch + (" or the other batches of this step" if several else "")
         return (
             f"{what} is {value} at step {self.global_step} with learning rate {self.last_lr:.3g} "
-            f"on {self._batch}{more}; expected a finite number; the last valid checkpoint is kept; "
+            f"on {batches}; expected a finite number; the last valid checkpoint is kept; "
             "check these data, or lower task.lr"
         )
 
@@ -175,42 +179,41 @@ class _MetricsFile(Callback):
 
     def __init__(self, task: Task[Any, Any], folder: RunFolder, log_every: int) -> None:
         self.folder = folder
-        self.train, self.val = (
-            [name for name, metric in task.metrics.items() if use in metric.measured_in]
-            for use in ("train", "val")
-        )
+        metrics = task.metrics.items()
+        self.train = [name for name, metric in metrics if "train" in metric.measured_in]
+        self.val = [name for name, metric in metrics if "val" in metric.measured_in]
         self.speed = f"{task.unit}_per_s"
         self.columns = ["step", "lr", "train_loss", *(f"train_{name}" for name in self.train)]
         self.columns += ["gradient_norm", self.speed, *(f"val_{name}" for name in self.val)]
         self.path = folder.path / "metrics.csv"
         self.log_every = log_every
         self.shown: dict[str, str] = {}
-        self._kept: dict[str, Any] = {}
-        self._forget()
+        self._restored: dict[str, Any] = {}  # sums and seconds in the checkpoint
+        self._start_row()
 
-    def _forget(self) -> None:
+    def _start_row(self) -> None:
         self._since = self._paused = time.perf_counter()
         self._totals: Tensor | None = None
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
-        self._forget()
-        if self._kept:  # the sum over ranks, restored on the first rank
-            width = 3 + len(pl_module.task.sums.__annotations__)
-            kept = [*self._kept["totals"], *[0.0] * width][:width]  # earlier versions stored fewer
-            totals = torch.tensor(kept, dtype=torch.float64)
-            totals = totals if trainer.is_global_zero else torch.zeros_like(totals)
+        self._start_row()
+        if self._restored:
+            totals = torch.zeros(3 + len(pl_module.task.sums.__annotations__), dtype=torch.float64)
+            if trainer.is_global_zero:  # the checkpoint contains the sum over ranks
+                saved = self._restored["totals"][: len(totals)]  # earlier versions stored fewer
+                totals[: len(saved)] = torch.tensor(saved, dtype=torch.float64)
             self._totals = totals.to(pl_module.device)
-            self._since -= self._kept["seconds"]
+            self._since -= self._restored["seconds"]
         if trainer.is_global_zero:
             self._restore(trainer)
         if pl_module.task.validates_start and trainer.global_step == 0:
             self._write_validation(trainer, pl_module)
 
     def _restore(self, trainer: pl.Trainer) -> None:
-        again = self._rewind(trainer.global_step, _validation_due(self.folder.checkpoint))
+        rows = self._rewind(trainer.global_step, _validation_due(self.folder.checkpoint))
         for logger in trainer.loggers:
             if isinstance(logger, TensorBoardLogger):  # it has removed the rows of the step
-                for row in again:
+                for row in rows:
                     numbers = {name: float(cell) for name, cell in row.items() if cell}
                     logger.log_metrics(numbers, step=int(numbers.pop("step")))
 
@@ -221,24 +224,24 @@ class _MetricsFile(Callback):
         if self._totals is not None:
             totals = trainer.strategy.reduce(self._totals.clone(), reduce_op="sum")
             seconds = time.perf_counter() - self._since
-            kept = {"totals": totals.tolist(), "seconds": seconds}
-            checkpoint["callbacks"][self.state_key] = kept
+            state = {"totals": totals.tolist(), "seconds": seconds}
+            checkpoint["callbacks"][self.state_key] = state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restores the sums, which earlier versions did not save."""
-        self._kept = state_dict
+        self._restored = state_dict
 
     def _rewind(self, step: int, validates: bool) -> list[dict[str, str]]:
-        """Removes the rows of steps to be repeated; returns the rows of the checkpoint's step."""
-        rows = [
-            (at, row)
-            for at, row in (self._read() if step > 0 else ())
-            # a training row whose sums are in the checkpoint was written by early stopping
-            if at < step or (at == step and not (self._kept if row["lr"] else validates))
-        ]
+        """Removes rows that will be written again; returns the other rows of the last step."""
+        rows = []
+        for number, row in self._read() if step > 0 else ():
+            # only training rows have a learning rate; early stopping writes one, but keeps its sums
+            repeated = bool(self._restored) if row["lr"] else validates
+            if number < step or (number == step and not repeated):
+                rows.append((number, row))
         text = csv_text([row for _, row in rows], self.columns)
         write_atomically(self.path, text.encode())
-        return [row for at, row in rows if at == step]
+        return [row for number, row in rows if number == step]
 
     def _read(self) -> list[tuple[int, dict[str, str]]]:
         """Reads the rows of metrics.csv, each with its step; ignores an incomplete last row."""
@@ -258,18 +261,19 @@ class _MetricsFile(Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: Any, outputs: Any, *_: object
     ) -> None:
-        self._totals = outputs["sums"] + (0.0 if self._totals is None else self._totals)
+        sums = outputs["sums"]
+        self._totals = sums if self._totals is None else self._totals + sums
         if not pl_module.step_completed():
             return
         if trainer.global_step % self.log_every == 0 or trainer.global_step >= trainer.max_steps:
             self._log_training(trainer, pl_module, self._totals)
-            self._forget()
+            self._start_row()
 
     def _log_training(self, trainer: pl.Trainer, module: _LightningTask, totals: Tensor) -> None:
         totals = trainer.strategy.reduce(totals.clone(), reduce_op="sum")
-        loss, batches, size = totals[:3].tolist()
+        loss_sum, batches, size = totals[:3].tolist()
         metrics = module.task.summarize(totals[3:])
-        loss /= batches
+        loss = loss_sum / batches
         speed = size / (time.perf_counter() - self._since)
         known = [name for name in self.train if name in metrics]
         # the scheduler has already advanced; this row describes the previous steps
@@ -291,9 +295,9 @@ class _MetricsFile(Callback):
 
     def _write(self, trainer: pl.Trainer, row: Mapping[str, float]) -> None:
         self.folder.append_metrics(csv_text([row], self.columns, header=False))
+        numbers = {name: value for name, value in row.items() if name != "step"}
         for logger in trainer.loggers:
-            rest = {name: value for name, value in row.items() if name != "step"}
-            logger.log_metrics(rest, step=trainer.global_step)
+            logger.log_metrics(numbers, step=trainer.global_step)
 
     def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
         if not trainer.sanity_checking:
@@ -318,6 +322,7 @@ class _MetricsFile(Callback):
 
 
 def _validation_due(checkpoint: Checkpoint | None) -> bool:
+    """Returns True if a checkpoint was saved before the end of a validation."""
     if checkpoint is None:
         return False
     progress = checkpoint["loops"]["fit_loop"]["epoch_loop.val_loop.batch_progress"]["total"]

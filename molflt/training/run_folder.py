@@ -69,29 +69,18 @@ def read_provenance(run: Path) -> Provenance:
     return read_checkpoint(last).get("molflt", {}) if last.is_file() else {}
 
 
-# Options that do not affect the steps. Data are compared by content, and epochs in terms of steps.
-_FREE = {
-    "run",
-    "data.root",
-    "data.split_seed",
-    "data.test",
-    "data.train",
-    "data.train_labels",
-    "data.val",
-    "data.val_labels",
-    "data.vocabulary",
-    "data.workers",
-    "trainer.accelerator",
-    "trainer.checkpoint_every",
-    "trainer.log_every",
-    "trainer.logger",
-    "trainer.max_epochs",
+# Options that may change on resume. Data are compared by content, and epochs in terms of steps.
+_MAY_CHANGE = {
+    "run", "data.root", "data.split_seed", "data.test", "data.train", "data.train_labels",
+    "data.val", "data.val_labels", "data.vocabulary", "data.workers", "trainer.accelerator",
+    "trainer.checkpoint_every", "trainer.log_every", "trainer.logger", "trainer.max_epochs",
     "trainer.patience",
-}
+}  # fmt: skip
 _STEPS, _EPOCHS = "trainer.max_steps", "trainer.max_epochs"
 
 
 def _flat(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yields the options of a configuration with names such as "trainer.max_steps"."""
     for name, value in config.items():
         if isinstance(value, Mapping):
             yield from ((f"{name}.{key}", part) for key, part in value.items())
@@ -102,10 +91,8 @@ def _flat(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 class RunFolder:
     """Reads and writes the folder of a run; only the first process of a training run writes.
 
-    Args:
-        path: the folder.
-
     Attributes:
+        path: the folder.
         writes: True in the first process.
         provenance: information about the run, stored in its checkpoints.
         checkpoint: the checkpoint to resume from; None in a new run.
@@ -139,8 +126,8 @@ class RunFolder:
             elif self.writes:
                 self._expect_new()
             if self.writes:
-                for folder in (self.path, self.last.parent):
-                    clear_parts(folder)
+                clear_parts(self.path)
+                clear_parts(self.last.parent)
             yield
 
     def _expect_new(self) -> None:
@@ -150,20 +137,20 @@ class RunFolder:
                 f"folder; resume it with --resume {shlex.quote(str(self.path))}, or choose "
                 "another --run"
             )
-        weights = self.path.glob("checkpoints/*.safetensors")  # left by a run without last.ckpt
-        found = [path for path in weights if not _precedes_training(path)]
+        weights = self.path.glob("checkpoints/*.safetensors")
+        unexpected = [path for path in weights if not _precedes_training(path)]
         if not (self.path / _VERSIONS).exists():
-            found += self.path.glob("config.yaml")  # not written by a run
-        if found:
+            unexpected += self.path.glob("config.yaml")  # not written by a run
+        if unexpected:
             raise FileExistsError(
-                f"{found[0]}: exists without last.ckpt, from which a run is resumed; expected an "
-                "empty or new folder; choose another --run, or move the file"
+                f"{unexpected[0]}: exists without last.ckpt, from which a run is resumed; expected "
+                "an empty or new folder; choose another --run, or move the file"
             )
 
     def check_config(self, config: Config) -> None:
         """Stores the configuration; raises ValueError if it would change steps of a resumed run.
 
-        Options in `_FREE` may change. ``trainer.max_steps`` and ``trainer.max_epochs`` may be
+        Options in `_MAY_CHANGE` may change. ``trainer.max_steps`` and ``trainer.max_epochs`` may be
         increased; the schedule then uses the new number of steps. Other changes, for example of
         `trainer.devices`, which multiplies the batch size, are rejected. A run ended by early
         stopping can be resumed only with more patience.
@@ -172,29 +159,29 @@ class RunFolder:
         if self.checkpoint is None:
             return
         path = self.path / "config.yaml"
-        was = self._was().get("config") or read_config(self.path)
+        stored = self._stored().get("config") or read_config(self.path)
         # older configurations do not contain options that were added later
-        old = dict([*_flat(plain(defaults(now["recipe"]))), *_flat(was)])
+        old = dict(_flat(plain(defaults(now["recipe"])))) | dict(_flat(stored))
         new = dict(_flat(now))
         steps, done = new[_STEPS], self.checkpoint["global_step"]
         # None if max_epochs is set; compared again when the data are known
         if steps is not None and int(steps) < max(done, int(old[_STEPS])):
-            by = "" if new[_EPOCHS] is None else f" from {_EPOCHS}={new[_EPOCHS]}"
+            epochs = "" if new[_EPOCHS] is None else f" from {_EPOCHS}={new[_EPOCHS]}"
             raise ValueError(
                 f"{path}: --resume can only increase {_STEPS}; it is {old[_STEPS]}, and {done} "
-                f"steps are done; got {steps}{by}"
+                f"steps are done; got {steps}{epochs}"
             )
-        wrong = [
+        changed = [
             f"{key} is {shown(old[key])}; got {shown(new[key])}"
             for key in old.keys() & new.keys()
-            if key not in _FREE and key != _STEPS and old[key] != new[key]
+            if key not in _MAY_CHANGE and key != _STEPS and old[key] != new[key]
         ]
-        if wrong:
+        if changed:
             raise ValueError(
-                f"{path}: {', '.join(sorted(wrong))} with --resume; use the old value, or start a "
-                "new run"
+                f"{path}: {', '.join(sorted(changed))} with --resume; use the old value, or start "
+                "a new run"
             )
-        stop, patience = self._was().get("stopped"), new["trainer.patience"]
+        stop, patience = self._stored().get("stopped"), new["trainer.patience"]
         if stop and patience is not None and int(patience) <= stop["since"]:
             raise ValueError(
                 f"{path}: stopped early at step {stop['step']}, {stop['since']} validations after "
@@ -206,7 +193,7 @@ class RunFolder:
         self, fingerprints: Mapping[str, Fingerprint], files: Mapping[str, bytes]
     ) -> None:
         """Raises ValueError if the data have changed; stores digests of the contents in `files`."""
-        for use, old in self._was().get("data", {}).items():
+        for use, old in self._stored().get("data", {}).items():
             new = fingerprints.get(use, {})
             for key in old:
                 if old[key] != new.get(key):
@@ -218,7 +205,7 @@ class RunFolder:
         self.provenance["data"] = fingerprints
         self._files = {name: hashlib.sha256(data).hexdigest() for name, data in files.items()}
 
-    def _was(self) -> Provenance:
+    def _stored(self) -> Provenance:
         """Returns the stored provenance; {} for new runs and checkpoints from earlier versions."""
         return (self.checkpoint or {}).get("molflt", {})
 
@@ -227,10 +214,10 @@ class RunFolder:
 
         A resumed run ignores `domain` and uses the content in its checkpoint.
         """
-        kept = domain if self.checkpoint is None else self._was().get("initial")
-        if kept is not None:
-            self.provenance["initial"] = kept
-        return kept
+        initial = domain if self.checkpoint is None else self._stored().get("initial")
+        if initial is not None:
+            self.provenance["initial"] = initial
+        return initial
 
     def check_weights(self, model: nn.Module) -> None:
         """Checks that the checkpoint matches the model, and rewrites last.safetensors from it.
@@ -239,8 +226,8 @@ class RunFolder:
         """
         if self.checkpoint is not None:
             check_weights(self.last, model, model_weights(self.checkpoint))
-            for kept in sorted(self.last.parent.glob("*.safetensors")):
-                verify_tensors(kept)
+            for file in sorted(self.last.parent.glob("*.safetensors")):
+                verify_tensors(file)
             self._save_last(self.checkpoint)
 
     def start_steps(self, device: str) -> None:
@@ -251,11 +238,11 @@ class RunFolder:
             "torch": str(torch.__version__),
             "device": device,
         }
-        was = self._was().get("machine", {})
+        old = self._stored().get("machine", {})
         changes = "; ".join(
-            f"{key} was {was[key]}, is {value}"
+            f"{key} was {old[key]}, is {value}"
             for key, value in machine.items()
-            if was.get(key, value) != value
+            if old.get(key, value) != value
         )
         if changes:
             self.say(f"{self.path}: resumed with {changes}: rounding may differ", sys.stderr)
@@ -266,14 +253,14 @@ class RunFolder:
             print(text, file=file)
 
     def write(self, data_files: Mapping[str, bytes]) -> None:
-        """Writes config.yaml, versions.json and the data files."""
+        """Writes config.yaml, versions.json and data files, which a resumed run must not change."""
         if not self.writes:
             return
         if self.checkpoint is None:
             path = self.path / _VERSIONS  # written first: marks config.yaml as written by a run
-            # an interrupted start may have used different data, weights or a different recipe
-            for name in {*KEPT, INIT_RECORD} - data_files.keys() if path.exists() else ():
-                (self.path / name).unlink(missing_ok=True)
+            if path.exists():  # by an interrupted start, perhaps with other data or weights
+                for name in {*KEPT, INIT_RECORD} - data_files.keys():
+                    (self.path / name).unlink(missing_ok=True)
             write_atomically(path, (json.dumps(_versions(), indent=2) + "\n").encode())
         for name, content in data_files.items():
             path = self.path / name
@@ -306,8 +293,8 @@ class RunFolder:
     def save_checkpoint(self, checkpoint: Mapping[str, Any]) -> None:
         """Writes last.ckpt and then last.safetensors."""
         self._expect_held()
-        spent = time.perf_counter() - self._begun
-        self.provenance["seconds"] = float(self._was().get("seconds", 0.0)) + spent
+        elapsed = time.perf_counter() - self._begun
+        self.provenance["seconds"] = float(self._stored().get("seconds", 0.0)) + elapsed
         write_checkpoint(self.last, {**checkpoint, "molflt": self.provenance})
         self._save_last(checkpoint)
 
@@ -329,12 +316,12 @@ class RunFolder:
         Errors are printed instead of raised, and ignored if the run itself ends with an error.
         """
         table, png = self.path / "metrics.csv", self.path / "curve.png"
-        ending = sys.exception()
+        pending = sys.exception()  # raised by the run
         try:
             if self.writes and table.is_file() and len(table.read_text().splitlines()) > 1:
                 draw_curve(self.path, png, metrics)
         except (OSError, ValueError) as error:
-            if ending is None:
+            if pending is None:
                 print(f"{png}: not drawn: {error}", file=sys.stderr)
 
 
@@ -362,8 +349,8 @@ def _versions() -> dict[str, str | None]:
 def read_versions(run: Path) -> dict[str, object]:
     """Reads versions.json of a run; returns {} if the file is missing."""
     path = Path(run) / _VERSIONS
-    found: Any = read_json(path, "JSON", "restore it") if path.is_file() else {}
-    return dict(found)
+    content: Any = read_json(path, "JSON", "restore it") if path.is_file() else {}
+    return dict(content)
 
 
 def _git_commit() -> str | None:
@@ -414,17 +401,16 @@ def draw_curve(run: Path, file: Path, metrics: Mapping[str, Metric]) -> None:
     """Plots metrics.csv of a run to `file` and marks the validation of its best weights."""
     from molflt.plots import training_curve
 
-    chosen = None
+    best = None
     with contextlib.suppress(ValueError):  # reported when these weights are loaded
-        chosen = best_of(run)
-    marked = chosen and (chosen.metric, chosen.step)
+        best = best_of(run)
+    marked = best and (best.metric, best.step)
     training_curve(Path(run) / "metrics.csv", file, metrics, marked)
 
 
 def duration(seconds: float) -> str:
     """Formats a time as "7 s", "4 min 12 s" or "2 h 05 min"."""
-    whole = round(seconds)
-    minutes, hours = whole // 60, whole // 3600
-    if hours:
-        return f"{hours} h {minutes % 60:02d} min"
-    return f"{minutes} min {whole % 60:02d} s" if minutes else f"{whole} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes >= 60:
+        return f"{minutes // 60} h {minutes % 60:02d} min"
+    return f"{minutes} min {rest:02d} s" if minutes else f"{rest} s"

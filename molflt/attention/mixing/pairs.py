@@ -7,13 +7,7 @@ from torch import Tensor
 
 from molflt.attention.mixing.sparse import Pattern, correlate, gather, has_sparse_products
 from molflt.attention.mixing.sums import Sums
-from molflt.attention.numerics import (
-    at_least_float32,
-    decided,
-    pieces,
-    products_of_all,
-    recomputed,
-)
+from molflt.attention.numerics import at_least_float32, decided, pieces, products_of_all, recomputed
 
 _TRANSIENT = 2**22  # largest number of elements per chunk of columns or pairs
 _MANY = 2**18  # for more pairs, products of features are recomputed in the backward pass

@@ -22,8 +22,7 @@ if TYPE_CHECKING:
     from ase import Atoms
     from torch_geometric.data import Data
 
-
-_NEAR_ONE = 1e-3
+_NEAR_ONE = 1e-3  # tolerance of occupancies
 _DENSEST = 1.0  # Å^3 per atom; metallic hydrogen at 500 GPa has 1.3
 _KINDS = {  # patterns for the names of labels, by kind
     "energy": re.compile("energ|etot|^e([_-]|$)", re.IGNORECASE),
@@ -38,6 +37,7 @@ _NOT_READ |= {"field", "efield", "uhf", "nupdown", "unpaired"}
 _NOT_READ |= {f"{word}s" for word in _NOT_READ}
 _PREDICTED = ["spread_eV", "uncertainty_eV", "by_adsorbate_eV", "outside"]  # by molflt predict
 _PREDICTED += ["molflt_index", "molflt_file", "molflt_shard"]
+_Entries = Mapping[str, Any]
 _HARMLESS = {"nuclear", "born", "dipole", "quadrupole", "inertia", "force"}
 
 
@@ -57,12 +57,12 @@ class Converter:
         self._keys |= {"forces": reading.forces_key, "stress": reading.stress_key}
         self._used: dict[str, str] = {}  # name of the entry that is read, by label
         self._others: dict[str, None] = {}  # names in structures without the energy in use
-        self._there: dict[str, None] = {}  # names of all labels in the file
+        self._present: dict[str, None] = {}  # names of all labels in the file
         self._numbers: dict[str, None] = {}  # names of other numbers, which may be energies
         self._fields: dict[str, None] = {}  # names of unused spins, moments and fields
-        self._lost: Counter[str] = Counter()  # structures with ignored constraints, by kind
-        self._count = self._other_tags = self._steps = 0
-        self._last = b""
+        self._ignored: Counter[str] = Counter()  # structures with ignored constraints, by kind
+        self._count = self._other_tags = 0  # structures, and those with tags of other conventions
+        self._steps, self._last = 0, b""  # structures with the elements and cell of the last one
 
     def record(self, atoms: Atoms | ValueError, number: int = 0) -> Data:
         """Converts a structure with the default sid `number`; if given an error, raises it."""
@@ -75,10 +75,10 @@ class Converter:
         if relaxed is not None:  # the energy refers to the relaxed positions
             labels.pop("energy", None)
         if self.reading.for_prediction:
-            kept = ("y_init", "y_relaxed", "y_baseline")
-            labels = {name: _if_finite(labels.get(name)) for name in kept}
-        given = atoms.get_tags() if atoms.has("tags") else None
-        tags = None if self.reading.tags == "any" else given
+            names = ("y_init", "y_relaxed", "y_baseline")
+            labels = {name: _if_finite(labels.get(name)) for name in names}
+        original_tags = atoms.get_tags() if atoms.has("tags") else None
+        tags = None if self.reading.tags == "any" else original_tags
         if tags is not None and self.reading.tags == "ase":
             tags = _layers_as_tags(tags)
         try:
@@ -95,53 +95,61 @@ class Converter:
                 **labels,
             )
         except ValueError as error:
-            named = self._used.get("y_relaxed", "y_relaxed")  # name in the file
-            raise ValueError(str(error).replace(": y_relaxed ", f": {named} ")) from None
-        if given is not None and tags is None:  # not checked, but written to outputs
-            record.tags = torch.as_tensor(given, dtype=torch.long)
-        self._note(atoms)
+            name = self._used.get("y_relaxed", "y_relaxed")  # in the file
+            raise ValueError(str(error).replace(": y_relaxed ", f": {name} ")) from None
+        if original_tags is not None and tags is None:  # not checked, but written to outputs
+            record.tags = torch.as_tensor(original_tags, dtype=torch.long)
+        self._count_unused(atoms)
         return record
 
     def _labels(self, atoms: Atoms, info: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the labels of a structure, and records the names of all entries."""
         results = getattr(atoms.calc, "results", None) or {}
-        self._numbers |= dict.fromkeys(
-            n for n, x in info.items() if isinstance(x, Real) and not isinstance(x, Integral)
-        )
-        named = [name for name in [*info, *atoms.arrays] if not isinstance(info.get(name), bool)]
-        there = [*results, *filter(_kind, named)]
-        absent = {"free_energy"} if results.get("free_energy") == results.get("energy") else set()
-        absent |= {"energies"} if "energy" in results else set()  # per-atom energies
-        self._there |= dict.fromkeys(name for name in there if name not in absent)
-        found: dict[str, Any] = {}
+        self._record_names(info, atoms.arrays, results)
+        labels: dict[str, Any] = {}
         for label, key in self._keys.items():
-            stored = {**(atoms.arrays if label == "forces" else info), **results}
+            entries = {**(atoms.arrays if label == "forces" else info), **results}
             defaults = (label, "energy" if label == "y_relaxed" else f"REF_{label}")
             names = [
                 name
                 for name in ((key,) if key is not None else defaults)
-                if stored.get(name) is not None
-                and not isinstance(stored[name], bool)  # a bare word in a comment
-                and (label == "y_relaxed" or not _all_nan(stored[name]))
+                if entries.get(name) is not None
+                and not isinstance(entries[name], bool)  # a bare word in a comment
+                and (label == "y_relaxed" or not _all_nan(entries[name]))
             ]
             names = names[:1] if label == "y_relaxed" else names  # energy may be of another state
             if names and (name := self._used.setdefault(label, names[0])) in names:
-                found[label] = stored[name]
+                labels[label] = entries[name]
             elif label == "y_relaxed":
                 self._others |= dict.fromkeys(names)
         name = self._used.get("stress", "").lower()
-        if "stress" in found and "virial" in name and "stress" not in name:
+        if "stress" in labels and "virial" in name and "stress" not in name:
             volume = atoms.cell.volume  # 0 for molecules without a cell, which have no stress
-            found["stress"] = -np.asarray(found["stress"]) / volume if volume else None
-        return found
+            labels["stress"] = -np.asarray(labels["stress"]) / volume if volume else None
+        return labels
 
-    def _note(self, atoms: Atoms) -> None:
+    def _record_names(self, info: _Entries, arrays: _Entries, results: _Entries) -> None:
+        numbers = [
+            n for n, x in info.items() if isinstance(x, Real) and not isinstance(x, Integral)
+        ]
+        self._numbers |= dict.fromkeys(numbers)
+        named = [name for name in [*info, *arrays] if not isinstance(info.get(name), bool)]
+        names = dict.fromkeys([*results, *filter(_kind, named)])
+        if results.get("free_energy") == results.get("energy"):
+            names.pop("free_energy", None)
+        if "energy" in results:
+            names.pop("energies", None)  # of the atoms
+        self._present |= names
+
+    def _count_unused(self, atoms: Atoms) -> None:
         self._fields |= dict.fromkeys(unused_fields(atoms))
         self._count += 1
         tags = self.reading.tags
         self._other_tags += tags != "any" and tags_look_like(atoms) not in (None, tags)
-        same = atoms.numbers.tobytes() + atoms.cell.array.tobytes()
-        self._steps, self._last = self._steps + (same == self._last), same
-        self._lost.update(_held(atoms)[1])
+        elements_and_cell = atoms.numbers.tobytes() + atoms.cell.array.tobytes()
+        self._steps += elements_and_cell == self._last
+        self._last = elements_and_cell
+        self._ignored.update(_fixed_coordinates(atoms)[1])
 
     def check(self, name: str) -> None:
         """Raises ValueError if no structure of file `name` has the entry that an option names."""
@@ -149,23 +157,23 @@ class Converter:
             if key is None or key in self._used.values():
                 continue
             option = "energy" if label == "y_relaxed" else label
-            there = {*self._energies, *self._numbers} if option == "energy" else {*self._there}
+            names = {*self._energies, *self._numbers} if option == "energy" else {*self._present}
             raise ValueError(
                 f"{name}: no structure has the {option}_key {shown(key)}; expected one of "
-                f"{_listed(sorted(there)) or 'no entries'}, or null for the default"
+                f"{_listed(sorted(names)) or 'no entries'}, or null for the default"
             )
 
     def warn(self, name: str) -> None:
         """Prints warnings about the structures; `name` is the name of their file."""
         reading, count = self.reading, self._count
         if 2 * self._other_tags > count:
-            found = (
+            text = (
                 "look like the layer numbers of ase.build; to read them as such, set --tags ase "
                 "(--data.tags ase when training, tags='ase' in Python)"
                 if reading.tags == "oc20"
                 else "were read as layer numbers, but look like OC20's (0 below 1, 2 above it)"
             )
-            warn(f"{name}: tags of {self._other_tags} of {count} structures {found}")
+            warn(f"{name}: tags of {self._other_tags} of {count} structures {text}")
         of_steps = reading.energy_key is None and self._used.get("y_relaxed") == "energy"
         for_energies = reading.tags != "any" and not reading.for_prediction
         if of_steps and for_energies and "forces" in self._used and 2 * self._steps > count:
@@ -174,16 +182,16 @@ class Converter:
                 "them with --recipe potential; to learn relaxed energies, keep the first frame of "
                 "each relaxation, with the energy of the last one as y_relaxed"
             )
-        if self._lost and not reading.keep_atoms:
-            found = ", ".join(f"{kind} in {count}" for kind, count in sorted(self._lost.items()))
+        if self._ignored and not reading.keep_atoms:
+            kinds = ", ".join(f"{kind} in {n}" for kind, n in sorted(self._ignored.items()))
             warn(
-                f"{name}: constraints other than fixed atoms are ignored: {found} structures; the "
+                f"{name}: constraints other than fixed atoms are ignored: {kinds} structures; the "
                 "atoms are treated as free"
             )
-        own = {self._used.get("energy"), self._used.get("forces")}
-        plain = {"energy", "forces"} <= self._there.keys() and self._used.get("stress") == "stress"
-        plain &= not reading.for_prediction
-        if plain and not own & {"energy", "free_energy", "forces", None}:
+        reads_stress = self._used.get("stress") == "stress" and not reading.for_prediction
+        used = {self._used.get("energy"), self._used.get("forces")}
+        has_both = {"energy", "forces"} <= self._present.keys()
+        if reads_stress and has_both and not used & {"energy", "free_energy", "forces", None}:
             warn(
                 f"{name}: stress belongs to energy and forces, which are not used; name the stress "
                 "with --data.stress_key, or set --task.stress_weight 0"
@@ -196,7 +204,7 @@ class Converter:
         """Fields of records, keyed by the names of labels in the file; None for unread labels."""
         fields = {name: label for label, name in reversed(self._used.items())}
         read = {"y_init", self.reading.baseline_key}
-        return {name: fields.get(name) for name in self._there if name not in read}
+        return {name: fields.get(name) for name in self._present if name not in read}
 
     @property
     def hint(self) -> str:
@@ -216,7 +224,7 @@ class Converter:
 
     @property
     def _energies(self) -> list[str]:
-        return [name for name in self._there if _kind(name) == "energy"]
+        return [name for name in self._present if _kind(name) == "energy"]
 
 
 def named_options(names: Iterable[str], kind: str) -> str:
@@ -243,30 +251,30 @@ def text_sid(atoms: Atoms) -> str | None:
 
 def fixed_atoms(atoms: Atoms) -> NDArray[np.bool_]:
     """Returns a mask (N,) of atoms that are fixed in all three directions."""
-    return np.logical_and.reduce(_held(atoms)[0], axis=1)
+    return np.logical_and.reduce(_fixed_coordinates(atoms)[0], axis=1)
 
 
-def _held(atoms: Atoms) -> tuple[NDArray[np.bool_], set[str]]:
+def _fixed_coordinates(atoms: Atoms) -> tuple[NDArray[np.bool_], set[str]]:
     """Returns a mask (N, 3) of fixed coordinates, and the kinds of other constraints."""
     from ase.constraints import FixAtoms, FixCartesian, FixScaled
 
-    held, others = np.zeros((len(atoms), 3), dtype=bool), set()
+    fixed, others = np.zeros((len(atoms), 3), dtype=bool), set()
     for constraint in atoms.constraints:
         mask = np.asarray(getattr(constraint, "mask", True))
-        of_lattice = isinstance(constraint, FixScaled) and mask.any() and not mask.all()
-        if of_lattice or not isinstance(constraint, FixAtoms | FixCartesian | FixScaled):
+        oblique = isinstance(constraint, FixScaled) and mask.any() and not mask.all()
+        if oblique or not isinstance(constraint, FixAtoms | FixCartesian | FixScaled):
             others.add(type(constraint).__name__)
             continue
         try:
-            held[np.asarray(constraint.index)] |= mask
+            fixed[np.asarray(constraint.index)] |= mask
         except IndexError as error:
             raise ValueError(
                 f"a constraint fixes an atom that does not exist ({error}); expected atoms 0 to "
                 f"{len(atoms) - 1}; correct the constraint"
             ) from None
-    if (held.any(axis=1) & ~held.all(axis=1)).any():
+    if (fixed.any(axis=1) & ~fixed.all(axis=1)).any():
         others.add("FixCartesian")
-    return held, others
+    return fixed, others
 
 
 def total_charge(atoms: Atoms) -> float | None:
@@ -280,10 +288,10 @@ def charge_in(entries: Mapping[str, Any]) -> float | None:
     The entry is called charge, total_charge or net_charge, in upper or lower case. Raises
     ValueError for a multiplicity other than 1; 0 means unknown.
     """
-    found: dict[str, float] = {}
+    charges: dict[str, float] = {}
     for name, value in entries.items():
-        multiple = "multiplicity" in _words(name)
-        if not (multiple or _is_total(name, value)):
+        is_multiplicity = "multiplicity" in _words(name)
+        if not (is_multiplicity or _is_total(name, value)):
             continue
         value = value.tolist() if isinstance(value, torch.Tensor) else value
         if isinstance(value, bool):
@@ -294,16 +302,16 @@ def charge_in(entries: Mapping[str, Any]) -> float | None:
             number = float(np.asarray(value, dtype=np.float64).item())
         except (TypeError, ValueError):
             raise ValueError(f"{name} must be one number; got {shown(value, 40)}") from None
-        if multiple and number not in (0, 1) and not np.isnan(number):
+        if is_multiplicity and number not in (0, 1) and not np.isnan(number):
             raise ValueError(
                 f"{name} must be 1, because models do not use it; got {number:g}; remove the "
                 "structure or the entry"
             )
-        if not multiple and not np.isnan(number):
-            found[name] = number
-    if len(set(found.values())) > 1:
-        raise ValueError(f"expected one total charge; got {found}; remove one")
-    return next(iter(found.values()), None)
+        if not is_multiplicity and not np.isnan(number):
+            charges[name] = number
+    if len(set(charges.values())) > 1:
+        raise ValueError(f"expected one total charge; got {charges}; remove one")
+    return next(iter(charges.values()), None)
 
 
 def unused_fields(atoms: Atoms) -> list[str]:
@@ -313,10 +321,10 @@ def unused_fields(atoms: Atoms) -> list[str]:
     spin or multiplicity of 1, and the total charge are omitted.
     """
     results = getattr(atoms.calc, "results", None) or {}
-    own = {name: each for name, each in _entries(atoms).items() if not _is_total(name, each)}
+    entries = {name: x for name, x in _entries(atoms).items() if not _is_total(name, x)}
     return [
         name
-        for name, value in {**results, **atoms.arrays, **own}.items()
+        for name, value in {**results, **atoms.arrays, **entries}.items()
         if _words(name) & _NOT_READ and not _words(name) & _HARMLESS and _matters(name, value)
     ]
 
@@ -329,21 +337,23 @@ def unused_warning(where: str, fields: Sequence[str]) -> str:
 
 def drop_labels_(atoms: Atoms, moved: bool = False) -> None:
     """Removes labels and fields of earlier predictions; if `moved`, also references and virials."""
-    names = ["energy", "free_energy", "forces", "stress", *["virial", "virials"] * moved]
-    names += [f"REF_{name}" for name in names] * moved
+    names = ["energy", "free_energy", "forces", "stress"]
+    if moved:
+        names += ["virial", "virials"]
+        names += [f"REF_{name}" for name in names]
     for name in (*names, *_PREDICTED):
         atoms.info.pop(name, None)
         atoms.arrays.pop(name, None)
 
 
-def not_held(atoms: Atoms, suffix: str) -> list[str]:
+def not_stored(atoms: Atoms, suffix: str) -> list[str]:
     """Describes the constraints or arrays that an .extxyz or .traj file cannot store."""
     if suffix == ".traj":
-        lost, whole = {f"array {name}" for name in atoms.arrays.keys() - _IN_TRAJ}, ".extxyz"
+        lost, other = {f"array {name}" for name in atoms.arrays.keys() - _IN_TRAJ}, ".extxyz"
     else:
-        kinds = {type(one).__name__ for one in atoms.constraints}
-        lost, whole = kinds - {"FixAtoms", "FixCartesian"}, ".traj"
-    return [f"{suffix} cannot store {kind}; write {whole} to keep it" for kind in sorted(lost)]
+        kinds = {type(constraint).__name__ for constraint in atoms.constraints}
+        lost, other = kinds - {"FixAtoms", "FixCartesian"}, ".traj"
+    return [f"{suffix} cannot store {kind}; write {other} to keep it" for kind in sorted(lost)]
 
 
 def check_fields(atoms: Atoms) -> None:
@@ -373,9 +383,9 @@ def _partial_site(atoms: Atoms) -> str:
         if len(shares) > 1 or any(map(_is_partial, shares.values())):
             listed = ", ".join(f"{symbol} {share}" for symbol, share in shares.items())
             return f"site {site} has the occupancy {listed}"
-    for atom, share in enumerate(of_atoms if of_atoms.any() else ()):  # all 0 means unknown
-        if _is_partial(share):
-            return f"atom {atom} has the occupancy {share}"
+    partial = [atom for atom, share in enumerate(of_atoms) if _is_partial(share)]
+    if partial and of_atoms.any():  # all 0 means unknown
+        return f"atom {partial[0]} has the occupancy {of_atoms[partial[0]]}"
     return ""
 
 
@@ -391,14 +401,16 @@ def _entries(atoms: Atoms) -> dict[str, Any]:
     info = {name: value for name, value in atoms.info.items() if isinstance(name, str)}
     for inner in ("data", "key_value_pairs"):
         if isinstance(value := info.get(inner), Mapping):
-            info |= {str(name): each for name, each in value.items()}
+            info |= {str(name): entry for name, entry in value.items()}
     return info
 
 
 def _is_total(name: str, value: Any) -> bool:
-    named = "charge" in (words := _words(name)) and words <= {"charge", "total", "net"}
+    """Returns True if an entry is one number called charge, total_charge or net_charge."""
+    words = _words(name)
     size = value.numel() if isinstance(value, torch.Tensor) else np.size(value)
-    return named and value is not None and size == 1
+    is_charge = "charge" in words and words <= {"charge", "total", "net"}
+    return is_charge and value is not None and size == 1
 
 
 @lru_cache  # called for each entry of each record

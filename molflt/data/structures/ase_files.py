@@ -27,37 +27,36 @@ if TYPE_CHECKING:
     from ase.db.row import AtomsRow
     from ase.io.cif import CIFBlock
 
-
 _DATABASES = {".db": "db", ".json": "json", ".aselmdb": "aselmdb"}
 # Extension -> name of the format in ASE
 ENDINGS = {
-    **{".traj": "traj", ".extxyz": "extxyz", ".xyz": "extxyz", ".cif": "cif", ".vasp": "vasp"},
-    **{".poscar": "vasp", ".xsf": "xsf", ".axsf": "xsf", ".pdb": "proteindatabank", ".gen": "gen"},
-    **{".cube": "cube", ".res": "res", ".shelx": "res", ".pwi": "espresso-in"},
-    **{".pwo": "espresso-out", ".castep": "castep-castep", ".geom": "castep-geom"},
-    **{".com": "gaussian-in", ".gjf": "gaussian-in", ".nwi": "nwchem-in", ".nwo": "nwchem-out"},
-    **{".xv": "siesta-xv", ".mol": "mol", ".sdf": "sdf", ".xsd": "xsd"},
-    **{".con": "eon", ".magres": "magres", **_DATABASES},
-}
-_NAMES = {  # names of files without a known extension, in lower case
-    **{f"*{name}*": "vasp" for name in ("poscar", "contcar", "centcar")},
-    **{"*outcar*": "vasp-out", "*xdatcar*": "vasp-xdatcar", "*vasp*.xml": "vasp-xml"},
-    **{"geometry.in*": "aims", "coord": "turbomole", "gradient": "turbomole-gradient"},
-}
-_BEGINNINGS = {  # formats that ASE recognizes; _OF_VASP recognizes VASP's files
-    *("abinit-out", "aims-output", "espresso-in", "espresso-out", "gaussian-out", "gpaw-out"),
-    *("nwchem-out", "onetep-out", "orca-output", "turbomole", "turbomole-gradient"),
-}
-_OF_VASP = {rb"\s*vasp\.\d": "vasp-out", rb"\s*(<\?xml[^>]*>\s*)?<modeling>": "vasp-xml"}
+    ".traj": "traj", ".extxyz": "extxyz", ".xyz": "extxyz", ".cif": "cif", ".vasp": "vasp",
+    ".poscar": "vasp", ".xsf": "xsf", ".axsf": "xsf", ".pdb": "proteindatabank", ".gen": "gen",
+    ".cube": "cube", ".res": "res", ".shelx": "res", ".pwi": "espresso-in", ".pwo": "espresso-out",
+    ".castep": "castep-castep", ".geom": "castep-geom", ".com": "gaussian-in",
+    ".gjf": "gaussian-in", ".nwi": "nwchem-in", ".nwo": "nwchem-out", ".xv": "siesta-xv",
+    ".mol": "mol", ".sdf": "sdf", ".xsd": "xsd", ".con": "eon", ".magres": "magres", **_DATABASES,
+}  # fmt: skip
+_NAMES = {  # patterns for names of files without a known extension, in lower case
+    "*poscar*": "vasp", "*contcar*": "vasp", "*centcar*": "vasp",
+    "*outcar*": "vasp-out", "*xdatcar*": "vasp-xdatcar", "*vasp*.xml": "vasp-xml",
+    "geometry.in*": "aims", "coord": "turbomole", "gradient": "turbomole-gradient",
+}  # fmt: skip
+_BEGINNINGS = {  # formats that ASE recognizes; _VASP_BEGINNINGS recognizes VASP's files
+    "abinit-out", "aims-output", "espresso-in", "espresso-out", "gaussian-out", "gpaw-out",
+    "nwchem-out", "onetep-out", "orca-output", "turbomole", "turbomole-gradient",
+}  # fmt: skip
+_VASP_BEGINNINGS = {rb"\s*vasp\.\d": "vasp-out", rb"\s*(<\?xml[^>]*>\s*)?<modeling>": "vasp-xml"}
 # Total charge and multiplicity in files of these formats, which ASE does not read
 _NUMBER = r"(?P<charge>[-+]?(?:\d+(?:\.\d*)?|\.\d+)(?:[de][-+]?\d+)?)(?![\w.])"
-_OF_NWCHEM = rf"^[ \t]*charge[ \t:=]+{_NUMBER}(?:\s+spin multiplicity: *(?P<multiplicity>\d+))?"
-_STATED = {
+_NWCHEM_CHARGE = rf"^[ \t]*charge[ \t:=]+{_NUMBER}(?:\s+spin multiplicity: *(?P<multiplicity>\d+))?"
+_CHARGES = {
     "gaussian-in": rf"\n[ \t]*\n[ \t]*{_NUMBER}[ \t,]+(?P<multiplicity>\d+)"
     r"(?:[ \t,]+[-+]?\d+)*[ \t]*\n[ \t]*\S",  # the title has a blank line below
     "gaussian-out": rf"^ *charge *= *{_NUMBER} +multiplicity *= *(?P<multiplicity>\d+)"
     r"( *$| in supermolecule| for .* on real)",  # not of fragments or model systems
-    **{"nwchem-in": _OF_NWCHEM, "nwchem-out": _OF_NWCHEM},
+    "nwchem-in": _NWCHEM_CHARGE,
+    "nwchem-out": _NWCHEM_CHARGE,
     "orca-output": rf"^ *total charge +charge *\.+ *{_NUMBER}"
     r"\s+multiplicity +mult *\.+ *(?P<multiplicity>\d+)",
     "espresso-in": rf"^[^!\n]*\btot_charge *= *{_NUMBER}",
@@ -92,7 +91,7 @@ _IGNORED = {  # units, cells, symmetry, atoms, constraints and energies that ASE
     "xsf": r"^#[ \t]*total energy\b.*",  # of aenet, which writes forces in eV/Å
 }
 # Keys of XYZ files that ASE reads, and other names of cells, which it ignores
-_READ = {name.lower(): name for name in ("Lattice", "pbc", "Properties")} | {"periodic": "pbc"}
+_XYZ_KEYS = {name.lower(): name for name in ("Lattice", "pbc", "Properties")} | {"periodic": "pbc"}
 _CELLS = ("cell", "unit_cell", "unitcell", "box", "lattice_vectors", "cell_vectors")
 _NOT_ANGSTROM = re.compile(r"(?<![/\w])(cell\(|(bohr|fractional|atomic_unit|nm)\b)", re.I)
 
@@ -139,8 +138,8 @@ class AseStructures(LoadedStructures):
         converter, several = Converter(Reading(**options)), len(self.files) > 1
         for file in self.files:
             for frame, (row, atoms) in enumerate(frames(file)):
-                number = len(self) + len(self.bad) if several else row
-                make = partial(converter.record, atoms, number)
+                sid = len(self) + len(self.bad) if several else row
+                make = partial(converter.record, atoms, sid)
                 if not self.add(f"{file}: frame {frame}", make) or isinstance(atoms, ValueError):
                     continue
                 if (name := text_sid(atoms)) is not None:
@@ -171,15 +170,15 @@ def frames(path: Path) -> Iterator[tuple[int, Atoms | ValueError]]:
     kind, number = ase_format(path) or "vasp", -1
     loads = _loads(path, kind)
     while True:
-        found: Atoms | ValueError
+        atoms: Atoms | ValueError
         try:
             number, load = next(loads)
-            found = load()
+            atoms = load()
         except StopIteration:
             return
         except Exception as error:  # errors differ between ASE's formats
-            found = ValueError(f"cannot be read as {kind}: {_reason(error, path)}")
-        yield number, found
+            atoms = ValueError(f"cannot be read as {kind}: {_reason(error, path)}")
+        yield number, atoms
 
 
 def _reason(error: Exception, path: Path) -> str:
@@ -192,6 +191,7 @@ def _reason(error: Exception, path: Path) -> str:
 
 
 def _loads(path: Path, kind: str) -> _Loads:
+    """Yields the number of each structure in a file of format `kind`, and a function to read it."""
     from ase.io.formats import ioformats, iread
 
     if not path.stat().st_size:
@@ -199,13 +199,13 @@ def _loads(path: Path, kind: str) -> _Loads:
     if kind in _DATABASES.values():
         yield from _rows_of_lmdb(path) if kind == "aselmdb" else _rows(path, kind)
         return
-    form = ioformats[kind]
-    if path != without_packing(path) and not form.acceptsfd:
+    ase_io = ioformats[kind]
+    if path != without_packing(path) and not ase_io.acceptsfd:
         raise ValueError(
             f"ASE cannot read compressed {kind} files; unpack the file, for example with `gunzip`"
         )
-    text: dict[str, Any] = {"mode": "rt", "encoding": "utf-8", "errors": "surrogateescape"}
-    with opened(path, **({} if form.isbinary else text)) as file:
+    mode: dict[str, Any] = {"mode": "rt", "encoding": "utf-8", "errors": "surrogateescape"}
+    with opened(path, **({} if ase_io.isbinary else mode)) as file:
         if kind == "extxyz":
             yield from enumerate(xyz_frames(file))
         elif kind == "cif":
@@ -217,9 +217,9 @@ def _loads(path: Path, kind: str) -> _Loads:
             parts = re.split(r"^\$\$\$\$.*\n?", file.read(), flags=re.M)
             yield from enumerate(partial(_molecule_of_sdf, part) for part in parts if part.strip())
         else:
-            content = file.read() if kind in _STATED or kind in _IGNORED else ""
+            content = file.read() if kind in _CHARGES or kind in _IGNORED else ""
             expect_read_by_ase(kind, content)
-            stated = _stated(kind, content)
+            charge = _charge_and_multiplicity(kind, content)
             file.seek(0)
             if kind == "vasp":
                 expect_counts_of_poscar(file)
@@ -229,25 +229,27 @@ def _loads(path: Path, kind: str) -> _Loads:
                 _warn_of_vasp(path, file, kind)
             file.seek(0)
             # ASE interprets @ in a path as file@index
-            given: Any = file if form.acceptsfd else str(path)
-            images = iread(given, index=":", format=kind, do_not_split_by_at_sign=True)
+            source: Any = file if ase_io.acceptsfd else str(path)
+            images = iread(source, index=":", format=kind, do_not_split_by_at_sign=True)
             if kind == "proteindatabank":  # ASE reads END after the last model as an empty frame
                 images = filter(len, images)
             for number, atoms in enumerate(images):
-                atoms.info |= stated
+                atoms.info |= charge
                 atoms.pbc |= kind == "eon"  # whose files are periodic
-                yield number, partial(lambda same: same, atoms)
+                yield number, partial(lambda image: image, atoms)  # already read
 
 
 def _warn_of_vasp(path: Path, file: IO[str], kind: str) -> None:
     """Warns about a truncated vasprun.xml, and about steps that used all NELM electronic cycles."""
-    most, complete = 0, kind == "vasp-out"
-    cycles: list[int] = []  # of each ionic step
+    nelm, complete = 0, kind == "vasp-out"
+    cycles: list[int] = []  # electronic cycles of each ionic step
     for line in file:
-        if "NELM" in line and (found := re.search(r"\bNELM\b\D*(\d+)", line)):
-            most = int(found[1])
-        elif "Iteration" in line and (found := re.search(r"\( *(\d+)\)", line)):  # OUTCAR
-            cycles[-1:] = [*cycles[-1:], 1] if found[1] == "1" else [int(found[1])]
+        if "NELM" in line and (match := re.search(r"\bNELM\b\D*(\d+)", line)):
+            nelm = int(match[1])
+        elif "Iteration" in line and (match := re.search(r"\( *(\d+)\)", line)):  # OUTCAR
+            if match[1] != "1":  # the same ionic step
+                del cycles[-1:]
+            cycles.append(int(match[1]))
         elif "<calculation>" in line:
             cycles.append(0)
         elif "<scstep>" in line:
@@ -255,33 +257,34 @@ def _warn_of_vasp(path: Path, file: IO[str], kind: str) -> None:
         complete |= "</modeling>" in line
     if not complete:
         warn(f"{path}: the file is truncated; its last steps are not read")
-    if lost := [place for place, count in enumerate(cycles) if count >= most > 1]:
+    if steps := [step for step, count in enumerate(cycles, 1) if count >= nelm > 1]:
         warn(
-            f"{path}: {len(lost)} of {len(cycles)} steps, such as step {lost[0] + 1}, used all "
-            f"{most} electronic cycles (NELM); their energies may be wrong; remove these steps"
+            f"{path}: {len(steps)} of {len(cycles)} steps, such as step {steps[0]}, used all "
+            f"{nelm} electronic cycles (NELM); their energies may be wrong; remove these steps"
         )
 
 
 def expect_read_by_ase(kind: str, text: str) -> None:
     """Rejects units, cells, symmetry, atoms, energies and jobs that ASE ignores or misreads."""
-    if lost := re.search(_IGNORED.get(kind, "(?!)"), text, re.M | re.I):
-        part = lost[lost.lastindex or 0].strip()
+    if ignored := re.search(_IGNORED.get(kind, "(?!)"), text, re.M | re.I):
+        part = ignored[ignored.lastindex or 0].strip()
         raise ValueError(f"ASE ignores {shown(part, 60)}; convert the file without ASE")
     if several := re.search(r"--link1--|\$new_job", text, re.I):
         raise ValueError(f"several jobs ({several[0]}), which ASE joins; split the file")
 
 
-def _stated(kind: str, text: str) -> dict[str, float]:
+def _charge_and_multiplicity(kind: str, text: str) -> dict[str, float]:
     """Returns the total charge and multiplicity in a file, if ASE does not read them."""
-    stated: dict[str, float] = {}
-    matches = [*re.finditer(_STATED.get(kind, ""), text, re.M | re.I)] if text else []
-    for found in matches[: 1 if kind == "gaussian-in" else None]:
-        given = {name: each for name, each in found.groupdict().items() if each}
-        values = {name: float(each.lower().replace("d", "e")) for name, each in given.items()}
-        if any(stated.get(name, each) != each for name, each in values.items()):
-            raise ValueError("jobs with different charges or multiplicities; split the file")
-        stated |= values
-    return stated
+    values: dict[str, float] = {}
+    for match in re.finditer(_CHARGES.get(kind, "(?!)"), text, re.M | re.I):
+        numbers = {name: digits for name, digits in match.groupdict().items() if digits}
+        for name, digits in numbers.items():
+            value = float(digits.lower().replace("d", "e"))
+            if values.setdefault(name, value) != value:
+                raise ValueError("jobs with different charges or multiplicities; split the file")
+        if kind == "gaussian-in":  # later lines may look like a charge
+            break
+    return values
 
 
 def _rows(path: Path, kind: str) -> _Loads:
@@ -298,14 +301,14 @@ def _rows(path: Path, kind: str) -> _Loads:
 
 def _rows_of_lmdb(path: Path) -> _Loads:
     file = LmdbFile(path)
-    there = {int(key) for key in file if key.isdigit()}
+    present = {int(key) for key in file if key.isdigit()}
     next_id, deleted = _entry(file, "nextid"), _entry(file, "deleted_ids")
-    expected = range(1, int(next_id or max(there, default=0) + 1))
-    for number in sorted({*expected, *there} - {*(deleted if deleted is not None else ())}):
-        yield number, partial(_atoms, file, number)
+    expected = range(1, int(next_id or max(present, default=0) + 1))
+    for number in sorted({*expected, *present}.difference([] if deleted is None else deleted)):
+        yield number, partial(_row_of_lmdb, file, number)
 
 
-def _atoms(file: LmdbFile, number: int) -> Atoms:
+def _row_of_lmdb(file: LmdbFile, number: int) -> Atoms:
     from ase.calculators.calculator import all_properties
     from ase.db.row import AtomsRow
 
@@ -342,12 +345,12 @@ def _entry(file: LmdbFile, key: str) -> Any:
 def ase_format(path: Path) -> str | None:
     """Infers ASE's name for a file's format from the file's name or beginning; None if unknown."""
     name = without_packing(path)
-    found = ENDINGS.get(name.suffix.lower())
-    if found is None:
-        matches = (kind for mark, kind in _NAMES.items() if fnmatchcase(name.name.lower(), mark))
-        found = next(matches, None)
-    if found is not None or not path.is_file():
-        return None if name != path and name.suffix.lower() in _DATABASES else found
+    kind = ENDINGS.get(name.suffix.lower())
+    if kind is None:
+        lower = name.name.lower()
+        kind = next((kind for mark, kind in _NAMES.items() if fnmatchcase(lower, mark)), None)
+    if kind is not None or not path.is_file():
+        return None if name != path and kind in _DATABASES.values() else kind
     from ase.io.formats import ioformats
 
     try:
@@ -355,7 +358,7 @@ def ase_format(path: Path) -> str | None:
             beginning = file.read(50_000)
     except (OSError, EOFError, lzma.LZMAError, zlib.error):
         return None
-    of_vasp = (kind for mark, kind in _OF_VASP.items() if re.match(mark, beginning))
+    of_vasp = (kind for mark, kind in _VASP_BEGINNINGS.items() if re.match(mark, beginning))
     others = (kind for kind in sorted(_BEGINNINGS) if ioformats[kind].match_magic(beginning))
     return next(of_vasp, None) or next(others, None)
 
@@ -380,15 +383,16 @@ def _xyz_frame(lines: list[str]) -> Atoms:
     columns = _columns(lines[1])
     width = sum(map(int, columns.split(":")[2::3]))
     for atom, row in enumerate(lines[2:] if columns else ()):
-        if (found := len(row.split())) != width:
-            raise ValueError(f"atom {atom} has {found} columns; expected {width}, as in Properties")
+        if (got := len(row.split())) != width:
+            raise ValueError(f"atom {atom} has {got} columns; expected {width}, as in Properties")
     if re.search(r"\b(Z|numbers):I:1", lines[1]):
         # ASE ignores symbols if there are numbers; under another name, they become an array.
         lines[1] = re.sub(r"\b(species|symbols):S:1", "named:S:1", lines[1])
     (atoms,) = read_xyz(StringIO("".join(lines)), slice(None))
     symbols = np.array(atoms.get_chemical_symbols())
-    for wrong in np.flatnonzero(atoms.arrays.pop("named", symbols) != symbols):
-        raise ValueError(f"atom {wrong} has two elements, one of them {symbols[wrong]}; remove one")
+    if len(wrong := np.flatnonzero(atoms.arrays.pop("named", symbols) != symbols)):
+        atom = wrong[0]
+        raise ValueError(f"atom {atom} has two elements, one of them {symbols[atom]}; remove one")
     return atoms
 
 
@@ -409,7 +413,7 @@ def _columns(comment: str) -> str:
         raise ValueError(f"expected a column pos:R:3; got Properties={shown(columns)}")
     for key, value in keys.items():
         is_cell = key.lower() in _CELLS and np.size(value) in (3, 6, 9)
-        read = "Lattice" if is_cell else _READ.get(key.lower(), key)
+        read = "Lattice" if is_cell else _XYZ_KEYS.get(key.lower(), key)
         if key != read and read not in keys and f"{key}=" in comment.replace(" ", ""):
             raise ValueError(f"ASE ignores the key {key!r}; expected {read}=...; rename it")
     return columns
@@ -433,17 +437,18 @@ def _cif_block(block: CIFBlock) -> Atoms:
 
 def _expect_known_sites(block: CIFBlock, names: Sequence[str]) -> None:
     """Rejects unknown coordinates, and positions with two elements, of which ASE keeps one."""
-    places = zip(*(block.get(f"_atom_site_fract_{axis}") or [] for axis in "xyz"), strict=False)
+    coordinates = [block.get(f"_atom_site_fract_{axis}") or [] for axis in "xyz"]
     known: dict[tuple[float | str, ...], str] = {}
-    for site, (place, name) in enumerate(zip(places, names, strict=False)):
-        if any(isinstance(one, str) for one in place):
+    for site, (*pos, name) in enumerate(zip(*coordinates, names, strict=False)):
+        if any(isinstance(x, str) for x in pos):
             raise ValueError(
                 f"site {site} ({shown(name, 20)}) has no coordinates; add them, or remove the site"
             )
         element = (re.findall("[A-Z][a-z]?", str(name)) or [name])[0]  # as in ASE
-        if known.setdefault(place, element) != element and not block.get("_atom_site_occupancy"):
+        other = known.setdefault(tuple(pos), element)
+        if other != element and not block.get("_atom_site_occupancy"):
             raise ValueError(
-                f"site {site}: {element} and {known[place]} have the same position; expected one "
+                f"site {site}: {element} and {other} have the same position; expected one "
                 "element on each site; use an ordered structure"
             )
 
@@ -456,9 +461,11 @@ def _molecule_of_sdf(block: str) -> Atoms:
     atoms: Atoms = read_sdf(StringIO(block))
     block = block.partition("\nM  END")[0]
     codes = [int(row[36:39].strip() or 0) for row in block.splitlines()[4 : 4 + len(atoms)]]
-    lines = re.findall(r"^M  (CHG|RAD) +\d+(.*)", block, re.M)  # replace the codes
-    charges = [int(one) for kind, line in lines if kind == "CHG" for one in line.split()[1::2]]
-    atoms.info["charge"] = sum(charges if lines else (4 - code for code in codes if code % 4))
+    charges = [4 - code for code in codes if code % 4]  # codes 0 and 4 mean neutral atoms
+    properties = re.findall(r"^M  (CHG|RAD) +\d+(.*)", block, re.M)
+    if properties:  # they replace the codes
+        charges = [int(x) for name, row in properties if name == "CHG" for x in row.split()[1::2]]
+    atoms.info["charge"] = sum(charges)
     return atoms
 
 
@@ -466,8 +473,8 @@ def expect_counts_of_poscar(file: IO[str]) -> None:
     """Rejects a POSCAR without one element for each count."""
     title, *_, symbols, counts = (line.split() for line in islice(file, 7))
     if symbols[0].isdigit():  # VASP 4: elements are in line 1
-        known = all(re.fullmatch("[A-Z][a-z]?", word) for word in title)
-        symbols, counts = title * known, symbols
+        has_symbols = all(re.fullmatch("[A-Z][a-z]?", word) for word in title)
+        symbols, counts = title if has_symbols else [], symbols
     if len(symbols) != len(counts):
         raise ValueError(f"expected {len(counts)} elements in line 6 or 1; got {len(symbols)}")
 
@@ -477,9 +484,10 @@ def expect_elements_of_pdb(file: IO[str]) -> None:
     from ase.data import atomic_numbers
 
     for line in file:
-        name = line[12:16].strip()[:2] * line.startswith(("ATOM", "HETATM"))
-        named = bool(line[76:78].strip())
-        if not named and re.fullmatch("[A-Z]{2}", name) and name.title() in atomic_numbers:
+        if not line.startswith(("ATOM", "HETATM")) or line[76:78].strip():
+            continue
+        name = line[12:16].strip()[:2]
+        if re.fullmatch("[A-Z]{2}", name) and name.title() in atomic_numbers:
             raise ValueError(
                 f"an atom {name} without an element in columns 77 and 78, which ASE would read as "
                 f"{name.title()}; add the elements"

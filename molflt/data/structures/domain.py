@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
     from molflt.data.structures.base import Structures
 
-
 DOMAIN = "domain.json"
 """name of the file in the folder of a run"""
 
@@ -33,7 +32,7 @@ _ROUNDED = 0.02  # tolerance of the share of surface atoms
 _RANGES = ("atoms", "adsorbate_atoms", "slab_atoms", "energy", "surface")
 _STORED = ["systems", "elements", "atoms", "adsorbate_atoms", "slab_atoms", "untagged", "periodic"]
 _STORED += ["relaxed", "kind", "energy", "surface", "baseline"]
-_IN_JSON = {"energy": "energy_eV", "surface": "surface_share"}
+_JSON_KEYS = {"energy": "energy_eV", "surface": "surface_share"}
 _Range = tuple[int, int]
 _Aspect = tuple[str, str]  # name, and the element or ""
 
@@ -101,17 +100,18 @@ class Domain:
     @staticmethod
     def of(dataset: Structures, look: Callable[[Data], object] = lambda record: None) -> Domain:
         """Determines the domain of a nonempty data set in one pass; calls `look` on each record."""
-        seen = np.zeros((3, MAX_ATOMIC_NUMBER + 1), dtype=bool)  # slab, adsorbate, untagged
+        present = np.zeros((3, MAX_ATOMIC_NUMBER + 1), dtype=bool)  # slab, adsorbate, untagged
         slab, adsorbate, surface, periodic = [], [], [], set()
         relaxed = 0
         for record in with_bar(dataset, "reading structures"):
-            parts = _parts(record)
-            for row, numbers in zip(seen, parts, strict=True):
+            parts = slab_numbers, adsorbate_numbers, untagged = _parts(record)
+            for row, numbers in zip(present, parts, strict=True):
                 row[numbers] = True
-            if not len(parts[2]):
-                slab.append(len(parts[0]))
-                adsorbate.append(len(parts[1]))
-                surface += [_surface(record)] if len(parts[0]) else []
+            if not len(untagged):
+                slab.append(len(slab_numbers))
+                adsorbate.append(len(adsorbate_numbers))
+            if len(slab_numbers):
+                surface.append(_surface_share(record))
             periodic.add(_axes(record))
             relaxed += not bool(torch.isnan(record.pos_relaxed).any())
             look(record)
@@ -119,7 +119,7 @@ class Domain:
         known = energies[np.isfinite(energies)]
         return Domain(
             systems=len(dataset),
-            elements=Elements(*(frozenset(np.flatnonzero(row).tolist()) for row in seen)),
+            elements=Elements(*(frozenset(np.flatnonzero(row).tolist()) for row in present)),
             atoms=(int(natoms.min()), int(natoms.max())),
             adsorbate_atoms=(min(adsorbate), max(adsorbate)) if adsorbate else None,
             slab_atoms=(min(slab), max(slab)) if slab else None,
@@ -143,7 +143,7 @@ class Domain:
             untagged=self.systems,
             kind="unknown",
             energy=None,
-            initial=tuple(one.without_tags() for one in self.initial),
+            initial=tuple(domain.without_tags() for domain in self.initial),
         )
 
     def after(self, initial: Domain) -> Domain:
@@ -165,11 +165,11 @@ class Domain:
             return "no adsorbate (tag 2), unlike the training data"
         if not len(slab) and self.slab_atoms[0]:
             return "no slab (tags 0 and 1), unlike the training data"
-        moved = any(aspect in ("slab", "adsorbate") for aspect, _ in self._beyond(record))
-        if moved or not heights_agree(record):
+        exchanged = any(aspect in ("slab", "adsorbate") for aspect, _ in self._beyond(record))
+        if exchanged or not heights_agree(record):
             guess = guess_tags(record)
-            found = torch.from_numpy(guess.tags == Tag.ADSORBATE)
-            if bool(found.any()) and not bool((found & (record.tags == Tag.ADSORBATE)).any()):
+            guessed = torch.from_numpy(guess.tags == Tag.ADSORBATE)
+            if bool(guessed.any()) and not bool((guessed & (record.tags == Tag.ADSORBATE)).any()):
                 return f"tags that contradict the geometry, which has {guess.text}"
         if self.zero[1] and not sides_agree(record):  # its energy would be 0
             return "an adsorbate on a side of the slab without surface atoms (tag 1)"
@@ -188,8 +188,8 @@ class Domain:
         if self.energy is None or self.kind == "total":
             return ""
         low, high = self.energy
-        far = _FAR * (high - low)
-        if low - far <= energy <= high + far:
+        margin = _FAR * (high - low)
+        if low - margin <= energy <= high + margin:
             return ""
         return f"energy: {energy:.2f} eV, trained on {low:.2f} to {high:.2f}"
 
@@ -199,29 +199,33 @@ class Domain:
         Properties that occur only in the data of the initial weights are marked, because the
         model may be less accurate for them.
         """
-        own, before = self._beyond(record), [one._beyond(record) for one in self.initial]
-        found: dict[str, list[str]] = {}
-        for (aspect, name), text in own.items():
-            if not text or (aspect != "element" and ("element", name) in own):
+        differences = self._beyond(record)
+        earlier = [domain._beyond(record) for domain in self.initial]
+        names: dict[str, list[str]] = {}  # names of elements by text
+        for (aspect, name), text in differences.items():
+            if not text or (aspect != "element" and ("element", name) in differences):
                 continue
-            seen = any((aspect, name) not in one for one in before)
-            found.setdefault(text + _SEEN * seen, []).append(name)
-        reasons = [f"{', '.join(names)} {text}".strip() for text, names in found.items()]
-        return reasons + ["adsorbate bonded to its periodic image"] * touches_image(record)
+            seen = any((aspect, name) not in other for other in earlier)
+            names.setdefault(text + _SEEN if seen else text, []).append(name)
+        reasons = [f"{', '.join(elements)} {text}".strip() for text, elements in names.items()]
+        if touches_image(record):
+            reasons.append("adsorbate bonded to its periodic image")
+        return reasons
 
     def _beyond(self, record: Data) -> dict[_Aspect, str]:
         """Describes each way in which a structure differs from these data; "" if unknown."""
         slab, adsorbate, untagged = _parts(record)
-        own, count = self.elements, len(record.atomic_numbers)
-        found: dict[_Aspect, str] = {}
-        for aspect, numbers, known, text in (
-            ("element", record.atomic_numbers, own.all, "not in training"),
-            ("slab", slab, own.slab | own.untagged, "in the slab, in training only in adsorbates"),
-            ("adsorbate", adsorbate, own.adsorbate | own.untagged,
+        known, count = self.elements, len(record.atomic_numbers)
+        differences: dict[_Aspect, str] = {}
+        for aspect, numbers, trained, text in (
+            ("element", record.atomic_numbers, known.all, "not in training"),
+            ("slab", slab, known.slab | known.untagged,
+             "in the slab, in training only in adsorbates"),
+            ("adsorbate", adsorbate, known.adsorbate | known.untagged,
              "in the adsorbate, in training only in slabs"),
         ):  # fmt: skip
-            unknown = sorted(set(numbers.tolist()) - known)
-            found |= {(aspect, symbol(number)): text for number in unknown}
+            new = sorted(set(numbers.tolist()) - trained)
+            differences |= {(aspect, symbol(number)): text for number in new}
         sizes = {}
         if not self.zero[0] and not self.atoms[0] <= count <= self.atoms[1]:
             sizes["atoms"] = f"atoms: {count}, trained on {_span(self.atoms)}"
@@ -232,9 +236,10 @@ class Domain:
         if _axes(record) not in self.periodic:
             kinds = " or ".join(map(_along, sorted(self.periodic)))
             sizes["periodic"] = f"{_along(_axes(record))}, trained on {kinds}"
-        return found | {(aspect, ""): text for aspect, text in sizes.items()}
+        return differences | {(aspect, ""): text for aspect, text in sizes.items()}
 
     def _beyond_parts(self, record: Data, slab: int, adsorbate: int) -> dict[str, str]:
+        """Describes unusual numbers of `slab` and `adsorbate` atoms and shares of the surface."""
         sizes = {}
         for part, count, known, allowed in (
             ("no slab (tags 0 and 1)", slab, self.slab_atoms, self.zero[1]),
@@ -247,9 +252,9 @@ class Domain:
             text = f"adsorbate atoms: {adsorbate}, trained on {_span(known)}" if known else ""
             sizes["size of adsorbate"] = text
         if slab and adsorbate and self.surface is not None:
-            share, (low, high) = _surface(record), self.surface
+            share, (low, high) = _surface_share(record), self.surface
             if not low - _ROUNDED <= share <= high + _ROUNDED:
-                span = " to ".join(dict.fromkeys(f"{one:.2f}" for one in (low, high)))
+                span = " to ".join(dict.fromkeys(f"{bound:.2f}" for bound in (low, high)))
                 text = f"share of surface (tag 1) in the slab: {share:.2f}, trained on {span}"
                 sizes["surface"] = text
         return sizes
@@ -257,27 +262,28 @@ class Domain:
     def describe(self) -> str:
         """Summarizes the number, elements and sizes of the systems."""
         slab, adsorbate, untagged = map(_named, self.elements)
-        of = [slab, f"with {adsorbate}" * bool(adsorbate)]
+        elements = f"{slab} with {adsorbate}".strip() if adsorbate else slab
         if untagged:
-            of.append(f"and {untagged} without tags" if slab or adsorbate else untagged)
+            elements = f"{elements} and {untagged} without tags" if elements else untagged
         sizes = f"{_span(self.atoms)} atoms"
         if self.adsorbate_atoms is not None and self.adsorbate_atoms[1]:
             sizes += f", {_span(self.adsorbate_atoms)} of them adsorbate"
-        own = f"{self.systems:,} systems of {' '.join(filter(None, of))}; {sizes}"
-        return "; from weights trained on ".join([own, *(one.describe() for one in self.initial)])
+        text = f"{self.systems:,} systems of {elements}; {sizes}"
+        initial = [domain.describe() for domain in self.initial]
+        return "; from weights trained on ".join([text, *initial])
 
     def to_json(self) -> dict[str, object]:
         """Returns the domain as plain numbers, strings and lists."""
-        found: dict[str, Any] = {}
+        content: dict[str, Any] = {}
         for name in _STORED:
             value = getattr(self, name)
-            found[_IN_JSON.get(name, name)] = list(value) if isinstance(value, tuple) else value
+            content[_JSON_KEYS.get(name, name)] = list(value) if isinstance(value, tuple) else value
         parts = self.elements._asdict().items()
-        found["elements"] = {part: [*map(symbol, sorted(numbers))] for part, numbers in parts}
-        found["periodic"] = sorted(self.periodic)
+        content["elements"] = {part: [*map(symbol, sorted(numbers))] for part, numbers in parts}
+        content["periodic"] = sorted(self.periodic)
         if self.initial:
-            found["initial"] = [one.to_json() for one in self.initial]
-        return found
+            content["initial"] = [domain.to_json() for domain in self.initial]
+        return content
 
     def to_bytes(self) -> bytes:
         """Returns the content of domain.json."""
@@ -288,21 +294,22 @@ class Domain:
         """Reads the result of :meth:`to_json`; `name` is the file name in messages."""
         from ase.data import atomic_numbers
 
-        given: Any = content
+        stored: Any = content
         try:
-            found = {name: given.get(_IN_JSON.get(name, name)) for name in _STORED}
-            parts = (found["elements"][part] for part in Elements._fields)
-            found["elements"] = Elements(*(frozenset(atomic_numbers[z] for z in p) for p in parts))
-            found["periodic"] = frozenset(found["periodic"])
+            fields = {name: stored.get(_JSON_KEYS.get(name, name)) for name in _STORED}
+            symbols = [fields["elements"][part] for part in Elements._fields]
+            numbers = [frozenset(atomic_numbers[text] for text in part) for part in symbols]
+            fields["elements"] = Elements(*numbers)
+            fields["periodic"] = frozenset(fields["periodic"])
             for key in ("systems", "untagged", "relaxed"):
-                found[key] = int(found[key])
+                fields[key] = int(fields[key])
             for key in _RANGES:
-                if found[key] is not None or key == "atoms":
-                    low, high = found[key]
-                    found[key] = (low, high)
-            before = given.get("initial") or ()
-            found["initial"] = tuple(Domain.from_json(one, f"{name}: initial") for one in before)
-            return Domain(**found)
+                if fields[key] is not None or key == "atoms":
+                    low, high = fields[key]
+                    fields[key] = (low, high)
+            initial = stored.get("initial") or ()
+            fields["initial"] = tuple(Domain.from_json(x, f"{name}: initial") for x in initial)
+            return Domain(**fields)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ValueError(
                 f"{name}: expected the domain of a training run; {type(error).__name__}: "
@@ -316,13 +323,13 @@ def domain_of(runs: Iterable[Path]) -> Domain | None:
     Runs from earlier versions, without domain.json, are ignored; None if no run has this file.
     """
     files = {str(file): read_domain(file) for run in runs if (file := run / DOMAIN).is_file()}
-    known = [Domain.from_json(content, file) for file, content in files.items()]
-    if not known:
+    domains = [Domain.from_json(content, file) for file, content in files.items()]
+    if not domains:
         return None
-    shared = frozenset.intersection(*(one.elements.all for one in known))
-    elements = Elements(*(part & shared for part in known[0].elements))
-    baselines = dict.fromkeys(one.baseline for one in known if one.baseline)
-    return replace(known[0], elements=elements, baseline=" and ".join(baselines) or None)
+    shared = frozenset.intersection(*(domain.elements.all for domain in domains))
+    elements = Elements(*(part & shared for part in domains[0].elements))
+    baselines = dict.fromkeys(domain.baseline for domain in domains if domain.baseline)
+    return replace(domains[0], elements=elements, baseline=" and ".join(baselines) or None)
 
 
 def _parts(record: Data) -> tuple[Tensor, Tensor, Tensor]:
@@ -334,15 +341,13 @@ def _parts(record: Data) -> tuple[Tensor, Tensor, Tensor]:
     return numbers[tags != Tag.ADSORBATE], numbers[tags == Tag.ADSORBATE], none
 
 
-def _surface(record: Data) -> float:
+def _surface_share(record: Data) -> float:
     slab = record.tags[record.tags != Tag.ADSORBATE]
     return float((slab == Tag.SURFACE).float().mean())
 
 
 def _axes(record: Data) -> str:
-    return "".join(
-        axis for axis, on in zip("xyz", record.pbc.flatten().tolist(), strict=True) if on
-    )
+    return "".join(axis for axis, on in zip("xyz", record.pbc[0].tolist(), strict=True) if on)
 
 
 def _along(axes: str) -> str:
@@ -353,5 +358,5 @@ def _named(numbers: frozenset[int]) -> str:
     return ", ".join(symbol(number) for number in sorted(numbers))
 
 
-def _span(known: _Range) -> str:
-    return f"{known[0]:,}" if known[0] == known[1] else f"{known[0]:,} to {known[1]:,}"
+def _span(bounds: _Range) -> str:
+    return " to ".join(f"{bound:,}" for bound in dict.fromkeys(bounds))

@@ -19,27 +19,27 @@ if TYPE_CHECKING:
     from ase import Atoms
     from torch_geometric.data import Data
 
-
-_VACUUM = 4.5  # Å, minimum gap along an axis; layers of layered crystals are closer
-_MOLECULAR = (1, 6, 7, 8, 9, 15, 16, 17, 35, 53)  # H C N O F P S Cl Br I
-_ALSO = (3, 5, 14)  # Li B Si, in molecules on a slab of other elements
+_MIN_VACUUM = 4.5  # Å, minimum gap along an axis; layers of layered crystals are closer
+_NONMETALS = (1, 6, 7, 8, 9, 15, 16, 17, 35, 53)  # H C N O F P S Cl Br I
+_SLAB_OR_MOLECULE = (3, 5, 14)  # Li B Si, in molecules on a slab of other elements
 _BOND, _CONTACT = 1.25, 1.3  # times covalent radii: bonds in molecules, contacts with slabs
-_TOP = 2.0  # Å, depth of the surface below the highest atom of the slab, as in OC20
-_OUTSIDE = 0.5  # Å, minimum distance between a slab and atoms of `_ALSO`
-_DEEP = 1.5  # Å; deeper atoms below the top of the slab do not belong to an adsorbate
+_SURFACE_DEPTH = 2.0  # Å, depth of the surface below the highest atom of the slab, as in OC20
+_MIN_GAP = 0.5  # Å, minimum distance between a slab and atoms of `_SLAB_OR_MOLECULE`
+_ADSORBATE_DEPTH = 1.5  # Å; deeper atoms below the top of the slab do not belong to an adsorbate
 _SAME_SITE = 0.8  # Å, largest distance from a site of the continued lattice
 _SHELL = 5.0  # Å: radius of the environment that a lattice repeats
-_LISTED = 5  # maximum number of kinds of structures in a message
+_MAX_LISTED = 5  # maximum number of kinds of structures in a message
 _LAYER = 0.15  # Å, minimum distance between two layers
-_EVEN = 0.45  # maximum length of the mean direction to the neighbors of an atom inside a slab
-_THICK = 3.0  # Å: thinner slabs do not have an inside
-_MOST = 200  # maximum number of atoms to compare with
-_FEWEST = 4  # minimum number of neighbors to compare
-_REPEATED, _ALL = 0.8, 0.95  # minimum share of matching neighbors: at the surface, inside
-_HELD = 0.2  # minimum share of fixed atoms if the free atoms are the surface
+_MAX_ASYMMETRY = 0.45  # maximum length of the mean direction to neighbors inside a slab
+_MIN_THICKNESS = 3.0  # Å: thinner slabs do not have an inside
+_MAX_ATOMS = 200  # maximum number of atoms to compare with
+_MIN_NEIGHBORS = 4  # minimum number of neighbors to compare
+_MATCH_AT_SURFACE, _MATCH_INSIDE = 0.8, 0.95  # minimum shares of matching neighbors
+_MIN_FIXED = 0.2  # minimum share of fixed atoms if the free atoms are the surface
 
 _Flags = NDArray[np.bool_]
 _Numbers = NDArray[np.int64]
+_Vectors = list[NDArray[np.float64]]
 
 
 class Guess(NamedTuple):
@@ -82,17 +82,19 @@ def guess_tags(record: Data, share: tuple[float, float] | None = None) -> Guess:
 
 
 class _Atoms:
+    """Structure with its axes of vacuum and, for a slab, heights and pairs (i, j) in contact."""
+
     def __init__(self, record: Data, bonds: bool = True) -> None:
         from ase.geometry import complete_cell
 
         self.numbers = record.atomic_numbers.numpy()
         self.pos = record.pos.double().numpy()
         self.pbc = record.pbc[0].numpy()
-        given = record.cell[0].double().numpy()
+        cell = record.cell[0].double().numpy()
         # an axis that is not periodic is replaced by the normal of the other axes
-        self.cell = complete_cell(np.where(self.pbc[:, None], given, 0.0))
+        self.cell = complete_cell(np.where(self.pbc[:, None], cell, 0.0))
         self.fixed = record.fixed.numpy() & ~record.fixed.numpy().all()
-        self.molecular = np.isin(self.numbers, _MOLECULAR)
+        self.molecular = np.isin(self.numbers, _NONMETALS)
         self.open_axes: list[int] = []
         self._find_vacuum()
         if bonds and len(self.open_axes) == 1:
@@ -102,16 +104,18 @@ class _Atoms:
         inverse = np.linalg.inv(self.cell)
         planes = 1 / np.linalg.norm(inverse, axis=0)
         for axis in range(3):
-            along = self.pos @ inverse[:, axis] * planes[axis]
+            spacing = planes[axis]
+            heights = self.pos @ inverse[:, axis] * spacing
             if self.pbc[axis]:
-                along %= planes[axis]
-                order = np.sort(along)
-                gaps = np.diff(order, append=order[0] + planes[axis])
-                if gaps.max() < _VACUUM:
+                heights %= spacing
+                ordered = np.sort(heights)
+                gaps = np.diff(ordered, append=ordered[0] + spacing)
+                if gaps.max() < _MIN_VACUUM:
                     continue
-                along = (along - order[(gaps.argmax() + 1) % len(order)]) % planes[axis]
+                lowest = ordered[(gaps.argmax() + 1) % len(ordered)]  # above the largest gap
+                heights = (heights - lowest) % spacing
             self.open_axes.append(axis)
-            self.heights, self.normal = along, inverse[:, axis] * planes[axis]
+            self.heights, self.normal = heights, inverse[:, axis] * spacing
 
     def _find_bonds(self) -> None:
         from ase.data import covalent_radii
@@ -123,34 +127,34 @@ class _Atoms:
         )
         self.directions = apart / np.maximum(lengths, 1e-9)[:, None]
         near = lengths < _BOND * (radii[self.i] + radii[self.j])
-        for number in _ALSO:
+        for number in _SLAB_OR_MOLECULE:
             self.molecular |= self._of_molecules(number, near)
         self.bonded = near & self.molecular[self.i] & self.molecular[self.j]
 
     def _of_molecules(self, number: int, near: _Flags) -> _Flags:
         """Selects the atoms of an element if all of them are in molecules outside the slab."""
-        own = self.numbers == number
-        others = ~self.molecular & ~own
-        if not own.any() or own.sum() >= others.sum():
-            return np.zeros_like(own)
-        low, high = self.heights[others].min() - _OUTSIDE, self.heights[others].max() + _OUTSIDE
+        element = self.numbers == number
+        slab = ~self.molecular & ~element
+        if not element.any() or element.sum() >= slab.sum():
+            return np.zeros_like(element)
+        low, high = self.heights[slab].min() - _MIN_GAP, self.heights[slab].max() + _MIN_GAP
         outside = (self.heights < low) | (self.heights > high)
-        known = self.molecular | own
-        bonds = near & known[self.i] & known[self.j]
-        held = np.bincount(self.i[bonds & self.molecular[self.j]], minlength=len(own)) > 0
-        alone = not (self._endless(bonds).any(axis=0) & own).any()  # not a film, such as h-BN
-        return own & (bool((outside & held)[own].all()) and alone)
+        molecules = self.molecular | element
+        bonds = near & molecules[self.i] & molecules[self.j]
+        bonded = np.bincount(self.i[bonds & self.molecular[self.j]], minlength=len(element)) > 0
+        film = (self._endless(bonds).any(axis=0) & element).any()  # such as h-BN
+        return element & (bool((outside & bonded)[element].all()) and not film)
 
     def adsorbate(self) -> _Flags:
         """Returns a mask of the molecular atoms that do not continue the lattice of the slab."""
-        slab = self._frame() | self.fixed
+        slab = self._slab_core() | self.fixed
         if not slab.any():
             return ~slab
         heights = self.heights
         low, high = heights[slab].min(), heights[slab].max()
-        deep = (heights > low) & (heights < high - _DEEP)
+        deep = (heights > low) & (heights < high - _ADSORBATE_DEPTH)
         touching = np.bincount(self.i[slab[self.j]], minlength=len(slab)) > 1
-        if high - low > _THICK:
+        if high - low > _MIN_THICKNESS:
             surrounded = self._surrounded(slab)
             inside = surrounded & deep | self.fixed
         else:  # elements that occur on only one side are adsorbates
@@ -160,19 +164,19 @@ class _Atoms:
             surrounded = inside
         lattice = np.isin(self.numbers, np.unique(self.numbers[inside]))
         slab |= lattice & (surrounded | deep)
-        sites = lattice & ~slab
+        candidates = lattice & ~slab
         kinds = self.numbers[self.i] * 1000 + self.numbers[self.j]  # kinds of bonds
-        known = np.unique(kinds[self.bonded & slab[self.i] & slab[self.j]])
-        foreign = self.bonded & ~np.isin(kinds, known)
-        sure = (np.bincount(self.i[foreign], minlength=len(slab)) == 0) | touching
-        moves = self._moves(slab) if sites.any() else []
-        slab[sites] = [
-            self._continues(int(one), slab, slab | sites, moves, bool(sure[one]))
-            for one in np.flatnonzero(sites)
+        in_slab = np.unique(kinds[self.bonded & slab[self.i] & slab[self.j]])
+        foreign = self.bonded & ~np.isin(kinds, in_slab)
+        plausible = (np.bincount(self.i[foreign], minlength=len(slab)) == 0) | touching
+        vectors = self._surface_vectors(slab) if candidates.any() else []
+        slab[candidates] = [
+            self._continues(int(atom), slab, slab | candidates, vectors, bool(plausible[atom]))
+            for atom in np.flatnonzero(candidates)
         ]
         return ~slab
 
-    def _frame(self) -> _Flags:
+    def _slab_core(self) -> _Flags:
         """Returns a mask of slab atoms: connected metal atoms or an extended sheet of nonmetals."""
         solid = ~self.molecular
         sheet = self._endless(self.bonded).all(axis=0)
@@ -181,22 +185,22 @@ class _Atoms:
             return np.asarray(ends.any(axis=0) & solid)
         kinds, counts = np.unique(self.numbers[sheet], return_counts=True)
         for kind in kinds[np.argsort(counts)[:-1]]:  # such as O on graphene
-            kept = (self.numbers[self.i] != kind) & (self.numbers[self.j] != kind)
-            rest = self._endless(self.bonded & kept).all(axis=0)
-            sheet = rest if rest.any() else sheet
+            others = (self.numbers[self.i] != kind) & (self.numbers[self.j] != kind)
+            smaller = self._endless(self.bonded & others).all(axis=0)
+            sheet = smaller if smaller.any() else sheet
         return np.asarray(sheet)
 
-    def _endless(self, kept: _Flags) -> _Flags:
-        """Returns a mask (axes, N) of atoms connected to their own images along each axis."""
-        count, found = len(self.numbers), []
+    def _endless(self, pairs: _Flags) -> _Flags:
+        """Returns a mask (axes, N) of atoms that `pairs` connect to their images along an axis."""
+        count, masks = len(self.numbers), []
         for axis in sorted({0, 1, 2} - set(self.open_axes)):
-            i, j, step = self.i[kept], self.j[kept], self.shifts[kept, axis]
-            # two copies of the cell along the axis, periodic
-            ends = [(i + copy * count, j + (copy + step) % 2 * count) for copy in (0, 1)]
-            first, second = np.concatenate(ends, axis=1)
+            i, j, shift = self.i[pairs], self.j[pairs], self.shifts[pairs, axis]
+            # two copies of the cell along the axis; an atom and its copy may be in one group
+            first = np.concatenate([i, i + count])
+            second = np.concatenate([j + shift % 2 * count, j + (1 + shift) % 2 * count])
             labels = _groups(first, second, 2 * count)
-            found.append(labels[:count] == labels[count:])
-        return np.array(found)
+            masks.append(labels[:count] == labels[count:])
+        return np.array(masks)
 
     def _surrounded(self, slab: _Flags) -> _Flags:
         """Returns a mask (N,) of atoms that have slab atoms as neighbors on all sides."""
@@ -204,45 +208,45 @@ class _Atoms:
         total = np.zeros((len(self.numbers), 3))
         np.add.at(total, self.i[near], self.directions[near])
         count = np.bincount(self.i[near], minlength=len(total))
-        return (count > 1) & (np.linalg.norm(total, axis=1) < _EVEN * count)
+        return (count > 1) & (np.linalg.norm(total, axis=1) < _MAX_ASYMMETRY * count)
 
     def _continues(
-        self, atom: int, slab: _Flags, sites: _Flags, moves: list[NDArray[np.float64]], sure: bool
+        self, atom: int, slab: _Flags, sites: _Flags, vectors: _Vectors, plausible: bool
     ) -> bool:
         """Returns True if an atom is at a site of the same element in the shifted lattice."""
         twins = np.flatnonzero(slab & (self.numbers == self.numbers[atom]))
-        if not any(self._repeats(int(twin), atom, slab, sites) for twin in twins[:_MOST]):
+        if not any(self._repeats(int(twin), atom, slab, sites) for twin in twins[:_MAX_ATOMS]):
             return False
         # atoms occupy all lattice sites on the surface, but not all adsorption sites
         like = self.pos[sites & (self.numbers == self.numbers[atom])] - self.pos[atom]
-        away = [self._wrapped(like - move) for move in moves]
-        there = [np.linalg.norm(one, axis=1).min() < _SAME_SITE for one in away]
-        return float(np.mean(there)) >= 0.5 if there else sure
+        differences = [self._wrapped(like - vector) for vector in vectors]
+        occupied = [np.linalg.norm(x, axis=1).min() < _SAME_SITE for x in differences]
+        return float(np.mean(occupied)) >= 0.5 if occupied else plausible
 
-    def _moves(self, slab: _Flags) -> list[NDArray[np.float64]]:
+    def _surface_vectors(self, slab: _Flags) -> _Vectors:
         """Returns the lattice vectors of the slab along its surface and within the cell, in Å."""
-        inside = np.where(slab, np.abs(self.heights - np.median(self.heights[slab])), np.inf)
-        start = int(inside.argmin())
-        level = slab & (self.numbers == self.numbers[start])
-        level &= np.abs(self.heights - self.heights[start]) < 0.3
-        level[start] = False
+        depth = np.where(slab, np.abs(self.heights - np.median(self.heights[slab])), np.inf)
+        start = int(depth.argmin())
+        layer = slab & (self.numbers == self.numbers[start])
+        layer &= np.abs(self.heights - self.heights[start]) < 0.3
+        layer[start] = False
         return [
-            self.pos[one] - self.pos[start]
-            for one in np.flatnonzero(level)[:_MOST].tolist()
-            if self._repeats(start, one, slab, slab, _ALL)
+            self.pos[end] - self.pos[start]
+            for end in np.flatnonzero(layer)[:_MAX_ATOMS].tolist()
+            if self._repeats(start, end, slab, slab, _MATCH_INSIDE)
         ]
 
     def _repeats(
-        self, start: int, end: int, slab: _Flags, sites: _Flags, least: float = _REPEATED
+        self, start: int, end: int, slab: _Flags, sites: _Flags, least: float = _MATCH_AT_SURFACE
     ) -> bool:
         """Returns True if the environment of a slab atom also occurs around another atom."""
         heights = self.heights[slab]
         shell = self._wrapped(self.pos[slab] - self.pos[start])
-        away = np.linalg.norm(shell, axis=1)
-        rise = self.heights[end] - self.heights[start]
-        near = (away > 0.1) & (away < _SHELL) & (heights + rise < heights.max() + _SAME_SITE)
-        near &= heights + rise > heights.min() - _SAME_SITE
-        if near.sum() < _FEWEST:
+        distance = np.linalg.norm(shell, axis=1)
+        moved = heights + (self.heights[end] - self.heights[start])
+        near = (distance > 0.1) & (distance < _SHELL)  # and not moved out of the slab
+        near &= (moved < heights.max() + _SAME_SITE) & (moved > heights.min() - _SAME_SITE)
+        if near.sum() < _MIN_NEIGHBORS:
             return False
         around = self.pos[sites] - self.pos[end]
         lengths = np.linalg.norm(self._wrapped(shell[near, None] - around), axis=2)
@@ -255,32 +259,33 @@ class _Atoms:
         return np.asarray(vectors - turns @ self.cell)
 
     def surface(self, adsorbate: _Flags, share: tuple[float, float] | None) -> _Flags:
+        """Returns a mask (N,) of surface atoms; see `guess_tags` for `share`."""
         slab = ~adsorbate
-        held = slab & self.fixed
-        heights = self.depth(adsorbate)
-        if _HELD <= held.sum() / slab.sum() < 1 and (
-            heights[held].mean() < heights[slab & ~held].mean() - _LAYER
+        fixed = slab & self.fixed
+        heights = self.heights_toward(adsorbate)
+        if _MIN_FIXED <= fixed.sum() / slab.sum() < 1 and (
+            heights[fixed].mean() < heights[slab & ~fixed].mean() - _LAYER
         ):
-            found = slab & ~held
+            surface = slab & ~fixed
         else:
             near = slab[self.i] & slab[self.j]
             neighbors = np.bincount(self.i[near], minlength=len(slab))
-            found = slab & (heights > heights[slab].max() - _TOP)
+            surface = slab & (heights > heights[slab].max() - _SURFACE_DEPTH)
             middle = np.median(heights[slab])
             for number in np.unique(self.numbers[slab]):
-                own = slab & (self.numbers == number)
-                most = neighbors[own & (heights <= middle)].max(initial=0)
-                found |= own & (heights > middle) & (neighbors < most)
+                element = slab & (self.numbers == number)
+                most = neighbors[element & (heights <= middle)].max(initial=0)
+                surface |= element & (heights > middle) & (neighbors < most)
         low, high = share or (0.0, 1.0)
-        order = np.sort(heights[slab])[::-1]
-        ends = np.flatnonzero(order[:-1] - order[1:] > _LAYER)
-        if not len(ends) or low <= found.sum() / slab.sum() <= high:
-            return found
-        shares = (ends + 1) / len(order)
-        off = np.maximum(low - shares, 0) + np.maximum(shares - high, 0)
-        return slab & (heights >= order[ends[off.argmin()]] - 1e-9)
+        ordered = np.sort(heights[slab])[::-1]
+        last = np.flatnonzero(ordered[:-1] - ordered[1:] > _LAYER)  # last atom of each layer
+        if not len(last) or low <= surface.sum() / slab.sum() <= high:
+            return surface
+        shares = (last + 1) / len(ordered)
+        excess = np.maximum(low - shares, 0) + np.maximum(shares - high, 0)
+        return slab & (heights >= ordered[last[excess.argmin()]] - 1e-9)
 
-    def depth(self, adsorbate: _Flags) -> NDArray[np.float64]:
+    def heights_toward(self, adsorbate: _Flags) -> NDArray[np.float64]:
         """Returns heights (N,), in Å, that increase toward the sides with adsorbates."""
         slab = ~adsorbate
         if not slab.any():
@@ -289,22 +294,23 @@ class _Atoms:
         above = self.heights[adsorbate] > center
         if above.all():
             return self.heights
-        down = center - self.heights
-        return down if not above.any() else np.maximum(-down, down)
+        return np.abs(center - self.heights) if above.any() else center - self.heights
 
     def described(self, tags: _Numbers) -> str:
+        """Describes the numbers of adsorbates, surface atoms and subsurface atoms."""
         from ase.symbols import Symbols
 
-        own = tags == Tag.ADSORBATE
-        kept = self.bonded & own[self.i] & own[self.j]
-        labels = _groups(self.i[kept], self.j[kept], len(tags))
+        adsorbate = tags == Tag.ADSORBATE
+        bonds = self.bonded & adsorbate[self.i] & adsorbate[self.j]
+        labels = _groups(self.i[bonds], self.j[bonds], len(tags))
         molecules = [
             Symbols(self.numbers[labels == label]).get_chemical_formula("hill")
-            for label in np.unique(labels[own])
+            for label in np.unique(labels[adsorbate])
         ]
-        counts, several = np.bincount(tags, minlength=3), "s" * (len(molecules) > 1)
+        counts = np.bincount(tags, minlength=3)
+        noun = "adsorbates" if len(molecules) > 1 else "adsorbate"
         return (
-            f"{len(molecules)} adsorbate{several} {', '.join(molecules)}, "
+            f"{len(molecules)} {noun} {', '.join(molecules)}, "
             f"{counts[Tag.SURFACE]} surface, {counts[Tag.SUBSURFACE]} subsurface atoms"
         )
 
@@ -338,20 +344,20 @@ def adsorbates(record: Data) -> _Numbers:
 
     Adsorbates are connected atoms with tag 2, numbered in the order of their first atoms.
     """
-    own = np.flatnonzero(record.tags.numpy() == Tag.ADSORBATE)
+    atoms = np.flatnonzero(record.tags.numpy() == Tag.ADSORBATE)
     labels = np.full(len(record.tags), -1)
-    if len(own):
-        i, j, _ = _bonds(*_among(record, own))
-        labels[own] = _groups(i, j, len(own))
+    if len(atoms):
+        i, j, _ = _bonds(*_subset(record, atoms))
+        labels[atoms] = _groups(i, j, len(atoms))
     return labels
 
 
 def touches_image(record: Data) -> bool:
     """Returns True if a molecule with tag 2 is bonded to its periodic image."""
-    molecular = np.isin(record.atomic_numbers.numpy(), _MOLECULAR)
-    own = np.flatnonzero(molecular & (record.tags.numpy() == Tag.ADSORBATE))
-    numbers, pos, cell, pbc = _among(record, own)
-    if len(own) < 2:
+    molecular = np.isin(record.atomic_numbers.numpy(), _NONMETALS)
+    atoms = np.flatnonzero(molecular & (record.tags.numpy() == Tag.ADSORBATE))
+    numbers, pos, cell, pbc = _subset(record, atoms)
+    if len(atoms) < 2:
         return False
     extent = np.linalg.norm(np.ptp(pos, axis=0))
     far = lattice_heights(cell, pbc).min() > extent + _SHELL
@@ -366,7 +372,8 @@ def in_one_piece(
     Returns None if bonds connect a molecule to its periodic image.
     """
     i, j, vectors = _bonds(numbers, pos, cell, pbc)
-    first, moved, seen = np.searchsorted(i, np.arange(len(pos) + 1)), pos.copy(), set[int]()
+    first = np.searchsorted(i, np.arange(len(pos) + 1))  # index of the first bond of each atom
+    moved, seen = pos.copy(), set[int]()
     for start in range(len(pos)):
         waiting = [start] if start not in seen else []
         while waiting:
@@ -380,8 +387,8 @@ def in_one_piece(
     return None if np.abs(gaps).max(initial=0.0) > _LAYER else moved
 
 
-def _among(record: Data, own: _Numbers) -> tuple[Any, ...]:
-    numbers, pos = record.atomic_numbers.numpy()[own], record.pos.double().numpy()[own]
+def _subset(record: Data, atoms: _Numbers) -> tuple[Any, ...]:
+    numbers, pos = record.atomic_numbers.numpy()[atoms], record.pos.double().numpy()[atoms]
     return numbers, pos, record.cell[0].double().numpy(), record.pbc[0].numpy()
 
 
@@ -392,8 +399,8 @@ def _bonds(numbers: _Numbers, pos: Any, cell: Any, pbc: Any) -> tuple[Any, ...]:
     from ase.neighborlist import primitive_neighbor_list
 
     radii = _BOND * covalent_radii[numbers]
-    found: tuple[Any, ...] = primitive_neighbor_list("ijD", pbc, complete_cell(cell), pos, radii)
-    return found
+    bonds: tuple[Any, ...] = primitive_neighbor_list("ijD", pbc, complete_cell(cell), pos, radii)
+    return bonds
 
 
 def sides_agree(record: Data) -> bool:
@@ -404,10 +411,10 @@ def sides_agree(record: Data) -> bool:
         return True
     slab = atoms.heights[tags != Tag.ADSORBATE]
     surface, adsorbed = (atoms.heights[tags == tag] for tag in (Tag.SURFACE, Tag.ADSORBATE))
-    over, under = adsorbed - slab.max(), slab.min() - adsorbed
-    near = [bool(((gap > _OUTSIDE) & (gap < _SHELL)).any()) for gap in (over, under)]
-    above, below = (surface > slab.mean() - _LAYER).any(), (surface < slab.mean() + _LAYER).any()
-    return bool((above or not near[0]) and (below or not near[1]))
+    above, below = adsorbed - slab.max(), slab.min() - adsorbed  # distances from the slab
+    on_top, on_bottom = (((x > _MIN_GAP) & (x < _SHELL)).any() for x in (above, below))
+    upper, lower = (surface > slab.mean() - _LAYER).any(), (surface < slab.mean() + _LAYER).any()
+    return bool((upper or not on_top) and (lower or not on_bottom))
 
 
 def heights_agree(record: Data) -> bool:
@@ -416,9 +423,9 @@ def heights_agree(record: Data) -> bool:
     if len(atoms.open_axes) != 1:
         return True
     tags = record.tags.numpy()
-    heights = atoms.depth(tags == Tag.ADSORBATE)
-    known = [heights[tags == tag].mean() for tag in Tag if (tags == tag).any()]
-    return known == sorted(known)
+    heights = atoms.heights_toward(tags == Tag.ADSORBATE)
+    means = [heights[tags == tag].mean() for tag in Tag if (tags == tag).any()]
+    return means == sorted(means)
 
 
 class Tagged(Part):
@@ -429,16 +436,16 @@ class Tagged(Part):
 
     def __init__(self, source: Structures, share: tuple[float, float] | None = None) -> None:
         super().__init__(source)
-        guesses = [guess_tags(one, share) for one in with_bar(source, "guessing tags")]
-        self._tags = [torch.from_numpy(one.tags) for one in guesses]
+        guesses = [guess_tags(record, share) for record in with_bar(source, "guessing tags")]
+        self._tags = [torch.from_numpy(guess.tags) for guess in guesses]
         for what, known in (("tags guessed", True), ("no tags guessed", False)):
-            texts = Counter(one.text for one in guesses if one.tags.any() == known)
-            parts = [f"{text} ({count})" for text, count in texts.most_common(_LISTED)]
-            more = [f"{len(texts) - _LISTED} other kinds"] * (len(texts) > _LISTED)
+            texts = Counter(guess.text for guess in guesses if guess.tags.any() == known)
+            parts = [f"{text} ({count})" for text, count in texts.most_common(_MAX_LISTED)]
+            if len(texts) > _MAX_LISTED:
+                parts.append(f"{len(texts) - _MAX_LISTED} other kinds")
             if texts:
-                of = f"for {texts.total()} of {len(guesses)} structures"
-                said = f"{source.path}: {what} {of}: {'; '.join(parts + more)}"
-                print(f"molflt: {said}", file=sys.stderr)
+                what += f" for {texts.total()} of {len(guesses)} structures"
+                print(f"molflt: {source.path}: {what}: {'; '.join(parts)}", file=sys.stderr)
 
     def __getitem__(self, index: int) -> Data:
         record = super().__getitem__(index)
