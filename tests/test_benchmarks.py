@@ -193,3 +193,8 @@ def test_numbers_and_resume_are_written_and_not_replaced(tmp_path, monkeypatch, 
     monkeypatch.setattr(script, "resume", lambda *_: 0.0)
     assert script.main([*words[:-1], str(tmp_path / "wrong")]) == 1
     assert "additive" in capsys.readouterr().err
+    monkeypatch.setattr(script, "numbers", lambda *_: [])
+    monkeypatch.setattr(script, "resume", lambda *_: 1e-9)
+    assert script.main([*words[:-1], str(tmp_path / "other")]) == 1
+    one, nan = torch.ones(2), torch.tensor([1.0, float("nan")])
+    assert np.isnan(script.difference([one, nan], [one, one]))
