@@ -358,6 +358,8 @@ def test_expressions(tmp_path: Path) -> None:
     folder, masked, run = tmp_path / "ListOps", tmp_path / "masked", tmp_path / "run"
     limits = ["--depth=4", "--arguments=3", "--min_length=4", "--max_length=23"]
     draws = ["--train=60", "--val=20", "--test=30"]
+    with pytest.raises(SystemExit):
+        listops.main([str(folder), *draws, *limits, "--test=0"])
     assert listops.main([str(folder), *draws, *limits]) == 0
     for use in ("train", "val"):
         rows = (folder / f"{use}.tsv").read_text().splitlines()[1:]
