@@ -74,13 +74,16 @@ def test_larger_draws_contain_smaller_ones(tmp_path):
             script.draw(data, tmp_path / str(count), count, 0)
 
 
-def test_placements_are_relaxed_and_ranked(tmp_path, capsys):
+def test_placements_are_relaxed_and_ranked(tmp_path, capsys, monkeypatch):
     script, data, out = load_script("placements"), tmp_path / "data", tmp_path / "out"
     placed = placements(fcc111("Cu", (2, 2, 2), vacuum=8.0, periodic=True), "OH")[0]
     write_splits(data, **dict.fromkeys(VAL_SPLITS, (Converter().record(placed),)))
     made = {"calculator": "emt", "references_eV": {"O": 1.25, "H": -0.5}}
     (data / "made.json").write_text(json.dumps(made))
     words = ["relax", str(data), str(out), "--pairs", "1", "--placements", "12"]
+    with monkeypatch.context() as patch, pytest.raises(KeyError):
+        patch.setattr(ase.io, "write", lambda path, *_: {}[path.write_text("1")])  # ends early
+        script.main(words)
     assert script.main(words) == 0
     found = ase.io.read(out / "placements.extxyz", ":")
     assert 1 < len(found) < 12  # EMT breaks some bonds
