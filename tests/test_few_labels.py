@@ -99,6 +99,10 @@ def test_placements_are_relaxed_and_ranked(tmp_path, capsys, monkeypatch):
     assert f"expected {len(rows)} energies; got {len(rows) - 1}" in capsys.readouterr().err
     assert script.main([*words, "--seed", "1"]) == 2
     assert "seed" in capsys.readouterr().err
+    placed.numbers[-1] = 7
+    write_splits(data, train=structures(9), val_id=(Converter().record(placed),))
+    assert load_script("merge").main([str(out), f"a={data}"]) == 2
+    assert "adsorbates with N in val_id, but not in train" in capsys.readouterr().err
     assert load_script("merge").main([str(out), "no-root"]) == 2
     assert "no-root: expected NAME=ROOT" in capsys.readouterr().err
 
