@@ -4,7 +4,6 @@ python scripts/certificate.py FOLDER   # writes FOLDER/train.extxyz and FOLDER/v
 PYTHONPATH=scripts python -m molflt.certify certificate:mace --elements Cu O C H
 """
 
-import sys
 from pathlib import Path
 
 import ase.io
@@ -14,6 +13,7 @@ from ase.build import add_adsorbate, bulk, fcc111, molecule
 from ase.calculators.calculator import Calculator
 from ase.calculators.emt import EMT
 from ase.calculators.singlepoint import SinglePointCalculator
+from kit.words import described, guarded
 
 
 def frames(count: int = 300) -> list[Atoms]:
@@ -81,8 +81,15 @@ def torchani() -> Calculator:
     return simple_ani(("H", "C", "N", "O"), lot="wb97x-631gd").double().ase()
 
 
-if __name__ == "__main__":
-    folder, made = Path(sys.argv[1]), frames()
+@guarded
+def main(words: list[str] | None = None) -> None:
+    parser = described(__doc__)
+    parser.add_argument("folder", type=Path)
+    folder, made = parser.parse_args(words).folder, frames()
     folder.mkdir(parents=True, exist_ok=True)
     ase.io.write(folder / "train.extxyz", made[:270])
     ase.io.write(folder / "val_id.extxyz", made[270:])
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

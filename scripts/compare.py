@@ -13,7 +13,6 @@ to comparison.csv. After an interruption, the same command continues.
 """
 
 import statistics
-import sys
 from pathlib import Path
 
 from kit.rows import Rows, markdown, mean_sd, names, pick, write_csv
@@ -158,4 +157,4 @@ def main(words: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

@@ -9,7 +9,6 @@ step. Writes conservation.csv and conservation.png.
 """
 
 import argparse
-import sys
 from pathlib import Path
 
 import ase.io
@@ -110,4 +109,4 @@ def main(words: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

@@ -13,7 +13,6 @@ models and perplexity per token for language models.
 """
 
 import argparse
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -106,4 +105,4 @@ def main(words: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

@@ -10,7 +10,6 @@ are options of `molflt train`. With --ridge, kernel ridge regression is fitted t
 Writes few_labels.md and few_labels.csv. After an interruption, the same command continues.
 """
 
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -110,4 +109,4 @@ def main(words: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

@@ -11,7 +11,6 @@ their energies. Writes folds.md, folds.csv (a line per system) and folds.png. Af
 the same command continues.
 """
 
-import sys
 from collections import defaultdict
 from pathlib import Path
 
@@ -135,4 +134,4 @@ def main(words: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

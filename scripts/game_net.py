@@ -19,7 +19,6 @@ import io
 import itertools
 import json
 import re
-import sys
 import tarfile
 from collections.abc import Iterable, Mapping, Sequence
 from lzma import LZMAError
@@ -224,4 +223,4 @@ def main(words: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

@@ -11,7 +11,6 @@ command continues.
 
 import argparse
 import statistics
-import sys
 from pathlib import Path
 
 from kit.rows import Rows, markdown, names, pick, write_csv
@@ -19,8 +18,7 @@ from kit.runs import Job, collect, job_of, publish, work_all
 from kit.words import guarded, parsed, trainings
 
 from molflt.data.text.glue import GLUE, find_split, read_examples
-
-BATCH = 16  # the default of data.batch_size
+from molflt.training.start import build_parser
 
 
 def available(root: Path, tasks: list[str]) -> tuple[list[str], list[str]]:
@@ -40,7 +38,7 @@ def available(root: Path, tasks: list[str]) -> tuple[list[str], list[str]]:
 def job(options: argparse.Namespace, task: str, seed: int) -> Job:
     """Returns the settings of a training run on a task, with validation after each epoch."""
     examples = read_examples(find_split(options.root, task, "train"), task)
-    steps = max(1, round(options.epochs * len(examples) / BATCH))
+    steps = max(1, round(options.epochs * len(examples) / options.batch_size))
     own = [f"--data.task={task}", f"--data.root={options.root}", f"--init={options.init}"]
     own += [f"--trainer.max_steps={steps}", f"--task.warmup_steps={round(0.06 * steps)}"]
     own += [f"--trainer.val_every={max(1, round(steps / options.epochs))}"]
@@ -80,6 +78,9 @@ def main(words: list[str] | None = None) -> int:
     tasks, absent = available(options.root, options.tasks)
     if not tasks:
         raise ValueError(f"{options.root}: does not contain a GLUE task; {absent[0]}")
+    words = ["--config", str(options.config), f"--data.root={options.root}", *options.words]
+    words = ["--run=none", f"--data.task={tasks[0]}", *words]
+    options.batch_size = build_parser(words).parse_args(words).data.batch_size
     jobs = {
         options.out / task / f"seed{seed}": job(options, task, seed)
         for seed in options.seeds
@@ -93,4 +94,4 @@ def main(words: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

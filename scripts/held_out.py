@@ -11,7 +11,6 @@ held_out.md and held_out.csv (a line per system and model). After an interruptio
 continues.
 """
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -86,10 +85,8 @@ def table(rows: Rows) -> str:
         own, maes, within = pick(rows, model=model), [], []
         seeds = names(own, "seed")
         for split in splits:
-            errors = [
-                np.array([row["error_eV"] for row in pick(own, seed=seed, split=split)])
-                for seed in seeds
-            ]
+            parts = (pick(own, seed=seed, split=split) for seed in seeds)
+            errors = [np.array([row["error_eV"] for row in part]) for part in parts]
             maes.append(mean_sd([float(one.mean()) for one in errors], 4))
             within.append(mean_sd([100 * float((e < EWT_THRESHOLD).mean()) for e in errors], 1))
         lines.append([model, len(seeds), *maes, *within])
@@ -133,4 +130,4 @@ def main(words: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

@@ -5,12 +5,12 @@ python scripts/listops.py datasets/lra/ListOps
 
 import random
 import statistics
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
 from jsonargparse import auto_cli
+from jsonargparse.typing import PositiveInt
 from kit.words import guarded
 
 from molflt.data.text.vocabulary import LISTOPS
@@ -22,7 +22,6 @@ DIGITS = LISTOPS[LISTOPS.index(END) + 1 :]
 
 _OPERATOR_SHARE = 0.25  # fraction of arguments that are lists
 _MOST_MISSES = 1_000_000
-
 
 # For an even number of arguments, the median is the mean of the middle two, rounded down.
 VALUES: dict[str, Callable[[Sequence[int]], int]] = {
@@ -76,10 +75,10 @@ def _grow(
 
 def make(
     dst: Path,
-    train: int = 96000,
-    val: int = 2000,
-    test: int = 2000,
-    depth: int = 10,
+    train: PositiveInt = 96000,
+    val: PositiveInt = 2000,
+    test: PositiveInt = 2000,
+    depth: PositiveInt = 10,
     arguments: int = 10,
     min_length: int = 500,
     max_length: int = 2000,
@@ -123,4 +122,4 @@ def main(words: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

@@ -12,7 +12,6 @@ import multiprocessing
 import os
 import shutil
 import signal
-import sys
 from collections import Counter
 from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -22,7 +21,7 @@ from typing import Any, Literal, NamedTuple
 import ase.io
 from jsonargparse import auto_cli
 from jsonargparse.typing import NonNegativeInt, PositiveInt
-from kit.runs import expect_same
+from kit.runs import THREADS, expect_same
 from kit.words import guarded
 from making.calculators import CALCULATORS, linear_references, molecule_energies
 from making.systems import _LARGE, _SPLITS, _Plan, _relax_system
@@ -37,7 +36,6 @@ from molflt.lock import FolderLock
 # Increase this number when the systems change, because runs must not mix versions.
 _GENERATOR_VERSION = 5
 _SIZES = ("train", "val", "large")
-_THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 _BUSY = "is making data in this folder; wait until it ends, or choose a different folder"
 
 
@@ -164,7 +162,7 @@ def _in_processes(tasks: list[_Task], workers: int) -> Iterable[None]:
 
     Results would otherwise depend on the number of threads, because of rounding.
     """
-    os.environ.update(dict.fromkeys(_THREADS, "1"))  # inherited by the workers
+    os.environ.update(dict.fromkeys(THREADS, "1"))  # inherited by the workers
     ignore_interrupts = {"initializer": signal.signal, "initargs": (signal.SIGINT, signal.SIG_IGN)}
     spawn = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(workers, spawn, **ignore_interrupts)
@@ -200,8 +198,11 @@ def _join(directory: Path, split: str, tasks: list[_Task], made: dict[str, Any])
         rows.append({"sid": records[-1].sid, "split": split, **note["names"]})
     if tasks[0].plan.frames:
         path = directory / "frames" / f"{split}.extxyz"
-        files = [path] * (count > 0) + [task.part.with_suffix(".extxyz") for task in tasks]
+        files = [task.part.with_suffix(".extxyz") for task in tasks]
+        # An interrupted call may have appended the new frames already.
+        known = path.read_bytes().partition(files[0].read_bytes())[0] if count else b""
         with atomically(path) as whole, whole.open("wb") as file:
+            file.write(known)
             for own in files:
                 file.write(own.read_bytes())
     path = directory / "systems.csv"
@@ -231,4 +232,4 @@ def main(words: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

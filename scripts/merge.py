@@ -51,8 +51,11 @@ def merge(out: Path, sets: dict[str, Path]) -> None:
         present = np.flatnonzero(fit.present)
         references[name] = {chemical_symbols[z]: float(fit.energies[z]) for z in present}
         for split, part in parts.items():
-            known = part.compositions(np.arange(len(part)), of_adsorbates=True) @ fit.energies
-            for record, reference in zip(part, known, strict=True):
+            atoms = part.compositions(np.arange(len(part)), of_adsorbates=True)
+            if missing := np.flatnonzero(atoms.any(axis=0) & ~fit.present).tolist():
+                symbol = chemical_symbols[missing[0]]
+                raise ValueError(f"{root}: adsorbates with {symbol} in {split}, but not in train")
+            for record, reference in zip(part, atoms @ fit.energies, strict=True):
                 merged[split].append(shifted(record, reference, len(merged[split])))
         print(f"{name}: {', '.join(f'{split} {len(own)}' for split, own in parts.items())}")
     for split, records in merged.items():

@@ -15,7 +15,6 @@ import argparse
 import hashlib
 import json
 import math
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -146,4 +145,4 @@ def main(words: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

@@ -36,6 +36,7 @@ from tqdm import tqdm
 from molflt.adsorption import placements
 from molflt.data.structures import open_dataset
 from molflt.data.structures.splits import VAL_SPLITS
+from molflt.files import atomically
 
 TOLERANCE, STEPS = 0.05, 200  # eV/Å
 TOP, NEAR = 5, 0.1  # number of selected placements; tolerance of the best energy in eV
@@ -87,7 +88,8 @@ def relax_all(options: argparse.Namespace) -> None:
         if not files[-1].exists():
             start = time.process_time()
             kept = relaxed(system, number, options.placements, made)
-            ase.io.write(files[-1], kept, "extxyz")
+            with atomically(files[-1]) as part:
+                ase.io.write(part, kept, "extxyz")
             seconds = time.process_time() - start
             print(f"pair {number}: {system.symbols}, {len(kept)} placements, {seconds:.0f} s")
     filled = [file for file in files if file.stat().st_size]  # all placements may be removed
@@ -126,9 +128,8 @@ def rank(options: argparse.Namespace) -> None:
             raise ValueError(f"{table}: expected {len(whole)} energies; got {len(energies)}")
         scores[table.stem] = np.array(energies)
     for name, score in scores.items():
-        lines.append(
-            (name, f"{share(pair, energy, score):.2f}", f"{np.abs(score - energy).mean():.3f}")
-        )
+        found = share(pair, energy, score)
+        lines.append((name, f"{found:.2f}", f"{np.abs(score - energy).mean():.3f}"))
     print(f"{len(np.unique(pair))} pairs, {len(pair)} placements")
     print(markdown(("placements chosen by", "best of five within 0.1 eV", "MAE, eV"), lines))
 

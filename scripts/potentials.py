@@ -149,23 +149,16 @@ def measured(options: argparse.Namespace) -> Rows:
     own = ("out", "models", "seeds")  # do not affect other rows
     job = {key: value for key, value in vars(options).items() if key not in own}
     job |= {"data": str(options.data), "config": CONFIG.name, "content": CONFIG.read_text()}
-    every = {
-        split: PotentialData(
-            options.data,
-            train_split=options.train,
-            val_split=split,
-            batch_size=options.batch_size,
-        )
-        for split in options.test
-    }
+    same = {"train_split": options.train, "batch_size": options.batch_size}
+    every = {name: PotentialData(options.data, val_split=name, **same) for name in options.test}
     for data in every.values():
         data.setup()
     job["digests"] = {split: data.fingerprints() for split, data in every.items()}
     prepare(options.out, job)
     data, tests = every[options.test[0]], {name: own.datasets["val"] for name, own in every.items()}
     rows = trivial(data, tests)
-    for seed in options.seeds:
-        for name in options.models:
+    for seed in dict.fromkeys(options.seeds):  # repeated seeds would reduce the spread
+        for name in dict.fromkeys(options.models):
             rows += run(name, seed, data, tests, options)
             columns = list(dict.fromkeys(key for row in reversed(rows) for key in row))
             write_csv(options.out / "potentials.csv", [dict.fromkeys(columns) | r for r in rows])
@@ -188,6 +181,8 @@ def main(words: list[str] | None = None) -> None:
         parser.add_argument(f"--{name}", type=int, default=value, help="size of SchNet and PaiNN")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     options = parser.parse_args(words)
+    torch.set_num_threads(1)
+    torch.set_flush_denormal(True)  # otherwise, SchNet is slower on some processors
     print(table(measured(options)))
 
 

@@ -22,7 +22,6 @@ two             E(AB) - E(A) - E(B) of two adsorbates on one slab, at least 10 Ã
 
 import argparse
 import json
-import sys
 import warnings
 from collections.abc import Mapping, Sequence
 from itertools import product
@@ -248,4 +247,4 @@ def _cell(mean: float | None) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

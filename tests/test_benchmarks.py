@@ -123,6 +123,8 @@ def test_commands_of_the_documentation_exist() -> None:
         RUN.parse([name, *shlex.split(words)])
     for script in re.findall(r"python (scripts/\w+\.py)", text):
         assert (ROOT / script).exists(), script
+    with pytest.raises(SystemExit):
+        load_script("certificate").main(["--help"])
 
 
 # --- accuracy ------------------------------------------------------------------------------------
@@ -188,8 +190,9 @@ def test_numbers_and_resume_are_written_and_not_replaced(tmp_path, monkeypatch, 
     with pytest.raises(SystemExit):
         script.main(words)
     assert str(tmp_path) in capsys.readouterr().err
-    wrong = {"case": "additive", "difference": float("nan")}
+    one, nan = torch.ones(2), torch.tensor([1.0, float("nan")])
+    wrong = {"case": "additive", "difference": script.difference([one, nan], [one, one])}
     monkeypatch.setattr(script, "numbers", lambda *_: [{**wrong, "precision": "float32"}])
-    monkeypatch.setattr(script, "resume", lambda *_: 0.0)
+    monkeypatch.setattr(script, "resume", lambda *_: 1e-9)
     assert script.main([*words[:-1], str(tmp_path / "wrong")]) == 1
-    assert "additive" in capsys.readouterr().err
+    assert re.search("additive.*nan.*after resuming", capsys.readouterr().err, re.S)

@@ -74,13 +74,16 @@ def test_larger_draws_contain_smaller_ones(tmp_path):
             script.draw(data, tmp_path / str(count), count, 0)
 
 
-def test_placements_are_relaxed_and_ranked(tmp_path, capsys):
+def test_placements_are_relaxed_and_ranked(tmp_path, capsys, monkeypatch):
     script, data, out = load_script("placements"), tmp_path / "data", tmp_path / "out"
     placed = placements(fcc111("Cu", (2, 2, 2), vacuum=8.0, periodic=True), "OH")[0]
     write_splits(data, **dict.fromkeys(VAL_SPLITS, (Converter().record(placed),)))
     made = {"calculator": "emt", "references_eV": {"O": 1.25, "H": -0.5}}
     (data / "made.json").write_text(json.dumps(made))
     words = ["relax", str(data), str(out), "--pairs", "1", "--placements", "12"]
+    with monkeypatch.context() as patch, pytest.raises(KeyError):
+        patch.setattr(ase.io, "write", lambda path, *_: {}[path.write_text("1")])  # ends early
+        script.main(words)
     assert script.main(words) == 0
     found = ase.io.read(out / "placements.extxyz", ":")
     assert 1 < len(found) < 12  # EMT breaks some bonds
@@ -96,6 +99,10 @@ def test_placements_are_relaxed_and_ranked(tmp_path, capsys):
     assert f"expected {len(rows)} energies; got {len(rows) - 1}" in capsys.readouterr().err
     assert script.main([*words, "--seed", "1"]) == 2
     assert "seed" in capsys.readouterr().err
+    placed.numbers[-1] = 7
+    write_splits(data, train=structures(9), val_id=(Converter().record(placed),))
+    assert load_script("merge").main([str(out), f"a={data}"]) == 2
+    assert "adsorbates with N in val_id, but not in train" in capsys.readouterr().err
     assert load_script("merge").main([str(out), "no-root"]) == 2
     assert "no-root: expected NAME=ROOT" in capsys.readouterr().err
 
@@ -139,7 +146,8 @@ def test_both_models_learn_and_a_second_start_repeats_nothing(tmp_path, monkeypa
     assert all(float(row["force_mae_meV_per_A"]) > 0 for row in rows.values())
     assert int(rows["schnet"]["steps"]) >= 1 and (out / "potentials.md").is_file()
     monkeypatch.setattr(script, "train", None)
-    assert script.main(words) == 0
+    assert script.main([*words, "--seeds", *"00"]) == 0
+    assert len(table(out / "potentials.csv")) == len(rows)
     assert script.main([*words, "--lr", "0.1"]) == 2  # results with other options are not reused
     capsys.readouterr()
     ase.io.write(points / "train.extxyz", argon(6, 5))  # results for other data are not reused

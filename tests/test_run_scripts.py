@@ -8,11 +8,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from data.game_net_files import content, write_archive
+from kit.runs import finished
 from script_files import cells, load_script
 from tiny_run import table
 
 from molflt.data.structures.splits import VAL_SPLITS
 from molflt.data.structures.systems import System, read_systems, write_systems
+from molflt.files import save_tensors
 from molflt.training import run_folder
 
 Commands = list[list[str]]  # words after `python -m molflt`
@@ -120,6 +122,14 @@ def test_variants_are_files_with_changes(trainings, words, tmp_path, capsys) -> 
     assert found["tokens"] == ["10", "2", "31.00 ± 1.41", "31.00 ± 1.41"]
     assert found["tokens,heads=2,num_nodes=8"] == found["tokens"]
     assert found["tokens-diverged"] == ["10", "2", "–", "–"]
+
+
+def test_results_before_the_last_step_are_not_final(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr("kit.runs.read_config", lambda run: {"trainer": {"max_steps": 7}})
+    write_evaluation(tmp_path, [])
+    for step in (3, 7):
+        save_tensors(tmp_path / "checkpoints" / "last.safetensors", {}, {"step": f"{step}"})
+        assert finished(tmp_path) == (step == 7)
 
 
 # --- folds ----------------------------------------------------------------------------------------

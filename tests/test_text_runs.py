@@ -261,8 +261,8 @@ def test_sums_agree_with_the_official_metrics(task) -> None:
             SentenceTask(model, measure="accuracy")
 
 
-def test_the_table_of_glue() -> None:
-    glue = load_script("glue")
+def test_the_table_and_the_steps_of_glue(tmp_path, monkeypatch) -> None:
+    glue, made = load_script("glue"), {}
     values = {"val": (60.0, 70.0, 90.0), "val_mismatched": (50.0, 60.0, 80.0)}
     rows = [
         {"task": "MNLI", "seed": seed, "split": split, "accuracy_percent": x, "glue_percent": x}
@@ -275,6 +275,10 @@ def test_the_table_of_glue() -> None:
     assert "| val_mismatched | 3 | accuracy 60.0 | 60.0 |" in text
     assert "accuracy 80.0, f1 90.0 | 85.0 |" in text
     assert "average of 2 of 8 tasks" in text and "| 75.0 |" in text and "no QQP" in text
+    monkeypatch.setattr(glue, "work_all", lambda jobs, _: made.update(jobs) or 0)
+    words = ["--init=a", f"--root={data_of('sentences')}", f"--out={tmp_path}", "--tasks=RTE"]
+    assert glue.main([*words, "--epochs=2", "--", "--data.batch_size", "24"]) == 0
+    assert {"--trainer.max_steps=20", "--trainer.val_every=10"} < {*made.popitem()[1]["words"]}
 
 
 # --- translation --------------------------------------------------------------------------------
@@ -358,6 +362,8 @@ def test_expressions(tmp_path: Path) -> None:
     folder, masked, run = tmp_path / "ListOps", tmp_path / "masked", tmp_path / "run"
     limits = ["--depth=4", "--arguments=3", "--min_length=4", "--max_length=23"]
     draws = ["--train=60", "--val=20", "--test=30"]
+    with pytest.raises(SystemExit):
+        listops.main([str(folder), *draws, *limits, "--test=0"])
     assert listops.main([str(folder), *draws, *limits]) == 0
     for use in ("train", "val"):
         rows = (folder / f"{use}.tsv").read_text().splitlines()[1:]

@@ -89,9 +89,8 @@ def leak(layer: nn.Module, graphs: list[Graph]) -> float:
     out, worst = layer(**given), 0.0
     for index in range(len(graphs)):
         own = given["batch"] == index
-        grads = torch.autograd.grad(
-            out[own].square().sum(), leaves, retain_graph=True, allow_unused=True
-        )
+        total = out[own].square().sum()
+        grads = torch.autograd.grad(total, leaves, retain_graph=True, allow_unused=True)
         for grad in grads:
             if grad is not None and grad[own].any():
                 worst = max(worst, (grad[~own].abs().max() / grad[own].abs().max()).item())

@@ -44,8 +44,6 @@ MECHANISMS: dict[str, Callable[[int], nn.Module]] = {
     "images": made(position="spectral", **SAMPLED, periodic="images", image_cutoff=NEAR),
     "reciprocal, near field": made(**KERNEL, periodic="reciprocal", near_field=NEAR),
 }
-
-
 FIXED = tuple(MECHANISMS)[:4]  # mechanisms whose cost per atom does not depend on the cell
 
 

@@ -16,13 +16,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from safetensors import safe_open
 from tqdm import tqdm
 
 from kit.rows import Rows
 from molflt.data.structures.systems import SYSTEMS, read_systems
+from molflt.evaluation.results import RESULTS, why_of_others
 from molflt.evaluation.runs import read_rows
 from molflt.files import write_atomically
 from molflt.metrics import EWT_THRESHOLD
+from molflt.training.config import read_config
 from molflt.training.run_folder import read_provenance
 
 Job = dict[str, Any]
@@ -119,9 +122,25 @@ def job_of(options: argparse.Namespace, variant: str, seed: int) -> Job:
     }
 
 
+def finished(run: Path) -> bool:
+    """Returns True if results.json belongs to the data of the run and training has ended.
+
+    The results of a run without weights, such as an unpacked archive, are accepted.
+    """
+    last = run / "checkpoints" / "last.safetensors"
+    if not (run / RESULTS).exists() or why_of_others(run, []):
+        return False
+    if not last.exists():
+        return True
+    with safe_open(last, "pt") as file:
+        header = file.metadata() or {}
+    steps = read_config(run)["trainer"]["max_steps"]
+    return "stopped" in header or int(header.get("step", steps)) >= steps
+
+
 def work(run: Path, job: Job, threads: int, evaluation: tuple[str, ...] = ()) -> None:
     """Trains or resumes a run and evaluates it with the options `evaluation`."""
-    if (run / "results.json").exists():
+    if finished(run):
         return
     train = ["train", "--config", job["config"], "--run", str(run), *job["words"]]
     if (run / "checkpoints" / "last.ckpt").exists():
@@ -149,7 +168,7 @@ def collect(out: Path, kind: str, among: list[str], seeds: list[int]) -> Rows:
     rows = []
     for name in among:
         for seed in seeds:
-            path = out / name / f"seed{seed}" / "results.json"
+            path = out / name / f"seed{seed}" / RESULTS
             for split, result in json.loads(path.read_text()).items() if path.exists() else ():
                 rows.append({kind: name, "seed": seed, "split": split, **result})
     return rows

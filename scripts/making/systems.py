@@ -87,24 +87,19 @@ class _System(NamedTuple):
 def _catalysts(calculator: str, split: str) -> tuple[str, ...]:
     """Returns the catalysts of a split whose metals the calculator supports."""
     metals = CALCULATORS[calculator].metals
-    return tuple(
-        name
-        for name in _SPLITS[split][1]
-        if metals is None or metals.issuperset(CATALYSTS[name][1])
-    )
+    names = _SPLITS[split][1]
+    return tuple(n for n in names if metals is None or metals.issuperset(CATALYSTS[n][1]))
 
 
 def _place(rng: np.random.Generator, slab: Atoms, adsorbate: Atoms, site: np.ndarray) -> Atoms:
     """Returns the slab with the adsorbate lowered onto `site` (x and y in Å) until they touch."""
     points = adsorbate.positions.copy()
     points[:, :2] += site + rng.normal(scale=_JITTER, size=2)
-    contact = rng.uniform(*_CONTACT) * np.add.outer(
-        covalent_radii[adsorbate.numbers], covalent_radii[slab.numbers]
-    )  # [adsorbate atom, slab atom], Å
+    radii = covalent_radii[adsorbate.numbers], covalent_radii[slab.numbers]
+    contact = rng.uniform(*_CONTACT) * np.add.outer(*radii)  # [adsorbate atom, slab atom], Å
     steps = np.array([(i, j, 0) for i in range(-2, 3) for j in range(-2, 3)])
-    folded = (points @ np.linalg.inv(slab.cell.array))[:, None] - slab.get_scaled_positions(
-        wrap=False
-    )
+    scaled = slab.get_scaled_positions(wrap=False)
+    folded = (points @ np.linalg.inv(slab.cell.array))[:, None] - scaled
     folded[..., :2] -= np.round(folded[..., :2])
     across = ((folded[:, :, None] + steps) @ slab.cell.array)[..., :2]  # [a, s, image, xy]
     squared = contact[..., None] ** 2 - (across**2).sum(-1)
@@ -186,10 +181,8 @@ def _attempt(rng: np.random.Generator, plan: _Plan, split: str, sid: int) -> _Sy
     if not _settle(rng, system, plan.calculator):
         return "not_converged"
     bonds = _bonds(system[len(slab) :])
-    if (
-        CALCULATORS[plan.calculator].intact
-        and (bonds != block_diag(*map(_bonds, adsorbates))).any()
-    ):
+    intact = CALCULATORS[plan.calculator].intact
+    if intact and (bonds != block_diag(*map(_bonds, adsorbates))).any():
         return "bonds"
     start = system.copy()
     done = relax(system, plan.calculator, _FORCE_TOLERANCE, frames=plan.frames)

@@ -31,11 +31,8 @@ class TaggedEmbedding(nn.Module):
     def __init__(self, element: nn.Embedding) -> None:
         super().__init__()
         self.element = nn.Embedding(_ELEMENTS, element.embedding_dim)
-        spread = float(element.weight.detach().abs().max())
-        if spread == 0:  # as in reference energies
-            nn.init.zeros_(self.element.weight)
-        else:
-            nn.init.normal_(self.element.weight, std=float(element.weight.detach().std()))
+        # The weights of reference energies are 0.
+        nn.init.normal_(self.element.weight, std=float(element.weight.detach().std()))
         self.tag = nn.Embedding(len(Tag), element.embedding_dim)
         nn.init.zeros_(self.tag.weight)
 

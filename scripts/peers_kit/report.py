@@ -143,10 +143,8 @@ def error_by_size(rows: Rows, split: str) -> Curves:
     points: Curves = {}
     for model in names(rows, "model"):
         own = pick(rows, model=model, split=split)
-        means = [
-            (share, _mean(pick(own, fraction=share), model, split))
-            for share in sorted(names(own, "fraction"))
-        ]
+        shares = sorted(names(own, "fraction"))
+        means = [(share, _mean(pick(own, fraction=share), model, split)) for share in shares]
         points[model] = [point for point in means if point[1] < float("inf")]
     return points
 

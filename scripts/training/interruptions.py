@@ -94,9 +94,8 @@ def leaves(value: object) -> list[object]:
 def ends(run: Path) -> list[object]:
     """Returns the weights, optimizer state and validation results of a run."""
     folder = run / "checkpoints"
-    found: list[object] = [
-        (folder / f"{name}.safetensors").read_bytes() for name in ("best", "last")
-    ]
+    files = (folder / f"{name}.safetensors" for name in ("best", "last"))
+    found: list[object] = [file.read_bytes() for file in files]
     state = torch.load(folder / "last.ckpt", weights_only=True)
     parts = ("state_dict", "current_model_state", "optimizer_states", "lr_schedulers", "callbacks")
     found += [leaves(state[part]) for part in (*parts, "global_step")]

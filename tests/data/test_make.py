@@ -82,6 +82,9 @@ def test_interrupted_and_growing_data_sets_have_the_bytes_of_one_made_at_once(
     monkeypatch.setattr(generator, "_in_processes", in_this_process(4))
     make(directory, **{**SMALL, "train": 1})
     monkeypatch.setattr(generator, "_in_processes", in_this_process(1))
+    with monkeypatch.context() as patch, pytest.raises(NameError):
+        patch.delattr(generator, "write_csv")  # ends after the frames were written
+        make(directory, **SMALL)
     make(directory, **SMALL)
     assert contents(directory) == contents(made_here)
 
