@@ -5,7 +5,7 @@ from typing import TypedDict
 import torch
 from torch import Tensor
 
-from molflt.attention.checks import readable
+from molflt.attention.checks import readable, whole
 from molflt.attention.numerics import at_least_float32
 
 
@@ -80,6 +80,11 @@ def without_masked(
     as `Attention.forward`.
     """
     source = x if context is None else context
+    if key_index is not None:
+        if key_index.shape[:-1] != source.shape[:1]:
+            expected = f"({len(source)}, keys)"
+            raise ValueError(f"key_index must be {expected}; got {tuple(key_index.shape)}")
+        whole("key_index", key_index, 0, source.shape[1] - 1, "the places of tokens")
     if key_mask is None:
         return x, source
     check_mask(key_mask, source.shape[:2] if key_index is None else key_index.shape)

@@ -132,6 +132,10 @@ ROWS = [
     refused(lambda: layer()(X, key_mask=MASK[:, :3]), "key_mask", "(1, 5)", "(1, 3)"),
     refused(lambda: layer()(X, key_weight=-X[..., 0]), "key_weight", "finite", "-1"),
     refused(lambda: layer()(X, key_weight=X[:, :3, 0]), "key_weight", "(1, 5)", "(1, 3)"),
+    refused(lambda: layer()(X, key_index=MASK.long() + 4), "key_index", "0 to 4", "5"),
+    refused(
+        lambda: layer()(X.repeat(2, 1, 1), key_index=MASK.long()), "key_index", "(2,", "(1, 5)"
+    ),
     refused(lambda: layer()(X, R), "positions", "position="),
     refused(lambda: layer(causal=True)(X, context=X), "context", "causal=False"),
     refused(lambda: layer(position())(X, R, context=X), "context", "key_positions"),
