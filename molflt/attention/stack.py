@@ -19,8 +19,6 @@ from molflt.attention.positions.base import Position, Positioned
 _NormName = Literal["pre", "post"]
 _ActivationName = Literal["gelu", "gelu_tanh"]
 ATTENTION = "attention"
-# options that do not apply to unordered or causal tokens
-MIXER_OPTIONS = ("mixer", "mixer_options", "attention_layers")
 
 # The command line takes the choices of this option from its type.
 if TYPE_CHECKING:

@@ -216,6 +216,8 @@ ROWS = [
     cells("extent", "free_extent", "None", extent=None),
     refused(lambda: SpectralPosition(ONES, weighted_shells()), "radii of the shells", "3 radii"),
     refused(lambda: Decoder(16, 2, 2, refinements=2), "refinements", "remove", "2"),
+    refused(lambda: Decoder(16, 2, 2, causal=True), "causal", "remove", "True"),
+    refused(lambda: Decoder(16, 2, 2, mixer="fourier"), "mixer", "all tokens", "'fourier'"),
     refused(lambda: GaussianBias(2, 8, std_range=(-1.0, 3.0)), "std_range", "above 0", "-1.0"),
     cells("max_frequency", "reduce", "graph", max_frequency=1e4),
     cells("pbc", "linearly independent", "graph 1", cell=FLAT),
