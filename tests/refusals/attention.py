@@ -1,3 +1,4 @@
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -196,10 +197,14 @@ ROWS = [
     shells("degrees", "3, one per shell", "2", 5.0, 0.3, 3, degrees=[3, 5]),
     refused(lambda: GaussianNodes(2, sigma="a"), "sigma", "number", "'a'", TypeError),
     refused(lambda: GaussianBasis(2, width_range=(5.0, 1.0)), "width_range", "smallest", "(5.0"),
+    refused(lambda: GaussianBasis(2, width_range=(1.0, math.inf)), "width_range", "finite", "inf"),
+    refused(lambda: GaussianBasis(2, width_range=(1.0,)), "width_range", "two", "(1.0,)"),
+    refused(lambda: GaussianBasis(2, positive=True, amplitude=0.0), "amplitude", "positive", "0.0"),
     refused(lambda: InversePower(3, 1.0), "power", "1, 2, 4, 6", "3"),
     refused(lambda: Matern(2, nu=2.0), "nu", "0.5, 1.5 or 2.5", "2.0"),
     refused(lambda: SmoothLocal(2, order=1), "order", "2 to 8", "1"),
     refused(lambda: ShellWeights(2, torch.ones(3), dim=2), "dim", "1 or 3", "2"),
+    refused(lambda: ShellWeights(2, torch.ones(3), dim=4), "dim", "1 or 3", "4"),
     refused(lambda: position(nodes="density"), "density", "kernel", "GaussianBasis"),
     *(
         refused(lambda g=g, nodes=nodes: SpectralPosition(g(), nodes()), *words)
