@@ -57,9 +57,12 @@ def _finite(x: Tensor, key_mask: Tensor) -> Tensor:
 
 
 def placed(
-    positions: Tensor | None, key_positions: Tensor | None, key_mask: Tensor | None
+    positions: Tensor | None, key_positions: Tensor | None, keys: Keys
 ) -> tuple[Tensor | None, Tensor | None]:
     """Returns the positions of queries and keys, made finite for masked keys."""
+    if positions is not None and key_positions is None and keys.get("key_index") is not None:
+        raise ValueError("key_index needs positions of keys; pass key_positions, (batch, keys, l)")
+    key_mask = keys.get("key_mask")
     if key_mask is None or positions is None:
         return positions, key_positions
     if key_positions is not None:

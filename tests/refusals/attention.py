@@ -137,6 +137,7 @@ ROWS = [
     refused(
         lambda: layer()(X.repeat(2, 1, 1), key_index=MASK.long()), "key_index", "(2,", "(1, 5)"
     ),
+    refused(lambda: layer(position())(X, R, key_index=MASK.long()), "key_index", "key_positions"),
     refused(lambda: layer()(X, R), "positions", "position="),
     refused(lambda: layer(causal=True)(X, context=X), "context", "causal=False"),
     refused(lambda: layer(position())(X, R, context=X), "context", "key_positions"),
