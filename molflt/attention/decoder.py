@@ -13,7 +13,7 @@ from molflt.attention.layer import Attention
 from molflt.attention.mixing.causal import DecodeState, KeyValues
 from molflt.attention.mixing.chunked import KeySums, key_sums, query_sums
 from molflt.attention.mixing.forms import softmax
-from molflt.attention.stack import ATTENTION, MIXER_OPTIONS, Block, Stack, StackState
+from molflt.attention.stack import Block, Stack, StackState
 
 Memory = KeyValues | KeySums
 
@@ -100,11 +100,11 @@ class Decoder(nn.Module):
         **stack: Any,
     ) -> None:
         super().__init__()
-        mixer: dict[str, Any] = {**dict.fromkeys(MIXER_OPTIONS), "mixer": ATTENTION}
         known_names(Decoder, stack, Stack, Attention)
-        no_effect("in a decoder", refinements=stack.pop("refinements", None))
+        idle = {name: stack.pop(name, None) for name in ("refinements", "causal")}
+        no_effect("in a decoder, which is causal and applied once", **idle)
         self.stack = Stack(
-            dim, heads, layers, causal=True, attention_dropout=attention_dropout, **stack, **mixer
+            dim, heads, layers, causal=True, attention_dropout=attention_dropout, **stack
         )
         # `dropout` in `stack` applies to the blocks
         shared = signature(Attention).parameters.keys() - {"dropout", *_OF_SELF_ATTENTION}

@@ -97,7 +97,7 @@ class Encoding:
             terms = Terms(phi_q, phi_k, value, causal, log_decay, state)
             sums, last = (self.by_matrix(terms), None) if matrix else self.mix(terms)
             if self.pairs is not None and self.pairs.exact is not None:
-                sums = with_exact_pairs(sums, query.x, key.x, value, self.pairs, key.mask)
+                sums = with_exact_pairs(sums, query, key, value, self.pairs)
             return sums, last
 
     def by_matrix(self, terms: Terms, **kernel: Tensor) -> Sums:

@@ -5,7 +5,7 @@ from typing import TypedDict
 import torch
 from torch import Tensor
 
-from molflt.attention.checks import readable
+from molflt.attention.checks import readable, whole
 from molflt.attention.numerics import at_least_float32
 
 
@@ -57,9 +57,12 @@ def _finite(x: Tensor, key_mask: Tensor) -> Tensor:
 
 
 def placed(
-    positions: Tensor | None, key_positions: Tensor | None, key_mask: Tensor | None
+    positions: Tensor | None, key_positions: Tensor | None, keys: Keys
 ) -> tuple[Tensor | None, Tensor | None]:
     """Returns the positions of queries and keys, made finite for masked keys."""
+    if positions is not None and key_positions is None and keys.get("key_index") is not None:
+        raise ValueError("key_index needs positions of keys; pass key_positions, (batch, keys, l)")
+    key_mask = keys.get("key_mask")
     if key_mask is None or positions is None:
         return positions, key_positions
     if key_positions is not None:
@@ -80,6 +83,11 @@ def without_masked(
     as `Attention.forward`.
     """
     source = x if context is None else context
+    if key_index is not None:
+        if key_index.shape[:-1] != source.shape[:1]:
+            expected = f"({len(source)}, keys)"
+            raise ValueError(f"key_index must be {expected}; got {tuple(key_index.shape)}")
+        whole("key_index", key_index, 0, source.shape[1] - 1, "the places of tokens")
     if key_mask is None:
         return x, source
     check_mask(key_mask, source.shape[:2] if key_index is None else key_index.shape)

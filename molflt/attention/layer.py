@@ -287,7 +287,7 @@ class Attention(Positioned):
                 "context needs its own positions; pass key_positions, (batch, keys, l)"
             )
         heads = self._split(x, context, **keys)  # first, because it checks the mask
-        where = placed(positions, key_positions, keys.get("key_mask"))
+        where = placed(positions, key_positions, keys)
         return heads, self._encode(*where, encoding)
 
     def _encode(

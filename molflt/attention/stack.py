@@ -19,8 +19,6 @@ from molflt.attention.positions.base import Position, Positioned
 _NormName = Literal["pre", "post"]
 _ActivationName = Literal["gelu", "gelu_tanh"]
 ATTENTION = "attention"
-# options that do not apply to unordered or causal tokens
-MIXER_OPTIONS = ("mixer", "mixer_options", "attention_layers")
 
 # The command line takes the choices of this option from its type.
 if TYPE_CHECKING:
@@ -247,13 +245,13 @@ class Stack(Positioned):
         Args:
             x: (batch, tokens, dim), as the result.
             positions: (batch, tokens, l), centered for each graph; for the encoding, if any.
-            key_positions: (batch, keys, l), relative to the same center; by default the positions
-                of the queries.
+            key_positions: (batch, keys, l), relative to the same center; required with `key_index`,
+                and by default the positions of the queries.
             keys: key_mask, key_weight and key_index; see `Keys`.
         """
         mask = keys.get("key_mask")
         x, _ = without_masked(x, mask, keys.get("key_index"))
-        encoding = self._evaluate(self._encoded_for, *placed(positions, key_positions, mask))
+        encoding = self._evaluate(self._encoded_for, *placed(positions, key_positions, keys))
         for _ in range(self.refinements):
             x = self.one_pass(x, encoding, **keys)
         return self.norm(x)

@@ -85,12 +85,16 @@ def test_fast_form_matrix_and_definition_agree(build, feature_map, causal, monke
         phi.projection.rows.copy_(torch.eye(width))
     turned = encoding.transform(query, key)
     operands = [Operand(phi, x, c) for x, c in zip(turned, (left, right), strict=True)]
+    weight = randn(2, 1, TOKENS, seed=13)
+    operands[1] = operands[1]._replace(log_weight=weight)
     phi_q, phi_k = (operand.features() for operand in operands)
     dense = encoding.dense(TOKENS, TOKENS)
     matrix = phi_q.materialize() @ phi_k.materialize().mT
     if isinstance(encoding, Factors):
         if feature_map == "identity":
-            torch.testing.assert_close(matrix, query @ key.mT + dense, **EXACT)
+            torch.testing.assert_close(
+                matrix, (query @ key.mT + dense) * weight.exp()[:, None], **EXACT
+            )
     elif dense is not None:
         matrix = matrix * dense
     near = getattr(encoding, "pairs", None)
@@ -98,7 +102,7 @@ def test_fast_form_matrix_and_definition_agree(build, feature_map, causal, monke
         f, switch = near.exact
         for p, (b, i, j) in enumerate(zip(near.batch, near.query, near.key, strict=True)):
             dot = (query[b, :, i] * key[b, :, j]).sum(-1)
-            matrix[b, :, i, j] += switch[p] * (dot + f[:, p]).exp()
+            matrix[b, :, i, j] += switch[p] * (dot + f[:, p] + weight[b, 0, j]).exp()
     if causal:
         matrix = matrix.tril()
         if near is not None or isinstance(encoding, MeshNodes):

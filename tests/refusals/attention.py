@@ -1,3 +1,4 @@
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -132,6 +133,11 @@ ROWS = [
     refused(lambda: layer()(X, key_mask=MASK[:, :3]), "key_mask", "(1, 5)", "(1, 3)"),
     refused(lambda: layer()(X, key_weight=-X[..., 0]), "key_weight", "finite", "-1"),
     refused(lambda: layer()(X, key_weight=X[:, :3, 0]), "key_weight", "(1, 5)", "(1, 3)"),
+    refused(lambda: layer()(X, key_index=MASK.long() + 4), "key_index", "0 to 4", "5"),
+    refused(
+        lambda: layer()(X.repeat(2, 1, 1), key_index=MASK.long()), "key_index", "(2,", "(1, 5)"
+    ),
+    refused(lambda: layer(position())(X, R, key_index=MASK.long()), "key_index", "key_positions"),
     refused(lambda: layer()(X, R), "positions", "position="),
     refused(lambda: layer(causal=True)(X, context=X), "context", "causal=False"),
     refused(lambda: layer(position())(X, R, context=X), "context", "key_positions"),
@@ -192,10 +198,14 @@ ROWS = [
     shells("degrees", "3, one per shell", "2", 5.0, 0.3, 3, degrees=[3, 5]),
     refused(lambda: GaussianNodes(2, sigma="a"), "sigma", "number", "'a'", TypeError),
     refused(lambda: GaussianBasis(2, width_range=(5.0, 1.0)), "width_range", "smallest", "(5.0"),
+    refused(lambda: GaussianBasis(2, width_range=(1.0, math.inf)), "width_range", "finite", "inf"),
+    refused(lambda: GaussianBasis(2, width_range=(1.0,)), "width_range", "two", "(1.0,)"),
+    refused(lambda: GaussianBasis(2, positive=True, amplitude=0.0), "amplitude", "positive", "0.0"),
     refused(lambda: InversePower(3, 1.0), "power", "1, 2, 4, 6", "3"),
     refused(lambda: Matern(2, nu=2.0), "nu", "0.5, 1.5 or 2.5", "2.0"),
     refused(lambda: SmoothLocal(2, order=1), "order", "2 to 8", "1"),
     refused(lambda: ShellWeights(2, torch.ones(3), dim=2), "dim", "1 or 3", "2"),
+    refused(lambda: ShellWeights(2, torch.ones(3), dim=4), "dim", "1 or 3", "4"),
     refused(lambda: position(nodes="density"), "density", "kernel", "GaussianBasis"),
     *(
         refused(lambda g=g, nodes=nodes: SpectralPosition(g(), nodes()), *words)
@@ -212,6 +222,8 @@ ROWS = [
     cells("extent", "free_extent", "None", extent=None),
     refused(lambda: SpectralPosition(ONES, weighted_shells()), "radii of the shells", "3 radii"),
     refused(lambda: Decoder(16, 2, 2, refinements=2), "refinements", "remove", "2"),
+    refused(lambda: Decoder(16, 2, 2, causal=True), "causal", "remove", "True"),
+    refused(lambda: Decoder(16, 2, 2, mixer="fourier"), "mixer", "all tokens", "'fourier'"),
     refused(lambda: GaussianBias(2, 8, std_range=(-1.0, 3.0)), "std_range", "above 0", "-1.0"),
     cells("max_frequency", "reduce", "graph", max_frequency=1e4),
     cells("pbc", "linearly independent", "graph 1", cell=FLAT),

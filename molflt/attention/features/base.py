@@ -6,7 +6,7 @@ from typing import NamedTuple, Self, cast
 import torch
 from torch import Tensor, nn
 
-from molflt.attention.checks import at_least_one, no_effect, one_of
+from molflt.attention.checks import no_effect, one_of
 from molflt.attention.features.projections import PROJECTIONS, Projection
 from molflt.attention.numerics import at_least_float32, options_of
 
@@ -167,7 +167,6 @@ class FeatureMap(nn.Module):
         rows = NUM_FEATURES if num_features is None else num_features
         projection = projection or "orthogonal"
         one_of("projection", projection, PROJECTIONS)
-        at_least_one(num_features=rows)
         self.dim = dim
         self.heads = heads
         self.width = self.per_row * rows if self.random or self.learned else dim

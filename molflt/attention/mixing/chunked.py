@@ -68,7 +68,7 @@ class KeySums(NamedTuple):
     """
 
     context: Tensor  # (batch, heads, m, dv + 1); (dv + 1) p columns with a positional kernel
-    log_max: Tensor | None  # (b, h, 1, m or 1), -inf without keys; None without logarithms
+    log_max: Tensor | None  # (b, h, 1, m or 1), -inf if all are masked; None without logs or keys
 
     def plus(self, added: "KeySums") -> "KeySums":
         """Returns the sums over the keys of both `self` and `added`."""
@@ -88,13 +88,9 @@ def key_sums(key: Operand, value: Tensor, right: Tensor | None = None) -> KeySum
         value = F.pad(at_least_float32(value), (0, 1), value=1.0)
         if right is not None:
             value = (right.to(value.dtype)[..., :, None] * value[..., None, :]).flatten(-2)
-        if phi.log_scale is None:
+        if phi.log_scale is None or not phi.tokens:
             return KeySums(phi.materialize().transpose(-1, -2) @ value, None)
-        own = phi.log_scale.detach()
-        if own.shape[-2]:
-            own = own.amax(dim=-2, keepdim=True)
-        else:
-            own = own.new_full((*own.shape[:-2], 1, own.shape[-1]), -torch.inf)
+        own = phi.log_scale.detach().amax(dim=-2, keepdim=True)
         return KeySums(phi.shifted(finite(own)).transpose(-1, -2) @ value, own)
 
 

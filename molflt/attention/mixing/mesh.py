@@ -88,8 +88,7 @@ def linear_with_mesh(
         sums = (recomputed(_part, *x, v, kernel, head, several=several) for x in parts)
         found.append(reduce(torch.add, sums))
     out = value.new_zeros(batch * tokens, heads, width)
-    if len(kernel.rows):
-        out = out.index_copy(0, kernel.rows, torch.stack(found, dim=1))
+    out = out.index_copy(0, kernel.rows, torch.stack(found, dim=1))
     out = out.unflatten(0, (batch, tokens)).transpose(1, 2)
     if pairs is not None:
         out = out + _pair_sums(phi_q, phi_k, value, pairs)

@@ -5,6 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from molflt.attention.features.base import Operand
 from molflt.attention.mixing.sparse import Pattern, correlate, gather, has_sparse_products
 from molflt.attention.mixing.sums import Sums
 from molflt.attention.numerics import at_least_float32, decided, pieces, products_of_all, recomputed
@@ -88,26 +89,19 @@ def _messages(
     return (product * weight)[..., None] * value[b, :, j]
 
 
-def with_exact_pairs(
-    sums: Sums,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    pairs: Pairs,
-    key_mask: Tensor | None = None,
-) -> Sums:
+def with_exact_pairs(sums: Sums, query: Operand, key: Operand, value: Tensor, pairs: Pairs) -> Sums:
     """Adds the exact terms s exp(q_i . k_j + f_ij) of pairs to sums over keys.
 
-    Queries and keys (batch, heads, tokens, d) are scaled. `key_mask` is broadcastable to (batch,
-    heads, keys) and False for missing or dropped keys.
+    The mask and the weights of the keys also apply to these terms.
     """
     assert pairs.exact is not None
-    query, key = at_least_float32(query), at_least_float32(key)
     f, switch = (at_least_float32(x) for x in pairs.exact)
-    logit = (products(query, key, pairs) + f).T  # [pair, h]
-    batch, heads, queries, _ = query.shape
-    if key_mask is not None:
-        seen = key_mask.expand(batch, -1, -1)[pairs.batch, :, pairs.key]  # [pair, h or 1]
+    logit = (products(at_least_float32(query.x), at_least_float32(key.x), pairs) + f).T  # [pair, h]
+    batch, heads, queries, _ = query.x.shape
+    if key.log_weight is not None:
+        logit = logit + key.log_weight.expand(batch, -1, -1)[pairs.batch, :, pairs.key]
+    if key.mask is not None:
+        seen = key.mask.expand(batch, -1, -1)[pairs.batch, :, pairs.key]  # [pair, h or 1]
         logit = logit.masked_fill(~seen, -torch.inf)
     row = pairs.batch * queries + pairs.query
     before = sums.log_scale.expand(batch, heads, queries, 1).transpose(1, 2).flatten(0, 1)

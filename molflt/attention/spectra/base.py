@@ -55,7 +55,9 @@ class Spectrum(nn.Module):
 
 def _log_spaced(name: str, bounds: tuple[float, float], count: int) -> Tensor:
     """Returns `count` evenly spaced numbers between the logarithms of the bounds."""
-    low, high = bounds
-    if not 0 < low <= high:
-        raise ValueError(f"{name} must be two positive numbers, smallest first; got {bounds}")
-    return torch.linspace(math.log(low), math.log(high), count)
+    if len(bounds) != 2 or not 0 < bounds[0] <= bounds[1] < math.inf:
+        raise ValueError(
+            f"{name} must be two positive finite numbers, smallest first; got {bounds}"
+        )
+    low, high = map(math.log, bounds)
+    return torch.linspace(low, high, count)

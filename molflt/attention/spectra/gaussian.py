@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from molflt.attention.checks import at_least_one
+from molflt.attention.checks import positive as expect_positive
 from molflt.attention.numerics import at_least_float32
 from molflt.attention.spectra.base import Spectrum, _log_spaced
 
@@ -49,6 +50,7 @@ class GaussianBasis(Spectrum):
         random = torch.randn(heads, num_gaussians)
         self.positive = positive
         if positive:
+            expect_positive(amplitude=amplitude)
             self.log_amplitude = nn.Parameter(math.log(amplitude) + 0.1 * random)
         else:
             self.amplitude = nn.Parameter(amplitude * random)

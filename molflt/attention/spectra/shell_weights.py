@@ -32,8 +32,8 @@ class ShellWeights(Spectrum):
 
     def __init__(self, heads: int, radii: Tensor, dim: int = 3, amplitude: float = 0.1) -> None:
         super().__init__(heads, dim)
-        if dim == 2:
-            raise ValueError("dim must be 1 or 3; got 2, whose mask torch cannot differentiate")
+        if dim not in (1, 3):
+            raise ValueError(f"dim must be 1 or 3, for which the mask is known; got {dim}")
         self.amplitude = nn.Parameter(amplitude * torch.randn(heads, len(radii)))
         self.register_buffer("radius", radii.clone())
 
