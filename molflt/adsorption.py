@@ -12,12 +12,7 @@ from numpy.typing import NDArray
 from scipy.spatial.transform import Rotation
 
 from molflt.atoms import Tag
-from molflt.data.structures.ase_fields import (
-    check_fields,
-    fixed_atoms,
-    tags_look_like,
-    total_charge,
-)
+from molflt.data.structures import ase_fields
 from molflt.data.structures.ase_files import frames
 from molflt.data.structures.records import make_record
 from molflt.data.structures.sites import Site, Tiles, distinct, sites, unit
@@ -25,7 +20,6 @@ from molflt.data.structures.tags import guess_tags, in_one_piece
 
 if TYPE_CHECKING:
     from ase import Atoms
-
 
 _VACUUM, _EMPTY = 4.5, 7.0  # Å: smallest vacuum of a slab; gap too large for a crystal
 _CONTACT, _CONTACT_H = 0.1, 0.5  # Å added to radii for contacts with the slab; the second for H
@@ -35,6 +29,7 @@ _TO_CUBIC = {60.0: [[-1, 1, 1], [1, -1, 1], [1, 1, -1]], 109.5: [[0, 1, 1], [1, 
 _PAIR = 2.6  # largest distance, in Å, of atoms that bind side by side, such as the two O in HCOO
 
 _Array = NDArray[np.float64]
+_Tags = NDArray[np.int64]
 
 
 def cut(crystal: Atoms, facet: tuple[int, ...], layers: int = 4, vacuum: float = 15.0) -> Atoms:
@@ -42,8 +37,7 @@ def cut(crystal: Atoms, facet: tuple[int, ...], layers: int = 4, vacuum: float =
 
     Args:
         crystal: crystal that is periodic along all axes.
-        facet: Miller indices (h, k, l); they refer to the cubic cell for primitive fcc and bcc
-            crystals.
+        facet: Miller indices (h, k, l), of the cubic cell if the crystal is a primitive fcc or bcc.
         layers: number of repetitions of the cell.
         vacuum: distance between the slab and its next image, in Å.
     """
@@ -82,25 +76,25 @@ def molecule(name: str | Path) -> Atoms:
     from ase.build import molecule as of_ase
     from ase.data import atomic_numbers
 
-    kind, _, text = str(name).partition("smiles:")
-    if text:
+    path, _, smiles = str(name).partition("smiles:")
+    if smiles:
         from rdkit.Chem import AddHs, AllChem, GetFormalCharge, MolFromSmiles
 
-        made = MolFromSmiles(text)
-        if made is None or AllChem.EmbedMolecule(made := AddHs(made), randomSeed=0):
+        built = MolFromSmiles(smiles)
+        if built is None or AllChem.EmbedMolecule(built := AddHs(built), randomSeed=0):
             raise ValueError(f"molecule {name}: RDKit cannot build a structure from this SMILES")
-        AllChem.MMFFOptimizeMolecule(made)
-        symbols = [atom.GetSymbol() for atom in made.GetAtoms()]
-        charge = {"charge": GetFormalCharge(made)}
-        return Atoms(symbols, made.GetConformer().GetPositions(), info=charge)
-    if Path(kind).is_file():
-        return _molecule_in(Path(kind))
+        AllChem.MMFFOptimizeMolecule(built)
+        symbols = [atom.GetSymbol() for atom in built.GetAtoms()]
+        charge = {"charge": GetFormalCharge(built)}
+        return Atoms(symbols, built.GetConformer().GetPositions(), info=charge)
+    if Path(path).is_file():
+        return _molecule_in(Path(path))
     try:
-        found: Any = Atoms(kind) if atomic_numbers.get(kind) else of_ase(kind)
+        atoms: Any = Atoms(path) if atomic_numbers.get(path) else of_ase(path)
     except KeyError:
         known = "a name in ase.build.molecule, an element, a file, or smiles:TEXT"
         raise ValueError(f"molecule {name}: no such file or name; expected {known}") from None
-    return Atoms(found.numbers, found.positions)
+    return Atoms(atoms.numbers, atoms.positions)
 
 
 def _molecule_in(path: Path) -> Atoms:
@@ -109,25 +103,25 @@ def _molecule_in(path: Path) -> Atoms:
     structures = [atoms for _, atoms in frames(path)]
     if len(structures) != 1:
         raise ValueError(f"{path}: expected one molecule; got {len(structures)} structures")
-    found = structures[0]
+    atoms = structures[0]
     try:
-        if isinstance(found, ValueError):
-            raise found
-        found.pbc &= found.cell.volume > len(found)  # PDB files have placeholder cells of 1 Å
-        check_fields(found)
+        if isinstance(atoms, ValueError):
+            raise atoms
+        atoms.pbc &= atoms.cell.volume > len(atoms)  # PDB files have placeholder cells of 1 Å
+        ase_fields.check_fields(atoms)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
-    points = in_one_piece(found.numbers, found.positions, found.cell.array, found.pbc)
-    if points is None:
+    positions = in_one_piece(atoms.numbers, atoms.positions, atoms.cell.array, atoms.pbc)
+    if positions is None:
         raise ValueError(f"{path}: expected a molecule; got bonds to its periodic images")
-    return Atoms(found.numbers, points, info={"charge": _charge(found)})
+    return Atoms(atoms.numbers, positions, info={"charge": _charge(atoms)})
 
 
 def _charge(atoms: Atoms) -> float:
     """Returns the charge in e; ignores the multiplicity, which may change on the surface."""
-    plain = atoms.copy()
-    plain.info = {name: x for name, x in atoms.info.items() if "multiplicity" not in name.lower()}
-    return total_charge(plain) or 0.0
+    atoms = atoms.copy()
+    atoms.info = {key: x for key, x in atoms.info.items() if "multiplicity" not in key.lower()}
+    return ase_fields.total_charge(atoms) or 0.0
 
 
 def placements(
@@ -141,8 +135,7 @@ def placements(
 
     If a slab has no fixed atoms, its lower half is fixed. `info` contains the number of the slab,
     the site, the orientation, the rotation in degrees, and the height of the lowest atom above the
-    slab in Å. Tags are 0 (subsurface), 1 (surface) and 2 (adsorbate). See also the documentation
-    page "adsorb".
+    slab in Å. Tags are 0 (subsurface), 1 (surface) and 2 (adsorbate).
 
     Args:
         slabs: slabs with vacuum along their third cell vector.
@@ -153,82 +146,96 @@ def placements(
     """
     from ase import Atoms
 
-    own = adsorbate if isinstance(adsorbate, Atoms) else molecule(adsorbate)
-    found: list[Atoms] = []
-    for number, given in enumerate([slabs] if isinstance(slabs, Atoms) else slabs):
-        slab = _prepared(given)
-        total = _charge(slab) + _charge(own)
-        charge = {"charge": total} if total else {}
-        tiles, first = Tiles(slab), len(found)
-        heights = slab.positions @ tiles.up
-        roof = heights.min() + tiles.up @ slab.cell.array[2] - _ROOF
-        for place, one in enumerate(sites(slab)):
-            site = f"{place} {one.name}"
-            notes, points = _at(one, own, np.arange(0, 359.99, rotation), tiles, roof)
-            for i in distinct(tiles.distances(points, own.numbers)) if notes else ():
-                whole = slab + Atoms(own.numbers, points[i], tags=[Tag.ADSORBATE] * len(own))
-                height = round(float((points[i] @ tiles.up).min() - heights.max()), 3)
-                whole.info = {"slab": number, "site": site, **notes[i], "height": height, **charge}
-                found.append(whole)
-        if len(found) == first:
+    if not isinstance(adsorbate, Atoms):
+        adsorbate = molecule(adsorbate)
+    results: list[Atoms] = []
+    for number, slab in enumerate([slabs] if isinstance(slabs, Atoms) else slabs):
+        placed = _placed_on(_prepared(slab), adsorbate, np.arange(0, 359.99, rotation))
+        if not placed:
             raise ValueError(
-                f"{own.symbols}: too large for the cell of slab {number}, {slab.symbols}; expected "
-                "a cell in which its images do not touch, with vacuum above it; repeat the slab, "
-                "or add vacuum"
+                f"{adsorbate.symbols}: too large for the cell of slab {number}, {slab.symbols}; "
+                "expected space between its images and above it; repeat the slab, or add vacuum"
             )
-        count, fixed = len(slab), fixed_atoms(whole := found[first])
-        at = {"pos": whole.positions, "cell": whole.cell.array, "fixed": fixed}
-        tags = guess_tags(make_record(atomic_numbers=whole.numbers, **at), share).tags[:count]
-        tags = tags.clip(max=Tag.SURFACE) if tags.any() else np.where(fixed[:count], 0, Tag.SURFACE)
-        known = set(slab.get_tags()) in ({Tag.SUBSURFACE, Tag.SURFACE}, {Tag.SURFACE})
-        tags = slab.get_tags() if known else tags
-        for whole in found[first:]:
-            whole.set_tags([*tags, *whole.get_tags()[count:]])
-    return found
+        tags = _slab_tags(slab.get_tags(), placed[0], share)
+        for atoms in placed:
+            atoms.set_tags([*tags, *atoms.get_tags()[len(slab) :]])
+            atoms.info = {"slab": number, **atoms.info}
+        results += placed
+    return results
+
+
+def _placed_on(slab: Atoms, adsorbate: Atoms, angles: _Array) -> list[Atoms]:
+    """Returns the distinct placements on the sites of one slab, at angles (n,) in degrees."""
+    from ase import Atoms
+
+    total = _charge(slab) + _charge(adsorbate)
+    charge = {"charge": total} if total else {}
+    tiles, placed = Tiles(slab), []
+    heights = slab.positions @ tiles.up
+    roof = heights.min() + tiles.up @ slab.cell.array[2] - _ROOF  # Å, limit for the highest atom
+    for index, site in enumerate(sites(slab)):
+        entries, points = _at(site, adsorbate, angles, tiles, roof)
+        for i in distinct(tiles.distances(points, adsorbate.numbers)) if entries else ():
+            tags = [Tag.ADSORBATE] * len(adsorbate)
+            atoms = slab + Atoms(adsorbate.numbers, points[i], tags=tags)
+            height = round(float((points[i] @ tiles.up).min() - heights.max()), 3)
+            atoms.info = {"site": f"{index} {site.name}", **entries[i], "height": height, **charge}
+            placed.append(atoms)
+    return placed
+
+
+def _slab_tags(tags: _Tags, placed: Atoms, share: tuple[float, float] | None) -> _Tags:
+    """Returns the tags of a slab, guessed from one placement if `tags` do not name a surface."""
+    if set(tags) in ({Tag.SUBSURFACE, Tag.SURFACE}, {Tag.SURFACE}):
+        return tags
+    count, fixed = len(tags), ase_fields.fixed_atoms(placed)
+    fields = {"pos": placed.positions, "cell": placed.cell.array, "fixed": fixed}
+    guess = guess_tags(make_record(atomic_numbers=placed.numbers, **fields), share).tags[:count]
+    return guess.clip(max=Tag.SURFACE) if guess.any() else np.where(fixed[:count], 0, Tag.SURFACE)
 
 
 def _at(
-    site: Site, own: Atoms, turns: _Array, tiles: Tiles, roof: float
+    site: Site, adsorbate: Atoms, angles: _Array, tiles: Tiles, roof: float
 ) -> tuple[list[dict[str, Any]], _Array]:
-    """Returns n placements at a site: their entries for `info`, and positions (n, atoms, 3)."""
+    """Returns n placements that fit at a site: entries for `info`, and positions (n, atoms, 3)."""
     from ase.data import covalent_radii
 
-    radii = covalent_radii[own.numbers]
-    loose = np.where((own.numbers == 1) & (len(own) > 1), _CONTACT_H, _CONTACT)
-    contact = np.add.outer(radii + loose, tiles.covalent)
-    least = np.add.outer(radii, radii) + _APART
-    turned = Rotation.from_rotvec(np.outer(turns, [0, 0, -1]), degrees=True).as_matrix()
-    wide = np.linalg.norm(np.cross(tiles.pos - site.point, site.axes[2]), axis=1)
-    notes, found = [], []
-    for name, pose in _poses(own):
-        points = pose @ turned @ site.axes + site.point
+    radii, normal = covalent_radii[adsorbate.numbers], site.axes[2]
+    added = np.where((adsorbate.numbers == 1) & (len(adsorbate) > 1), _CONTACT_H, _CONTACT)
+    contact = np.add.outer(radii + added, tiles.covalent)
+    min_distance = np.add.outer(radii, radii) + _APART  # between periodic images
+    rotations = Rotation.from_rotvec(np.outer(angles, [0, 0, -1]), degrees=True).as_matrix()
+    lateral = np.linalg.norm(np.cross(tiles.pos - site.point, normal), axis=1)
+    entries, positions = [], []
+    for name, pose in _poses(adsorbate):
+        points = pose @ rotations @ site.axes + site.point
         reach = np.linalg.norm(pose, axis=1).max()
-        near = wide < reach + contact.max()
-        away = points[:, :, None] - tiles.pos[near]
-        along = away @ site.axes[2]
-        left = contact[:, near] ** 2 - (away**2).sum(axis=-1) + along**2
-        lift = np.where(left > 0, np.sqrt(left.clip(0)) - along, -np.inf)
+        near = lateral < reach + contact.max()
+        vectors = points[:, :, None] - tiles.pos[near]
+        heights = vectors @ normal
+        square = contact[:, near] ** 2 - (vectors**2).sum(axis=-1) + heights**2
+        lift = np.where(square > 0, np.sqrt(square.clip(0)) - heights, -np.inf)
         lift = lift.max(axis=(1, 2), initial=-np.inf)
         lift[np.isneginf(lift)] = 0.0  # fits through a hole, as H does through graphene
-        points += lift[:, None, None] * site.axes[2]
-        images = tiles.images[1:]
-        images = images[np.linalg.norm(images, axis=1) < 2 * reach + least.max()]
-        own_images = (points[:, :, None] - points[:, None])[:, :, :, None] + images
-        lengths = np.linalg.norm(own_images, axis=-1).min(axis=-1, initial=np.inf)
-        free = (lengths > least).all(axis=(1, 2)) & ((points @ tiles.up).max(axis=1) < roof)
-        found.append(points[free])
-        notes += [{"orientation": name, "rotation": float(turn)} for turn in turns[free]]
-    return notes, np.concatenate(found)
+        points += lift[:, None, None] * normal
+        shifts = tiles.images[1:]
+        shifts = shifts[np.linalg.norm(shifts, axis=1) < 2 * reach + min_distance.max()]
+        to_images = (points[:, :, None] - points[:, None])[:, :, :, None] + shifts
+        lengths = np.linalg.norm(to_images, axis=-1).min(axis=-1, initial=np.inf)
+        fits = (lengths > min_distance).all(axis=(1, 2)) & ((points @ tiles.up).max(axis=1) < roof)
+        positions.append(points[fits])
+        entries += [{"orientation": name, "rotation": float(angle)} for angle in angles[fits]]
+    return entries, np.concatenate(positions)
 
 
-def _poses(own: Atoms) -> Iterator[tuple[str, _Array]]:
+def _poses(adsorbate: Atoms) -> Iterator[tuple[str, _Array]]:
     """Yields names and positions (atoms, 3) of orientations; the site is at 0, and z is up."""
-    pos, center = own.positions, own.positions.mean(axis=0)
-    names = [f"{symbol}{i}" for i, symbol in enumerate(own.symbols)]
+    pos, center = adsorbate.positions, adsorbate.positions.mean(axis=0)
+    names = [f"{symbol}{i}" for i, symbol in enumerate(adsorbate.symbols)]
     for i, name in enumerate(names):
-        if len(own) == 1 or np.linalg.norm(center - pos[i]) > 0.1:
+        if len(adsorbate) == 1 or np.linalg.norm(center - pos[i]) > 0.1:
             yield f"{name} down", _upright(pos - pos[i], center - pos[i])
-    for i, j in combinations(np.flatnonzero(own.numbers > 1).tolist(), 2):
+    for i, j in combinations(np.flatnonzero(adsorbate.numbers > 1).tolist(), 2):
         bond, middle = pos[j] - pos[i], (pos[i] + pos[j]) / 2
         up = center - middle
         up -= bond * (up @ bond) / (bond @ bond)
@@ -242,8 +249,8 @@ def _poses(own: Atoms) -> Iterator[tuple[str, _Array]]:
 def _upright(points: _Array, up: _Array, first: _Array | None = None) -> _Array:
     """Rotates points (n, 3): `up` becomes z; `first`, by default the longest extent, becomes x."""
     up = unit(up)
-    across = points - (points @ up)[:, None] * up if first is None else first[None]
-    axis = np.linalg.svd(np.vstack([1e3 * up, across]))[2][1]
+    lateral = points - (points @ up)[:, None] * up if first is None else first[None]
+    axis = np.linalg.svd(np.vstack([1e3 * up, lateral]))[2][1]  # `up` is the largest extent
     return points @ np.array([axis, np.cross(up, axis), up]).T
 
 
@@ -259,11 +266,11 @@ def _prepared(slab: Atoms) -> Atoms:
     if vacuum < _VACUUM:
         raise ValueError(
             f"{slab.symbols}: not a slab; expected atoms that are periodic along the first two "
-            f"cell vectors, with vacuum of at least {_VACUUM} Å along the third; cut a crystal "
-            "along a facet, or add vacuum"
+            f"cell vectors, with vacuum of at least {_VACUUM} Å along the third; cut a facet, or "
+            "add vacuum"
         )
     whole.pbc = True
-    heights, fixed = whole.positions @ Tiles(whole).up, fixed_atoms(whole)
+    heights, fixed = whole.positions @ Tiles(whole).up, ase_fields.fixed_atoms(whole)
     if not fixed.any():
         whole.set_constraint(FixAtoms(mask=heights < (heights.min() + heights.max()) / 2 - 0.1))
     elif not fixed.all() and heights[fixed].max() > heights[~fixed].max() + 0.1:
@@ -271,7 +278,7 @@ def _prepared(slab: Atoms) -> Atoms:
             f"{slab.symbols}: expected free atoms on the side to which the third cell vector "
             "points, where molecules are placed; got fixed atoms there; turn the slab over"
         )
-    tags, layers = whole.get_tags(), tags_look_like(whole) == "ase"
+    tags, layers = whole.get_tags(), ase_fields.tags_look_like(whole) == "ase"
     extreme, adsorbate = (tags.min(), 0) if layers else (tags.max(), int(Tag.ADSORBATE))
     if extreme == adsorbate:
         raise ValueError(
@@ -296,13 +303,13 @@ def ranked(model: Any, structures: Sequence[Atoms]) -> list[tuple[Atoms, Any]]:
     rank the placements of each slab separately.
     """
     tags = None if getattr(model, "predicts_forces", False) else "oc20"
-    found = zip(structures, model.predict(list(structures), tags=tags), strict=True)
-    return sorted(found, key=lambda one: (_group(model, one[0]), one[1].energy))
+    pairs = zip(structures, model.predict(list(structures), tags=tags), strict=True)
+    return sorted(pairs, key=lambda pair: (_group(model, pair[0]), pair[1].energy))
 
 
 def comparable(model: Any, placed: Sequence[tuple[Atoms, Any]]) -> list[list[tuple[Atoms, Any]]]:
     """Divides results of `ranked` by slab if `model` predicts total energies."""
-    return [list(own) for _, own in groupby(placed, lambda one: _group(model, one[0]))]
+    return [list(group) for _, group in groupby(placed, lambda pair: _group(model, pair[0]))]
 
 
 def _group(model: Any, atoms: Atoms) -> int:
@@ -313,7 +320,8 @@ def _group(model: Any, atoms: Atoms) -> int:
 
 def varied(placed: Sequence[tuple[Atoms, Any]], count: int) -> list[tuple[Atoms, Any]]:
     """Returns the first `count` results of `ranked` that differ in slab, site or orientation."""
-    found: dict[tuple[object, ...], tuple[Atoms, Any]] = {}
-    for atoms, one in placed:
-        found.setdefault(tuple(map(atoms.info.get, ("slab", "site", "orientation"))), (atoms, one))
-    return list(found.values())[:count]
+    best: dict[tuple[object, ...], tuple[Atoms, Any]] = {}
+    for atoms, prediction in placed:
+        key = tuple(atoms.info.get(name) for name in ("slab", "site", "orientation"))
+        best.setdefault(key, (atoms, prediction))
+    return list(best.values())[:count]

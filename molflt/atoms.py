@@ -6,6 +6,7 @@ from typing import SupportsIndex
 import numpy as np
 from numpy.typing import NDArray
 
+_Array = NDArray[np.float64]
 MAX_ATOMIC_NUMBER = 118
 FARTHEST = 1e5
 """maximum magnitude of a coordinate, in Å, at which float32 has a resolution of 0.01 Å"""
@@ -32,9 +33,7 @@ def symbol(number: SupportsIndex) -> str:
     return str(chemical_symbols[number])
 
 
-def reduced_cell(
-    cell: NDArray[np.float64], pbc: NDArray[np.bool_]
-) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+def reduced_cell(cell: _Array, pbc: NDArray[np.bool_]) -> tuple[_Array, _Array]:
     """Returns Minkowski-reduced lattice vectors, the shortest vectors of the same lattice.
 
     Args:
@@ -43,43 +42,46 @@ def reduced_cell(
 
     Returns:
         The reduced vectors, which are 0 along non-periodic axes, and unimodular matrices `steps`
-        with vectors = steps @ cell, both of shape (graphs, 3, 3). Cells that are already reduced
-        remain bitwise unchanged.
+        with vectors = steps @ cell, both (graphs, 3, 3). Reduced cells remain bitwise unchanged.
     """
     rows = np.where(pbc[..., None], cell, 0.0)
     steps = np.tile(np.eye(3), (len(rows), 1, 1))
-    shortest = _DEPENDENT * np.square(rows).sum(axis=2).max(axis=1, initial=0.0)
-    left = np.arange(len(rows))
+    negligible = _DEPENDENT * np.square(rows).sum(axis=2).max(axis=1, initial=0.0)
+    active = np.arange(len(rows))  # cells that are not reduced yet
     for _ in range(_MOST_REDUCTIONS):
-        vectors = steps[left] @ rows[left]
-        change = _shortening(vectors, shortest[left])
-        moved = (change != np.eye(3)).any(axis=(1, 2))
-        left = left[moved]
-        if not len(left):
+        change = _shortening(steps[active] @ rows[active], negligible[active])
+        changed = (change != np.eye(3)).any(axis=(1, 2))
+        active = active[changed]
+        if not len(active):
             break
-        steps[left] = change[moved] @ steps[left]
-    return np.where((steps == np.eye(3)).all(axis=(1, 2))[:, None, None], rows, steps @ rows), steps
+        steps[active] = change[changed] @ steps[active]
+    unchanged = (steps == np.eye(3)).all(axis=(1, 2))
+    return np.where(unchanged[:, None, None], rows, steps @ rows), steps
 
 
-def _shortening(vectors: NDArray[np.float64], shortest: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Returns unimodular matrices that shorten rows whose squared length exceeds `shortest`."""
+def _shortening(vectors: _Array, negligible: _Array) -> _Array:
+    """Returns unimodular matrices (graphs, 3, 3) that shorten one row of each cell, if possible.
+
+    A multiple of another row is subtracted, or a signed sum of all rows replaces the longest row.
+    Rows with a squared length of at most `negligible` (graphs,), in Å^2, are not used.
+    """
     gram = vectors @ np.swapaxes(vectors, 1, 2)
     square = np.diagonal(gram, axis1=1, axis2=2)
-    share = gram / np.where(square > shortest[:, None], square, np.inf)[:, None]
+    ratio = gram / np.where(square > negligible[:, None], square, np.inf)[:, None]
     # 0.501 excludes ties at one half
-    times = np.where(np.abs(share) > 0.501, share.round(), 0.0) * (1 - np.eye(3))
-    gain = (times * (2 * gram - times * square[:, None])).reshape(-1, 9)
-    change, each = np.tile(np.eye(3), (len(gram), 1, 1)), np.arange(len(gram))
+    multiple = np.where(np.abs(ratio) > 0.501, ratio.round(), 0.0) * (1 - np.eye(3))
+    gain = (multiple * (2 * gram - multiple * square[:, None])).reshape(-1, 9)
+    change, graphs = np.tile(np.eye(3), (len(gram), 1, 1)), np.arange(len(gram))
     i, j = np.divmod(gain.argmax(axis=1), 3)
-    change[each, i, j] -= times[each, i, j]
+    change[graphs, i, j] -= multiple[graphs, i, j]
     sums = np.square(_SIGNS @ vectors).sum(axis=2)
     shorter = (sums.min(axis=1) < 0.999 * square.max(axis=1)) & (gain.max(axis=1) <= 0)
-    shorter &= (square > shortest[:, None]).all(axis=1)
+    shorter &= (square > negligible[:, None]).all(axis=1)
     change[shorter, square[shorter].argmax(axis=1)] = _SIGNS[sums[shorter].argmin(axis=1)]
     return change
 
 
-def lattice_heights(cell: NDArray[np.float64], pbc: NDArray[np.bool_]) -> NDArray[np.float64]:
+def lattice_heights(cell: _Array, pbc: NDArray[np.bool_]) -> _Array:
     """Returns the distances, in Å, between neighboring lattice planes of reduced cells.
 
     The distances have the shape (..., 3). They are 0 for linearly dependent lattice vectors and
@@ -93,9 +95,9 @@ def lattice_heights(cell: NDArray[np.float64], pbc: NDArray[np.bool_]) -> NDArra
     gram = rows @ np.swapaxes(rows, -1, -2) + np.eye(3) * ~pbc[..., None]
     i, j, k = np.array([0, 1, 2]), np.array([1, 2, 0]), np.array([2, 0, 1])
     # h_i^2: squared ratio of the volumes spanned by all vectors and by all vectors except i
-    others = gram[..., j, j] * gram[..., k, k] - gram[..., j, k] ** 2
-    mixed = gram[..., i, j] * gram[..., k, k] - gram[..., i, k] * gram[..., j, k]
-    rest = gram[..., i, j] * gram[..., j, k] - gram[..., i, k] * gram[..., j, j]
-    volume = gram[..., i, i] * others - gram[..., i, j] * mixed + gram[..., i, k] * rest
-    heights = np.sqrt(np.maximum(volume, 0.0) / np.maximum(others, np.finfo(float).tiny))
+    area = gram[..., j, j] * gram[..., k, k] - gram[..., j, k] ** 2  # squared, and the volume too
+    minor_j = gram[..., i, j] * gram[..., k, k] - gram[..., i, k] * gram[..., j, k]
+    minor_k = gram[..., i, j] * gram[..., j, k] - gram[..., i, k] * gram[..., j, j]
+    volume = gram[..., i, i] * area - gram[..., i, j] * minor_j + gram[..., i, k] * minor_k
+    heights = np.sqrt(np.maximum(volume, 0.0) / np.maximum(area, np.finfo(float).tiny))
     return np.where(pbc, heights, np.inf)

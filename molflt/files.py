@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     import numpy as np
     from torch import Tensor
 
+_Row = Mapping[str, object]
 _FULL = (errno.ENOSPC, getattr(errno, "EDQUOT", None))
 _BLANK = b"0" * 64  # placeholder of the digest while it is computed
 _OPENERS: dict[str, Callable[..., IO[Any]]] = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}
@@ -54,8 +55,8 @@ def atomically(path: Path) -> Iterator[Path]:
             os.fsync(file.fileno())  # otherwise a crash could leave the new name without content
         os.replace(part, path)
     except OSError as error:
-        kept = "the earlier file is kept" if os.path.exists(path) else "no file was written"
-        raise _not_written(path, error, kept) from error
+        outcome = "the earlier file is kept" if os.path.exists(path) else "no file was written"
+        raise _not_written(path, error, outcome) from error
     finally:
         with suppress(OSError):  # the file was renamed, or the folder is not readable
             part.unlink()
@@ -85,27 +86,26 @@ def warn(text: str) -> None:
     print(f"molflt: warning: {text}", file=sys.stderr)
 
 
-def _not_written(path: Path, error: OSError, kept: str) -> OSError:
+def _not_written(path: Path, error: OSError, outcome: str) -> OSError:
     full = error.errno in _FULL or os.strerror(errno.ENOSPC) in str(error)  # without errno: Rust
     advice = "free some space" if full else "choose another name or folder"
-    return OSError(f"{path}: could not be written ({error.strerror or error}); {kept}; {advice}")
+    return OSError(f"{path}: could not be written ({error.strerror or error}); {outcome}; {advice}")
 
 
-def expect_writable(path: Path, *read: Path) -> None:
-    """Raises OSError if a file cannot be written, or ValueError if it is one of those in `read`.
+def expect_writable(path: Path, *inputs: Path) -> None:
+    """Raises OSError if a file cannot be written, or ValueError if it is one of the inputs.
 
     The parent folder does not need to exist; no file is written.
     """
     try:
-        for one in read:
-            if path.exists() and one.exists() and path.samefile(one):
-                raise ValueError(
-                    f"{path}: is also the input and would be overwritten; expected a different "
-                    "output file; choose another name"
-                )
+        if path.exists() and any(file.exists() and path.samefile(file) for file in inputs):
+            raise ValueError(
+                f"{path}: is also the input and would be overwritten; expected a different "
+                "output file; choose another name"
+            )
         if path.is_dir():
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
-        folder = next(each for each in path.absolute().parents if each.exists())
+        folder = next(parent for parent in path.absolute().parents if parent.exists())
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
         raise _not_written(path, error, "nothing was computed") from error
@@ -126,7 +126,7 @@ def append(path: Path, text: str) -> None:
             raise
 
 
-def add_row(path: Path, row: Mapping[str, object], first: bool) -> None:
+def add_row(path: Path, row: _Row, first: bool) -> None:
     """Adds a row to a CSV file; the first row starts a new file."""
     if first:
         write_atomically(path, csv_text([row]).encode())
@@ -134,9 +134,7 @@ def add_row(path: Path, row: Mapping[str, object], first: bool) -> None:
         append(path, csv_text([row], header=False))
 
 
-def csv_text(
-    rows: Sequence[Mapping[str, object]], columns: Sequence[str] = (), header: bool = True
-) -> str:
+def csv_text(rows: Sequence[_Row], columns: Sequence[str] = (), header: bool = True) -> str:
     """Formats rows as CSV, by default with columns for all keys; None becomes an empty cell."""
     buffer = io.StringIO()
     names = columns or list(dict.fromkeys(name for row in rows for name in row))
@@ -232,15 +230,15 @@ def read_arrays(path: Path, wanted: Collection[str]) -> dict[str, np.ndarray]:
     import numpy as np
 
     try:
-        with np.load(path, allow_pickle=False) as arrays:
-            found = dict(arrays)
+        with np.load(path, allow_pickle=False) as file:
+            arrays = dict(file)
     except FileNotFoundError:
         raise
     except Exception as error:  # a damaged file can raise anything
         raise ValueError(f"{path}: expected an npz file with arrays; {error}") from None
-    if absent := sorted({*wanted} - found.keys()):
+    if absent := sorted({*wanted} - arrays.keys()):
         raise ValueError(f"{path}: expected arrays {', '.join(wanted)}; {absent} missing")
-    return found
+    return arrays
 
 
 def read_header(path: Path) -> dict[str, str]:
@@ -266,11 +264,11 @@ def verify_tensors(path: Path) -> bool:
     with open(path, "rb") as file:
         size = file.read(8)
         text = file.read(int.from_bytes(size, "little"))
-        found = _sha256(size + text.replace(expected.encode(), _BLANK, 1), file)
-    if found != expected:
+        digest = _sha256(size + text.replace(expected.encode(), _BLANK, 1), file)
+    if digest != expected:
         raise ValueError(
             f"{path}: damaged since it was written; expected sha256 {expected[:12]!r}...; "
-            f"got {found[:12]!r}...; download or write it again"
+            f"got {digest[:12]!r}...; download or write it again"
         )
     return True
 
@@ -303,6 +301,7 @@ def readable_size(size: float) -> str:
     return f"{size / 1000**power:.{1 if power else 0}f} {unit}"
 
 
-def _sha256(head: bytes, rest: IO[bytes]) -> str:
+def _sha256(head: bytes, file: IO[bytes]) -> str:
+    """Returns the digest of `head` and the remaining content of a file."""
     digest = hashlib.sha256(head)
-    return hashlib.file_digest(rest, lambda: digest).hexdigest()  # type: ignore[arg-type]
+    return hashlib.file_digest(file, lambda: digest).hexdigest()  # type: ignore[arg-type]

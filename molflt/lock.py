@@ -41,7 +41,7 @@ class FolderLock:
     def held(self) -> Iterator[None]:
         """Holds a lock on the folder for the block; raises ValueError if it is already locked."""
         folder = self.path.parent
-        made = [path for path in (folder, *folder.parents) if not path.exists()]
+        created = [path for path in (folder, *folder.parents) if not path.exists()]
         folder.mkdir(parents=True, exist_ok=True)
         file = self._acquire()
         _held.add(file)
@@ -53,10 +53,11 @@ class FolderLock:
                 self.path.unlink(missing_ok=True)
             file.close()
             with contextlib.suppress(OSError):  # folders that are not empty remain
-                for path in made:
+                for path in created:
                     path.rmdir()
 
     def _acquire(self) -> TextIO:
+        """Opens and locks the file and writes the holder; raises ValueError if it is locked."""
         while True:
             self._file = file = open(self.path, "a+", encoding="utf-8")  # noqa: SIM115 (closed later)
             if not _flock(file):
@@ -94,8 +95,7 @@ def _flock(file: TextIO) -> bool:
         if isinstance(error, OSError) and error.errno in (errno.EACCES, errno.EAGAIN):
             return False
         print(
-            f"{file.name}: the file system does not support locks; do not start a second process "
-            "in this folder",
+            f"{file.name}: the file system has no locks; start only one process in this folder",
             file=sys.stderr,
         )
     return True

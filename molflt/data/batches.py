@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
@@ -72,14 +74,14 @@ class SizeBucketedBatchSampler(Sampler[list[int]]):
         """Returns the batches of all ranks in one epoch, as arrays of indices."""
         if not self.shuffle:
             return self._cut(np.argsort(self.sizes, kind="stable"))
-        draw = np.random.default_rng([self.seed, epoch])
-        order = draw.permutation(len(self.sizes))
-        width = self.bucket * self.batch_size
+        generator = np.random.default_rng([self.seed, epoch])
+        order = generator.permutation(len(self.sizes))
+        pool_size = self.bucket * self.batch_size
         batches: list[_Indices] = []
-        for start in range(0, len(order), width):
-            window = order[start : start + width]
-            batches += self._cut(window[np.argsort(self.sizes[window], kind="stable")])
-        return [batches[i] for i in draw.permutation(len(batches))]
+        for start in range(0, len(order), pool_size):
+            pool = order[start : start + pool_size]
+            batches += self._cut(pool[np.argsort(self.sizes[pool], kind="stable")])
+        return [batches[i] for i in generator.permutation(len(batches))]
 
     def _cut(self, order: _Indices) -> list[_Indices]:
         """Divides indices, sorted by increasing size, into batches."""
@@ -96,15 +98,15 @@ class SizeBucketedBatchSampler(Sampler[list[int]]):
         return np.split(order, cuts)
 
     def __iter__(self) -> Iterator[list[int]]:
-        number, epoch = (self.start_step or 0) * self.world + self.rank, 0
-        while True:
+        number = (self.start_step or 0) * self.world + self.rank
+        for epoch in itertools.count():
             batches = self.batches(epoch)
             while number < len(batches):
                 yield batches[number].tolist()
                 number += self.world
             if self.start_step is None:
                 return
-            number, epoch = number - len(batches), epoch + 1
+            number -= len(batches)  # continues in the next epoch
 
     def __len__(self) -> int:
         if self.start_step is not None:
@@ -143,7 +145,7 @@ class BatchedData(Generic[_Items]):
     def __init__(
         self, batch_size: int, workers: int = 0, sources: Mapping[str, object] | None = None
     ) -> None:
-        self.sources = {use: str(one) for use, one in (sources or {}).items() if one is not None}
+        self.sources = {use: str(path) for use, path in (sources or {}).items() if path is not None}
         self.batch_size = batch_size
         self.workers = workers
         self.seed = 0
@@ -273,8 +275,8 @@ class Shard(NamedTuple):
     @classmethod
     def of(cls, text: str) -> Shard:
         """Parses text such as "2/8", the second of eight parts."""
-        found = re.fullmatch(r"(\d{1,9})/(\d{1,9})", text)
-        number, total = map(int, found.groups()) if found else (0, 0)
+        match = re.fullmatch(r"(\d{1,9})/(\d{1,9})", text)
+        number, total = (int(match[1]), int(match[2])) if match else (0, 0)
         if not 1 <= number <= total <= MOST_SHARDS:
             raise ValueError(
                 f"option --shard; expected I/N with 1 <= I <= N <= {MOST_SHARDS}, such as 2/8; got "
@@ -294,16 +296,15 @@ class Shard(NamedTuple):
 
         `natoms` (structures,) contains the number of atoms in each structure of the data set.
         """
-        found = len(np.asarray(natoms))
-        count = -(-found // batch_size)
-        if self.total > count:  # raised for every shard, because shards are merged together
+        structures = len(np.asarray(natoms))
+        batches = math.ceil(structures / batch_size)
+        if self.total > batches:  # raised for every shard, because shards are merged together
             raise ValueError(
-                f"option --shard {self}: expected no more shards than batches; got {count:,} "
-                f"batches of {batch_size} for {found:,} structures; use fewer shards, or a smaller "
-                "--batch_size"
+                f"option --shard {self}: expected no more shards than batches; got {batches:,} "
+                f"batches of {batch_size} for {structures:,} structures; use fewer shards"
             )
-        own = SizeBucketedBatchSampler(natoms, batch_size, rank=self.number - 1, world=self.total)
-        return np.sort(np.concatenate([*own])).astype(np.int64)
+        part = SizeBucketedBatchSampler(natoms, batch_size, rank=self.number - 1, world=self.total)
+        return np.sort(np.concatenate([*part])).astype(np.int64)
 
 
 def held_out(labels: Tensor, fraction: float, source: Path, items: str) -> Tensor:

@@ -46,14 +46,15 @@ def open_dataset(
     parts: list[Structures] = []
     files = files_of(path)
     for source, group in groupby(files, source_of):
-        own, make = list(group), cast("Callable[..., Structures]", source)
-        for file in [named(path if own == files else own)] if source.joins_files else own:
+        members, construct = list(group), cast("Callable[..., Structures]", source)
+        joined = named(path if members == files else members)
+        for file in [joined] if source.joins_files else members:
             options = _options(source, file, reading, trained)
             if source.joins_files:
-                options["files"] = own
-            opened = make(file, skip_bad=skip_bad, **options)
-            finds_bad = skip_bad and not once and not opened.is_checked
-            parts.append(readable(opened) if finds_bad else opened)
+                options["files"] = members
+            part = construct(file, skip_bad=skip_bad, **options)
+            must_check = skip_bad and not once and not part.is_checked
+            parts.append(readable(part) if must_check else part)
     return parts[0] if len(parts) == 1 else Part(parts, path=named(path))
 
 
@@ -61,10 +62,10 @@ def _options(
     source: type[Structures], path: Path, reading: Reading, trained: Reading
 ) -> dict[str, Any]:
     """Returns the options that a source accepts; raises ValueError for options without effect."""
-    given = reading._replace(surface=None)._asdict()
-    given = {name: value for name, value in given.items() if value != getattr(AS_IT_IS, name)}
-    for name in [name for name in given if name not in source.options]:
-        value = given.pop(name)
+    fields = reading._replace(surface=None)._asdict()
+    options = {name: value for name, value in fields.items() if value != getattr(AS_IT_IS, name)}
+    for name in [name for name in options if name not in source.options]:
+        value = options.pop(name)
         # any source satisfies tags="any", for_prediction and keep_atoms, and stores y_baseline
         satisfied = value in ("any", True) or (name, value) == ("baseline_key", "y_baseline")
         if not satisfied and value != getattr(trained, name):
@@ -72,4 +73,4 @@ def _options(
                 f"{path}: {name}={value} is for files that ASE reads; got a {source.kind}, which "
                 f"does not need {name}; remove it"
             )
-    return given
+    return options

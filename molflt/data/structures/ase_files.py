@@ -65,30 +65,35 @@ _CHARGES = {
     "aims-output": rf"^ *charge *= *{_NUMBER}: *(?:charged|neutral) system",
     "turbomole": rf"^[ \t]*\$(?:chrg|eht[ \t]+charge)[ \t=]+{_NUMBER}",
 }
-_IGNORED = {  # units, cells, symmetry, atoms, constraints and energies that ASE ignores or misreads
-    "abinit-out": r"^[ -]*acell(?!(?:[ \t]+1\.88972\S*){3} ).*",  # other units of rprim
-    "aims": r"^[ \t]*lattice_vector\b.*\n[ \t]*constrain_relaxation\b.*",
-    "castep-castep": r"^ *dispersion corrected final energy.*",
-    "cube": r"\A.*\n.*\n([ \t]*-?\d+(?:[ \t]+\S+){0,2}[ \t]+\S*[1-9].*)",  # around a molecule
-    "espresso-in": r"^[ \t]*(?:atomic_p|cell_p).*[!#].*(?:crystal|bohr|angs|alat).*",
-    "espresso-out": r"^!! +total energy.*",  # with exact exchange
-    "gaussian-in": r"\bunits[ \t]*[=(][ (=]*(?:\w+[ \t]*,[ \t]*)?(?:au|bohr)\b",
-    "gaussian-out": r"^ *(?:ONIOM: extrapolated|counterpoise corrected) energy.*",
-    "nwchem-in": r"^[ \t]*geometry\b.*\bunits[ \t]+(?!an)\w+|^[ \t]*symmetry\b(?![ \t]+c1\b).*|"
-    r"^(?![ \t]*(?-i:[A-Z][a-z]?)(?:[ \t]+\S+){3}$)[ \t]*[a-z]\w*(?:[ \t]+[-+]?\d*\.\d\S*){3}.*$",
-    "nwchem-out": r"^ *output coordinates in (?!angstrom).*|"  # or an energy before a geometry
+# Units, cells, symmetry, atoms, constraints and energies that ASE ignores or misreads; examples
+_IGNORED = {
+    "abinit-out": r"^[ -]*acell(?!(?:[ \t]+1\.88972\S*){3} ).*",  # acell 5.0 5.0 5.0 Bohr
+    "aims": r"^[ \t]*lattice_vector\b.*\n[ \t]*constrain_relaxation\b.*",  # fixes the cell
+    "castep-castep": r"^ *dispersion corrected final energy.*",  # Dispersion corrected final energy
+    "cube": r"\A.*\n.*\n([ \t]*-?\d+(?:[ \t]+\S+){0,2}[ \t]+\S*[1-9].*)",  # third line: 1 -5 0 0
+    "espresso-in": r"^[ \t]*(?:atomic_p|cell_p)"  # ATOMIC_POSITIONS ! crystal
+    r".*[!#].*(?:crystal|bohr|angs|alat).*",
+    "espresso-out": r"^!! +total energy.*",  # !!   total energy = -2 Ry, with exact exchange
+    "gaussian-in": r"\bunits[ \t]*[=(][ (=]*(?:\w+[ \t]*,[ \t]*)?(?:au|bohr)\b",  # units=(rad,au)
+    "gaussian-out": r"^ *(?:ONIOM: extrapolated|"  # ONIOM: extrapolated energy = -9
+    r"counterpoise corrected) energy.*",
+    "nwchem-in": r"^[ \t]*geometry\b.*\bunits[ \t]+(?!an)\w+|"  # geometry units bohr
+    r"^[ \t]*symmetry\b(?![ \t]+c1\b).*|"  # symmetry d2h
+    r"^(?![ \t]*(?-i:[A-Z][a-z]?)(?:[ \t]+\S+){3}$)"  # unlike H 0.0 0.0 0.7
+    r"[ \t]*[a-z]\w*(?:[ \t]+[-+]?\d*\.\d\S*){3}.*$",  # H1 0.0 0.0 0.7
+    "nwchem-out": r"^ *output coordinates in (?!angstrom).*|"  # Output coordinates in a.u.
     r"^ *total (?:DFT|SCF) energy.*(?=\n(?:(?!.*(?:energy gradients|mode=accept)| *geometry \"|"
-    r" *total (?:DFT|SCF) energy).*\n)*+ *geometry \")",
-    "proteindatabank": r"^CRYST1.{49}(?!(?:P ?1)? *\d* *$).*|"
+    r" *total (?:DFT|SCF) energy).*\n)*+ *geometry \")",  # Total DFT energy = -1, then a geometry
+    "proteindatabank": r"^CRYST1.{49}(?!(?:P ?1)? *\d* *$).*|"  # CRYST1 of another group than P 1
     r"(^CRYST1.*)\n(?:(?!CRYST1|END).*\n)*+END.*\n(?:(?!CRYST1|END|ATOM|HETATM).*\n)*+"
-    r"(?:ATOM|HETATM)|"  # of the next model
-    r"(?:[1-9][-+]|[-+][1-9])(?<=^(?:ATOM  |HETATM).{74})",  # charges
-    "res": r"^SYMM\b.*|^LATT\b(?![ \t]+-1\b).*",
-    "turbomole": r"^[ \t]*\$(?:periodic|lattice|cell|coord[ \t]+(?:angs|frac)).*",
-    "vasp": r"^[ \t]*(?:[-+.\de]+[ \t]+){3}(?=(?:\.?[tf]\S*(?:[ \t]+|$)){3})"  # not of comments
+    r"(?:ATOM|HETATM)|"  # CRYST1 of the first model, if a second model lacks it
+    r"(?:[1-9][-+]|[-+][1-9])(?<=^(?:ATOM  |HETATM).{74})",  # charge 2+ in columns 79 and 80
+    "res": r"^SYMM\b.*|^LATT\b(?![ \t]+-1\b).*",  # SYMM -x,-y,z or LATT 1
+    "turbomole": r"^[ \t]*\$(?:periodic|lattice|cell|coord[ \t]+(?:angs|frac)).*",  # $coord angs
+    "vasp": r"^[ \t]*(?:[-+.\de]+[ \t]+){3}(?=(?:\.?[tf]\S*(?:[ \t]+|$)){3})"  # 0.0 0.0 0.5 t t f
     r"(?:\S+[ \t]+){0,2}(?-i:f\b|\.[fF]|F(?:alse|ALSE)).*",
-    "xsd": r"\b(?:ImageOf|Restrict(?:ed|s)Properties)=\"[^\"]+\"",
-    "xsf": r"^#[ \t]*total energy\b.*",  # of aenet, which writes forces in eV/Å
+    "xsd": r"\b(?:ImageOf|Restrict(?:ed|s)Properties)=\"[^\"]+\"",  # <Atom3d ImageOf="3"/>
+    "xsf": r"^#[ \t]*total energy\b.*",  # # total energy = -3.0 eV, of aenet with forces in eV/Å
 }
 # Keys of XYZ files that ASE reads, and other names of cells, which it ignores
 _XYZ_KEYS = {name.lower(): name for name in ("Lattice", "pbc", "Properties")} | {"periodic": "pbc"}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from typing import TYPE_CHECKING, Literal
 
@@ -64,11 +63,12 @@ def interpolate(batch: Batch, share: float, noise: float) -> Batch:
     graphs = batch.num_graphs
     t = torch.rand(graphs) * (torch.rand(graphs) < share)
     t = t.to(batch.pos)[batch.batch][:, None]
-    target = batch.pos_relaxed - batch.pos
+    displacement = batch.pos_relaxed - batch.pos
     rattle = noise * torch.randn(batch.pos.shape).to(batch.pos)
-    known = torch.isfinite(target).all(dim=1, keepdim=True) & ~batch.fixed[:, None] & (t > 0)
+    known = torch.isfinite(displacement).all(dim=1, keepdim=True)
+    moves = known & ~batch.fixed[:, None] & (t > 0)
     moved = batch.clone()
-    moved.pos = torch.where(known, batch.pos + t * target + rattle, batch.pos)
+    moved.pos = torch.where(moves, batch.pos + t * displacement + rattle, batch.pos)
     return moved
 
 
@@ -81,25 +81,24 @@ def repeat(batch: Batch, share: float) -> Batch:
 
     Energies and the target positions in the first cell do not change. Target positions of the
     copies are unknown, because the adsorbate is far from them. Structures whose adsorbate may be
-    bonded across the cell boundary are not repeated. `share` is the probability that a structure is
-    repeated.
+    bonded across the cell boundary are not repeated. `share` is the probability of a repetition.
     """
     graphs = batch.num_graphs
     sizes = torch.tensor(_CELLS)[torch.randint(len(_CELLS), (graphs,))]
     sizes[torch.rand(graphs) >= share] = 1
     sizes = sizes.to(batch.batch.device)
-    sizes[_across(batch) | ~batch.pbc.view(-1, 3)[:, :2].all(dim=1)] = 1
+    sizes[_spans_boundary(batch) | ~batch.pbc.view(-1, 3)[:, :2].all(dim=1)] = 1
     keys = ("pos", "pos_relaxed", "atomic_numbers", "tags", "fixed", "batch")
     parts = [{key: batch[key] for key in keys}]
     slab = batch.tags != Tag.ADSORBATE.value
-    for a, b in itertools.product(range(2), repeat=2):
-        there = (a < sizes[:, 0]) & (b < sizes[:, 1])
-        if a + b == 0 or not there.any():
+    for a, b in ((0, 1), (1, 0), (1, 1)):
+        has_copy = (a < sizes[:, 0]) & (b < sizes[:, 1])
+        if not has_copy.any():
             continue
-        kept = there[batch.batch] & slab
-        copy = {key: batch[key][kept] for key in keys}
-        step = batch.cell.new_tensor([a, b, 0.0]) @ batch.cell  # [g, 3]
-        copy["pos"] = copy["pos"] + step[copy["batch"]]
+        copied = has_copy[batch.batch] & slab
+        copy = {key: batch[key][copied] for key in keys}
+        shift = batch.cell.new_tensor([a, b, 0.0]) @ batch.cell  # (graphs, 3), in Å
+        copy["pos"] = copy["pos"] + shift[copy["batch"]]
         copy["pos_relaxed"] = torch.full_like(copy["pos"], torch.nan)
         parts.append(copy)
     if len(parts) == 1:
@@ -115,15 +114,14 @@ def repeat(batch: Batch, share: float) -> Batch:
     return out
 
 
-def _across(batch: Batch) -> Tensor:
+def _spans_boundary(batch: Batch) -> Tensor:
     """Selects structures with adsorbate atoms near opposite ends of a cell: mask (structures,)."""
-    kept = batch.tags == Tag.ADSORBATE.value
-    graph = batch.batch[kept]
+    adsorbate = batch.tags == Tag.ADSORBATE.value
+    graph = batch.batch[adsorbate]
     inverse = torch.linalg.pinv(batch.cell)[:, :, :2]
-    places = torch.einsum("ni,nij->nj", batch.pos[kept], inverse[graph])
-    index, none = graph[:, None].expand(-1, 2), places.new_zeros(len(inverse), 2)
-    ends = [
-        none.scatter_reduce(0, index, places, how, include_self=False) for how in ("amin", "amax")
-    ]
-    left = (1 - (ends[1] - ends[0])) / inverse.norm(dim=1)  # between planes
-    return (left < _BOND).any(dim=1)
+    fractional = torch.einsum("ni,nij->nj", batch.pos[adsorbate], inverse[graph])
+    index, zeros = graph[:, None].expand(-1, 2), fractional.new_zeros(len(inverse), 2)
+    low = zeros.scatter_reduce(0, index, fractional, "amin", include_self=False)
+    high = zeros.scatter_reduce(0, index, fractional, "amax", include_self=False)
+    gap = (1 - (high - low)) / inverse.norm(dim=1)  # to the next image, in Å, between planes
+    return (gap < _BOND).any(dim=1)

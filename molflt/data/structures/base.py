@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from ase import Atoms
     from torch_geometric.data import Data
 
-
 _Item = TypeVar("_Item")
 
 _SHOWN = 5  # maximum number of names and of reasons in a message
@@ -36,8 +35,7 @@ class Reading(NamedTuple):
     tags: AnyTags = "oc20"
     """convention of tags: oc20 (0 subsurface, 1 surface, 2 adsorbate); ase (ase.build's layer
     numbers from the top, 1, 2, ..., and 0 for adsorbates); guess (from the geometry; see
-    `molflt.data.structures.tags.guess_tags`); or any (any integers, for potentials, which do not
-    use tags)"""
+    `molflt.data.structures.tags.guess_tags`); or any (any integers, for potentials)"""
     forces_key: str | None = None
     """name of the array of forces (N, 3) in eV/Å; by default forces, else REF_forces"""
     stress_key: str | None = None
@@ -63,24 +61,24 @@ def grouped(bad: Iterable[tuple[str, str]], prefix: str = "") -> list[str]:
 
     Reasons that differ only in numbers are combined.
     """
-    kinds: dict[str, tuple[str, list[str]]] = {}
+    groups: dict[str, tuple[str, list[str]]] = {}  # by reason with each number replaced by 0
     for name, reason in bad:
-        _, names = kinds.setdefault(re.sub(r"-?\d[\d.e+-]*|nan|inf", "0", reason), (reason, []))
+        _, names = groups.setdefault(re.sub(r"-?\d[\d.e+-]*|nan|inf", "0", reason), (reason, []))
         names.append(name.removeprefix(prefix))
-    lines = [
-        ", ".join(names[:_SHOWN])
-        + f" and {len(names) - _SHOWN} more" * (len(names) > _SHOWN)
-        + f": {reason}"
-        for reason, names in list(kinds.values())[:_SHOWN]
-    ]
-    return lines + [f"and {len(kinds) - _SHOWN} other reasons"] * (len(kinds) > _SHOWN)
+    lines = []
+    for reason, names in list(groups.values())[:_SHOWN]:
+        more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+        lines.append(f"{', '.join(names[:_SHOWN])}{more}: {reason}")
+    if len(groups) > _SHOWN:
+        lines.append(f"and {len(groups) - _SHOWN} other reasons")
+    return lines
 
 
-def with_bar(items: Iterable[_Item], what: str) -> Iterable[_Item]:
+def with_bar(items: Iterable[_Item], title: str) -> Iterable[_Item]:
     """Iterates over items; shows a progress bar on a terminal after a few seconds."""
     from tqdm import tqdm
 
-    return tqdm(items, desc=what, delay=5, leave=False, disable=None)
+    return tqdm(items, desc=title, delay=5, leave=False, disable=None)
 
 
 class Structures(Dataset["Data"], ABC):
@@ -88,8 +86,7 @@ class Structures(Dataset["Data"], ABC):
 
     A new source needs a subclass with `kind`, `suffixes`, ``__init__(path, skip_bad)``, ``len()``,
     ``[i]`` and `natoms`, or a subclass of `LoadedStructures` with the first three, and an entry in
-    `molflt.data.structures.SOURCES`. :func:`molflt.data.structures.records.make_record` creates and
-    checks structures.
+    `molflt.data.structures.SOURCES`. :func:`molflt.data.structures.records.make_record` makes them.
 
     Args:
         path: source to read.
@@ -105,8 +102,7 @@ class Structures(Dataset["Data"], ABC):
         names: names of structures with a textual sid, by index in the source.
         bad: (name, reason) of each skipped structure.
         hint: advice about missing labels, based on the structures read so far.
-        labels: fields of records, keyed by the names of labels in the file; None for labels that
-            are not read.
+        labels: fields of records, by the names of labels in the file; None for unread labels.
         baseline: calculator and options of y_baseline in a compact store; "" if unknown.
         is_checked: True if structures are valid, and reading them does not raise an error.
         options: names of the fields of :class:`Reading` that the constructor accepts.
@@ -177,7 +173,8 @@ class Structures(Dataset["Data"], ABC):
     @cached_property
     def y_baseline(self) -> np.ndarray:
         """Baseline energies in eV, as a float64 array (len,); NaN if missing."""
-        return np.array([float(own.y_baseline) for own in with_bar(self, "reading baselines")])
+        records = with_bar(self, "reading baselines")
+        return np.array([float(record.y_baseline) for record in records])
 
     def compositions(
         self, indices: NDArray[np.int64], of_adsorbates: bool = False
@@ -186,8 +183,10 @@ class Structures(Dataset["Data"], ABC):
         counts = np.zeros((len(indices), MAX_ATOMIC_NUMBER + 1))
         for row, index in zip(counts, indices, strict=True):
             record = self[int(index)]
-            counted = (record.tags == Tag.ADSORBATE) | (not of_adsorbates)
-            row += np.bincount(record.atomic_numbers[counted].numpy(), minlength=len(row))
+            numbers = record.atomic_numbers
+            if of_adsorbates:
+                numbers = numbers[record.tags == Tag.ADSORBATE]
+            row += np.bincount(numbers.numpy(), minlength=len(row))
         return counts
 
     def __iter__(self) -> Iterator[Data]:
@@ -211,9 +210,9 @@ class Structures(Dataset["Data"], ABC):
 
     def origin(self, index: int) -> dict[str, str]:
         """Returns table columns: the file, if the source has several, and the name, if known."""
-        found = {"file": str(self.file(index))} if len(self.files) > 1 else {}
+        columns = {"file": str(self.file(index))} if len(self.files) > 1 else {}
         name = self.name(index, 0)
-        return found | ({"name": name} if isinstance(name, str) else {})
+        return columns | ({"name": name} if isinstance(name, str) else {})
 
     def note_bad(self, index: int, error: Exception) -> None:
         """Adds a structure that raised an error to `bad`."""
@@ -239,13 +238,12 @@ class LoadedStructures(Structures):
     def __init__(self, path: str | Path, skip_bad: bool = False) -> None:
         super().__init__(path, skip_bad)
         self._records: list[Data] = []
-        self._places: list[tuple[int, str]] = []  # index in the file, name for messages
+        self._origins: list[tuple[int, str]] = []  # index in the file, name for messages
 
     def add(self, where: str, make: Callable[[], Data]) -> bool:
         """Adds a structure; returns False if the structure is invalid and therefore skipped.
 
-        `where` is the name of the structure in messages; `make` returns the record or raises
-        ValueError.
+        `where` names the structure in messages; `make` returns the record or raises ValueError.
         """
         place = len(self._records) + len(self.bad)
         try:
@@ -255,14 +253,14 @@ class LoadedStructures(Structures):
                 raise ValueError(f"{where}: {error}") from None
             self.bad.append((where, str(error)))
             return False
-        self._places.append((place, where))
+        self._origins.append((place, where))
         return True
 
     def place(self, index: int) -> int:
-        return self._places[self._stored(index)][0]
+        return self._origins[self._stored(index)][0]
 
     def where(self, index: int) -> str:
-        return self._places[self._stored(index)][1]
+        return self._origins[self._stored(index)][1]
 
     def __len__(self) -> int:
         return len(self._records)

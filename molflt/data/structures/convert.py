@@ -38,8 +38,7 @@ def convert(
     """Converts structures to a compact store that is fast to read and contains no pickles or edges.
 
     A folder is converted to a folder with one store for each file or folder in it. Several files,
-    the matches of a pattern, or a folder of files that are not splits are combined into DST, which
-    must then be a store.
+    the matches of a pattern, or a folder of files that are not splits are combined into one store.
 
     Relaxed positions are stored unwrapped, in the image nearest to the initial positions.
 
@@ -51,105 +50,97 @@ def convert(
         limit: maximum number of structures to convert, from the start.
         skip_bad: skip invalid structures, and structures without a label that other structures
             have; they are counted and listed on stderr.
-        energy_key: name of the energy, in eV, in files that ASE reads; by default y_relaxed, else
-            energy.
+        energy_key: name of the energy, in eV, in ASE's formats; by default y_relaxed, else energy.
         tags: convention of the tags in files that ASE reads: oc20 (0 subsurface, 1 surface, 2
             adsorbate) or ase (layer numbers from the top, 1, 2, ..., and 0 for adsorbates).
-        forces_key: name of the forces, in eV/Å, in files that ASE reads; by default forces, else
-            REF_forces.
+        forces_key: name of the forces, in eV/Å, in ASE's formats; by default forces or REF_forces.
         stress_key: name of the stress, in eV/Å^3, or, if the name contains "virial", of a virial,
             in eV; by default stress, else REF_stress.
-        baseline_key: name of the baseline energy, in eV, in files that ASE reads. It is stored as
-            y_baseline; see --data.baseline_key of molflt train.
+        baseline_key: name of the baseline energy, in eV, in ASE's formats, stored as y_baseline.
     """
     paths = [Path(src)] if isinstance(src, str | Path) else list(src)
-    one = paths[0] if len(paths) == 1 else None
     jobs: list[tuple[Paths, Path]] = [(paths, dst)]
-    if one and one.is_dir() and not (is_one_source(one) and dst.suffix == ".safetensors"):
-        jobs = _jobs_of(one, dst)
+    is_store = dst.suffix == ".safetensors"
+    if len(paths) == 1 and paths[0].is_dir() and not (is_store and is_one_source(paths[0])):
+        jobs = _jobs_of(paths[0], dst)
     for path, store in jobs:
         if store.suffix != ".safetensors":  # checked before reading, which can take half an hour
-            raise ValueError(
-                f"{store}: a compact store must end in .safetensors; got {store.suffix!r}"
-            )
+            raise ValueError(f"{store}: expected a name in .safetensors; got {store.suffix!r}")
         expect_writable(store)
-        if (limit is not None or skip_bad) and any(is_same(store, f) for f in files_of(path)):
+        drops = limit is not None or skip_bad
+        if drops and any(is_same(store, file) for file in files_of(path)):
             raise ValueError(
                 f"{store} is also the input and would lose structures with --limit or --skip-bad; "
                 "expected a different output file; choose another name"
             )
     reading = Reading(energy_key, tags, forces_key, stress_key, baseline_key=baseline_key)
     for path, store in jobs:
-        _convert_one(path, store, limit, skip_bad, reading)
+        _convert(path, store, limit, skip_bad, reading)
 
 
 def _jobs_of(src: Path, dst: Path) -> list[tuple[Paths, Path]]:
+    """Returns each source in a folder, with the store to write."""
     if dst.suffix == ".safetensors" or dst.is_file():
-        raise ValueError(
-            f"{dst}: expected a folder, because {src} contains several sources; pass a folder"
-        )
+        raise ValueError(f"{dst}: expected a folder for the sources in {src}; pass a folder")
     if dst.exists() and dst.samefile(src):
-        raise ValueError(
-            f"{dst} is the source folder; expected a different folder; choose another name"
-        )
-    found, others = sources_in(src)
+        raise ValueError(f"{dst} is the source; expected a different folder; choose another name")
+    sources, others = sources_in(src)
     if others:
         print(f"{src}: no structures in {', '.join(others)}", file=sys.stderr)
-    return [(path, dst / f"{name}.safetensors") for name, path in found.items()]
+    return [(path, dst / f"{name}.safetensors") for name, path in sources.items()]
 
 
-def _convert_one(
-    src: Paths, dst: Path, limit: int | None, skip_bad: bool, reading: Reading
-) -> None:
+def _convert(src: Paths, dst: Path, limit: int | None, skip_bad: bool, reading: Reading) -> None:
     dataset = open_dataset(src, skip_bad, reading, once=True)
     dataset.verify()
     overlapping: dict[int, int] = {}  # sids by index
-    kept: list[Data] = []  # records with forces
-    absurd: dict[int, str] = {}  # faults of forces or stress by index
+    with_forces: list[Data] = []  # the first `MOST_FRAMES`
+    point_faults: dict[int, str] = {}  # by index
     limits: list[float] = []  # of adsorption energies
 
     def records() -> Iterator[Data]:
-        for place, record in enumerate(one_pass(dataset, limit)):
+        for index, record in enumerate(one_pass(dataset, limit)):
             if atoms_coincide(record):
-                overlapping[place] = int(record.sid)
-            if len(kept) < MOST_FRAMES and bool(record.forces.isfinite().any()):
-                kept.append(record)
+                overlapping[index] = int(record.sid)
+            if len(with_forces) < MOST_FRAMES and bool(record.forces.isfinite().any()):
+                with_forces.append(record)
             if fault := point_fault(record):
-                absurd[place] = fault
+                point_faults[index] = fault
             limits.append(most_adsorption(record))
             yield record
 
     def left_out(sids: np.ndarray, energies: np.ndarray, natoms: np.ndarray) -> Collection[int]:
-        some = skip_bad and bool(np.isfinite(energies).any())  # test splits have no labels
-        no_limit = bool(kept) or not is_energy(reading.energy_key)
-        faults = absurd | label_faults(energies, natoms, some, no_limit, limits=limits.__getitem__)
+        required = skip_bad and bool(np.isfinite(energies).any())  # test splits have no labels
+        unlimited = bool(with_forces) or not is_energy(reading.energy_key)
+        faults = label_faults(energies, natoms, required, unlimited, limits=limits.__getitem__)
+        faults = point_faults | faults
         bad = [(f"{dataset.path}: sid {sids[i]}", reason) for i, reason in faults.items()]
         if bad and not skip_bad:
             raise ValueError(f"{': '.join(bad[0])}; --skip-bad skips it ({len(bad)} structures)")
         dataset.bad += bad
-        for place in faults:
-            overlapping.pop(place, None)
+        for index in faults:
+            overlapping.pop(index, None)
         return faults
 
-    source = dataset.path.name + f"{BASELINE}{dataset.baseline}" * bool(dataset.baseline)
+    source = dataset.path.name + (f"{BASELINE}{dataset.baseline}" if dataset.baseline else "")
     count = write_store(dst, records(), source=source, left_out=left_out)
     _report(dataset, dst, count)
     if overlapping:
         warn(overlaps_of(str(dataset.path), [*overlapping.values()], count))
-    if fault := unit_fault(kept):
+    if fault := unit_fault(with_forces):
         warn(f"{dataset.path}: {fault}")
 
 
 def _report(dataset: Structures, dst: Path, count: int) -> None:
-    before, after = (readable_size(sum(map(_size, each))) for each in (dataset.files, [dst]))
+    before, after = readable_size(sum(map(_size, dataset.files))), readable_size(_size(dst))
     print(f"{dataset.path} ({before}) -> {dst} ({after}): {count} structures")
     if dataset.unused:
         print(f"unused labels: {', '.join(dataset.unused)}")
     if dataset.hint:
         print(f"warning: not all structures have y_relaxed; {dataset.hint}")
     if dataset.bad:
-        bad = [f"skipped {len(dataset.bad)} invalid structures:", *grouped(dataset.bad)]
-        print("\n  ".join(bad), file=sys.stderr)
+        lines = [f"skipped {len(dataset.bad)} invalid structures:", *grouped(dataset.bad)]
+        print("\n  ".join(lines), file=sys.stderr)
 
 
 def one_pass(dataset: Structures, limit: int | None = None) -> Iterator[Data]:
@@ -160,8 +151,8 @@ def one_pass(dataset: Structures, limit: int | None = None) -> Iterator[Data]:
     """
     if limit is not None and limit < 1:
         raise ValueError(f"limit must be at least 1; got {limit}")
-    count, total, name = 0, min(len(dataset), limit or len(dataset)), dataset.path.name
-    with tqdm(total=total, desc=name, unit=" structures", disable=None) as bar:
+    count, total = 0, min(len(dataset), limit or len(dataset))
+    with tqdm(total=total, desc=dataset.path.name, unit=" structures", disable=None) as bar:
         for index in range(len(dataset)):
             try:
                 record = dataset[index]
@@ -170,18 +161,19 @@ def one_pass(dataset: Structures, limit: int | None = None) -> Iterator[Data]:
                     raise
                 dataset.note_bad(index, error)
                 continue
-            given = dataset.name(index, record.sid)
-            if isinstance(given, str):
-                record.name = given
+            name = dataset.name(index, record.sid)
+            if isinstance(name, str):
+                record.name = name
             yield record
             count += 1
             bar.update()
             if count == limit:
                 break
     if count == 0:
-        why = f": {dataset.bad[0][1]}" if dataset.bad else ""
-        raise ValueError(f"{dataset.path}: no valid structures; expected at least one{why}")
+        reason = f": {dataset.bad[0][1]}" if dataset.bad else ""
+        raise ValueError(f"{dataset.path}: no valid structures; expected at least one{reason}")
 
 
 def _size(path: Path) -> int:
-    return sum(p.stat().st_size for p in (path.iterdir() if path.is_dir() else [path]))
+    files = path.iterdir() if path.is_dir() else [path]
+    return sum(file.stat().st_size for file in files)

@@ -18,8 +18,7 @@ class DataSet(NamedTuple):
     """Root and splits of a data set.
 
     The root is a folder with a file or a folder for each split. Alternatively, it is one file, a
-    pattern, or a folder of other files; its structures are then split at random into `train` and
-    `val`.
+    pattern, or a folder of other files, which is split at random into `train` and `val`.
     """
 
     root: Path

@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import cached_property, partial
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -44,6 +44,12 @@ if TYPE_CHECKING:
     from torch_geometric.data import Batch, Data
 
 
+class _Surveyed(NamedTuple):
+    domain: Domain  # of the training split and of the initial weights
+    copies: list[int]  # sids of validation structures that are also in the training split
+    charged: dict[str, list[int]]  # sids of structures with a total charge, by use
+
+
 class IS2REData(BatchedData[Structures]):
     """Batches of structures with relaxed energies.
 
@@ -61,13 +67,10 @@ class IS2REData(BatchedData[Structures]):
         workers: number of processes that prefetch data; 0 reads in the main process.
         skip_bad: skip and count invalid structures, and structures with missing or implausible
             labels, instead of stopping at the first of them.
-        val_fraction: share of the structures in one file to validate on; null means 0.1. Folders
-            have their own splits.
+        val_fraction: share of the structures in one file to validate on; null means 0.1.
         split_seed: seed of the random split of one file. Runs of an ensemble must share it and
-            differ in `seed`; otherwise, members are validated on training structures of other
-            members.
-        energy_key: name of the energy, in eV, in files that ASE reads, such as REF_energy; null for
-            y_relaxed, else energy.
+            differ in `seed`; otherwise, members are validated on each other's training structures.
+        energy_key: name of the energy, in eV, in ASE's formats; null for y_relaxed, else energy.
         tags: convention of the tags in files that ASE reads: oc20 (0 subsurface, 1 surface, 2
             adsorbate), or ase (ase.build's layer numbers from the top, 1, 2, ..., and 0 for
             adsorbates); guess determines tags from the geometry, in any source.
@@ -113,17 +116,18 @@ class IS2REData(BatchedData[Structures]):
         data = self.data_set._replace(reading=self.reading)
         self._refuse_options(data)
         opened = data.open(self.splits.values(), self.skip_bad)
-        first = os.environ.get("LOCAL_RANK", "0") == "0"  # once per machine, not per process
-        for dataset in opened.values() if first else ():
-            dataset.verify()
+        is_first = os.environ.get("LOCAL_RANK", "0") == "0"  # once per machine, not per process
+        if is_first:
+            for dataset in opened.values():
+                dataset.verify()
         labeled = self._labeled(opened)
         for use, split in self.splits.items():
             dataset = labeled[split]
             if len(dataset) == 0:
-                why = f": {dataset.bad[0][1]}" if dataset.bad else ""
+                reason = f": {dataset.bad[0][1]}" if dataset.bad else ""
                 raise ValueError(
                     f"{dataset.path}: split {split!r} is empty; expected at least one structure; "
-                    f"got 0 ({len(dataset.bad)} skipped as invalid{why})"
+                    f"got 0 ({len(dataset.bad)} skipped as invalid{reason})"
                 )
             self.datasets[use] = dataset
             self._sampler(use)
@@ -131,7 +135,7 @@ class IS2REData(BatchedData[Structures]):
             if text:
                 warnings.warn(text, stacklevel=3)
         train_set, val_set = (self.datasets[use] for use in self.splits)
-        if first and train_set is val_set:
+        if is_first and train_set is val_set:
             warnings.warn(
                 f"{val_set.path}: training and validation use the same structures; errors say "
                 "nothing about other structures; choose another split with --data.val_split",
@@ -139,45 +143,46 @@ class IS2REData(BatchedData[Structures]):
             )
         unused = {dataset.path: self._unused(dataset) for dataset in opened.values()}
         if names := dict.fromkeys(chain.from_iterable(unused.values())):
-            where = next(path for path, own in unused.items() if own)
-            warnings.warn(f"{where}: unused labels: {', '.join(names)}", stacklevel=3)
+            path = next(path for path, labels in unused.items() if labels)
+            warnings.warn(f"{path}: unused labels: {', '.join(names)}", stacklevel=3)
 
     def _refuse_options(self, data: DataSet) -> None:
         """Rejects options for one file if the root is a folder of splits, and vice versa."""
-        given: dict[str, object] = {"split_seed": data.split_seed}
-        given |= {"val_fraction": data.val_fraction}
-        why = "is for one file; got a folder of splits"
+        without_effect: dict[str, object] = {"split_seed": data.split_seed}
+        without_effect |= {"val_fraction": data.val_fraction}
+        reason = "is for one file; got a folder of splits"
         if data.is_one:
-            given = {"train_split": data.train, "val_split": data.val}
-            why = "is for a folder of splits; got one file, split by data.split_seed"
-        for name, value in given.items():
-            if value not in (None, 0, "train", "val_id"):
-                raise ValueError(f"{data.root}: data.{name}={value} {why}; remove it")
+            without_effect = {"train_split": data.train, "val_split": data.val}
+            reason = "is for a folder of splits; got one file, split by data.split_seed"
+        for name, value in without_effect.items():
+            if value not in (None, 0, "train", "val_id"):  # the defaults
+                raise ValueError(f"{data.root}: data.{name}={value} {reason}; remove it")
 
     def _labeled(self, opened: Mapping[str, Structures]) -> dict[str, Structures]:
         """Rejects structures with missing or implausible labels (with `skip_bad`, skips them)."""
         energies = {split: part.y_relaxed for split, part in opened.items() if len(part)}
         natoms = {split: opened[split].natoms for split in energies}
-        sound = dict(opened)
+        labeled = dict(opened)
         kind: EnergyKind | None = None if is_energy(self.reading.energy_key) else "unknown"
-        if kind is None and energies and len({part.path for part in opened.values()}) == 1:
-            kind = energy_kind(*(np.concatenate([*of.values()]) for of in (energies, natoms)))
-        for split, own in energies.items():
+        is_one_file = len({part.path for part in opened.values()}) == 1
+        if kind is None and energies and is_one_file:
+            kind = energy_kind(np.hstack([*energies.values()]), np.hstack([*natoms.values()]))
+        for split, labels in energies.items():
             dataset = opened[split]
             limits = partial(limit_in, dataset)
-            faults = label_faults(own, natoms[split], required=True, kind=kind, limits=limits)
+            faults = label_faults(labels, natoms[split], required=True, kind=kind, limits=limits)
             if key := self.reading.baseline_key:
                 reason = f"data.baseline_key={key} must be a finite energy in eV; got none"
                 absent = np.flatnonzero(~np.isfinite(dataset.y_baseline)).tolist()
                 faults = dict.fromkeys(absent, reason) | faults
             advice = "use a split with labels, or leave these out with --data.skip_bad"
-            sound[split] = without(dataset, faults, dataset.hint or advice)
+            labeled[split] = without(dataset, faults, dataset.hint or advice)
         train, val = self.splits.values()
         if kind is None and train in energies and val in energies:
             learned = energy_kind(energies[train], natoms[train])
             if text := other_kind(energies[val], natoms[val], learned):
                 warnings.warn(f"{opened[val].path}: {text}", stacklevel=4)
-        return sound
+        return labeled
 
     def targets(self) -> np.ndarray:
         """Returns the training energies that the model learns, in eV: labels minus the baseline."""
@@ -188,23 +193,22 @@ class IS2REData(BatchedData[Structures]):
 
     def refuse_copies(self) -> None:
         """Rejects validation structures that also occur in the training set, unless allowed."""
-        (_, copies, _), val = self._surveyed, self.datasets["val"]
+        copies, val = self._surveyed.copies, self.datasets["val"]
         if not copies:
             return
-        said = (
+        text = (
             f"{val.path}: {len(copies)} of {len(val)} validation structures are also in training, "
             f"for instance sid {copies[0]}; errors do not apply to other structures"
         )
         if not self.allow_duplicates:
             raise ValueError(
-                f"{said}; remove them from one of the splits, or accept them with "
-                "--data.allow_duplicates true"
+                f"{text}; remove them from a split, or set --data.allow_duplicates true"
             )
-        warnings.warn(said, stacklevel=3)
+        warnings.warn(text, stacklevel=3)
 
     def refuse_charges(self) -> None:
         """Rejects structures with a total charge."""
-        for use, sids in self._surveyed[2].items():
+        for use, sids in self._surveyed.charged.items():
             if sids:
                 raise ValueError(
                     f"{self.datasets[use].path}: {len(sids)} of {len(self.datasets[use])} "
@@ -213,10 +217,11 @@ class IS2REData(BatchedData[Structures]):
                 )
 
     def _unused(self, dataset: Structures) -> list[str]:
-        found = [name for name, field in dataset.labels.items() if field != "y_relaxed"]
-        if self.reading.baseline_key is None and len(dataset):
-            found += ["y_baseline"] * bool(dataset[0].y_baseline.isfinite())
-        return found
+        """Returns the names of labels that the model does not learn."""
+        names = [name for name, field in dataset.labels.items() if field != "y_relaxed"]
+        if self.reading.baseline_key is None and len(dataset) and dataset[0].y_baseline.isfinite():
+            names.append("y_baseline")
+        return names
 
     def describe(self) -> list[str]:
         return [f"{self.splits[use]} {self._described(use)}" for use in self.datasets]
@@ -227,25 +232,22 @@ class IS2REData(BatchedData[Structures]):
         return f"{super()._described(use)} ({int(dataset.natoms.sum()):,} atoms{bad})"
 
     def files(self) -> dict[str, bytes]:
-        """Returns domain.json, which describes the training split and is used to check predictions.
-
-        The file includes the domain of the initial weights, if known.
-        """
-        return {DOMAIN: self._surveyed[0].to_bytes()}
+        """Returns domain.json, the domain of the training split and of known initial weights."""
+        return {DOMAIN: self._surveyed.domain.to_bytes()}
 
     def elements(self) -> list[int]:
         """Returns the atomic numbers in the training split."""
-        return sorted(self._surveyed[0].elements.all)
+        return sorted(self._surveyed.domain.elements.all)
 
     @cached_property
-    def _surveyed(self) -> tuple[Domain, list[int], dict[str, list[int]]]:
-        """Domain of the training split, sids of its copies, and sids of charged structures."""
+    def _surveyed(self) -> _Surveyed:
+        """Results of one pass over both splits, which also warns about implausible structures."""
         self.setup()
         train, val = self.datasets["train"], self.datasets["val"]
         of_train, of_val = Survey(), Survey()
-        own = Domain.of(train, of_train)
+        domain = Domain.of(train, of_train)
         if self.reading.baseline_key is not None:
-            own = replace(own, baseline=train.baseline or None)
+            domain = replace(domain, baseline=train.baseline or None)
         if val is not train:
             for record in with_bar(val, "reading positions"):
                 of_val(record)
@@ -256,17 +258,17 @@ class IS2REData(BatchedData[Structures]):
         if self.reading.tags != "any" and (sids := of_train.one_tag):
             warnings.warn(f"{train.path}: {one_tagged(sids, len(train))}", stacklevel=4)
         equal = equal_structures(np.array([*of_train.features, *of_val.features]))
-        there = np.isin(equal[len(train) :], equal[: len(train)])
-        copies = [of_val.sids[i] for i in np.flatnonzero(there)]
+        is_copy = np.isin(equal[len(train) :], equal[: len(train)])
+        copies = [of_val.sids[i] for i in np.flatnonzero(is_copy)]
         if self.initial is not None:
             name, content = self.initial
-            own = own.after(Domain.from_json(content, name))
-        return own, copies, {"train": of_train.charged, "val": of_val.charged}
+            domain = domain.after(Domain.from_json(content, name))
+        return _Surveyed(domain, copies, {"train": of_train.charged, "val": of_val.charged})
 
     def fingerprints(self) -> dict[str, Fingerprint]:
         return {
-            use: {**own, "atoms": int(self.datasets[use].natoms.sum())}
-            for use, own in super().fingerprints().items()
+            use: {**fingerprint, "atoms": int(self.datasets[use].natoms.sum())}
+            for use, fingerprint in super().fingerprints().items()
         }
 
     def _digest(self, use: str, most: int | None = None) -> str:
@@ -280,10 +282,7 @@ class IS2REData(BatchedData[Structures]):
         return digest.hexdigest()
 
     def normalizer(self) -> tuple[float, float]:
-        """Returns the mean and standard deviation, in eV, of the energies that the model learns.
-
-        The standard deviation is 1 if all energies are equal.
-        """
+        """Returns the mean and standard deviation, in eV, of `targets`; 1 if they are all equal."""
         energies = self.targets()
         return float(energies.mean()), beyond_rounding(float(energies.std()), energies) or 1.0
 
@@ -305,7 +304,7 @@ class IS2REData(BatchedData[Structures]):
 
     def expect_slabs(self, option: str) -> None:
         """Rejects an option for slabs if no training structure is an adsorbate on a slab."""
-        domain, dataset = self._surveyed[0], self.datasets["train"]
+        domain, dataset = self._surveyed.domain, self.datasets["train"]
         if not (domain.adsorbate_atoms and any("xy" in axes for axes in domain.periodic)):
             raise ValueError(
                 f"{dataset.path}: no structure has tags and is periodic along x and y; expected "
@@ -314,7 +313,7 @@ class IS2REData(BatchedData[Structures]):
 
     def expect_relaxed(self, option: str) -> None:
         """Warns about missing relaxed training positions; raises ValueError if all are missing."""
-        known, dataset = self._surveyed[0].relaxed, self.datasets["train"]
+        known, dataset = self._surveyed.domain.relaxed, self.datasets["train"]
         if not known:
             raise ValueError(
                 f"{dataset.path}: {len(dataset):,} structures, all without relaxed positions; "
@@ -339,29 +338,28 @@ class IS2REData(BatchedData[Structures]):
         `explained`, of shape (structures,) in eV, is subtracted from the labels before the fit.
         """
         self.setup()
-        train, dataset = self.datasets["train"], self.datasets["val"]
+        train, val = self.datasets["train"], self.datasets["val"]
         given = None if references is None else read_element_energies(references)
-        found = fit_element_energies(train, given, of_adsorbates, self.targets() - explained)
-        if found.undetermined:
+        fit = fit_element_energies(train, given, of_adsorbates, self.targets() - explained)
+        if fit.undetermined:
             warnings.warn(
-                f"{train.path}: compositions leave {found.undetermined} of "
-                f"{int(found.present.sum())} element energies undetermined; energies of structures "
+                f"{train.path}: compositions leave {fit.undetermined} of "
+                f"{int(fit.present.sum())} element energies undetermined; energies of structures "
                 "with other ratios of these elements will be wrong",
                 stacklevel=2,
             )
-        present = np.asarray(
-            dataset.compositions(np.arange(len(dataset)), of_adsorbates).any(axis=0)
-        )
+        atoms = val.compositions(np.arange(len(val)), of_adsorbates)
+        present = np.asarray(atoms.any(axis=0))
         if given is not None:
-            expect_elements(str(dataset.path), present, given)
-        elif (missing := ~found.present & present).any():
+            expect_elements(str(val.path), present, given)
+        elif (missing := ~fit.present & present).any():
             names = ", ".join(map(symbol, np.flatnonzero(missing)))
             warnings.warn(
-                f"{dataset.path}: no reference energy for {names}, which the training split does "
+                f"{val.path}: no reference energy for {names}, which the training split does "
                 "not contain; it is missing from the predicted energies",
                 stacklevel=2,
             )
-        return found
+        return fit
 
     @staticmethod
     def collate(items: list["Data"]) -> "Batch":

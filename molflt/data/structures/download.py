@@ -25,7 +25,6 @@ GAME_NET = _Archive(
     "7850f6229061d7b48af7728d2c40b28cf8bb7f9c/benchmarks/ocp/datasets",
     name="FG_dataset_lite.tar.xz",
     md5="e1e8f964e5634df436e9a5ecbd616fae",
-    inner="",
 )
 
 _CHUNK = 1 << 20
@@ -60,8 +59,7 @@ def download(
     """
     if dataset == "game-net" and (keep_archive or list(splits) != _SPLITS):
         raise ValueError(
-            "--splits and --keep_archive are for oc20-is2re; got game-net, whose archive is not "
-            "unpacked; remove them"
+            "--splits and --keep_archive are for oc20-is2re; got game-net; remove them"
         )
     wanted = list(dict.fromkeys(_official_name(split) for split in splits))
     doing = "is downloading to this folder; wait for it, or choose another folder"
@@ -103,9 +101,9 @@ def _official_name(split: str) -> str:
 
 def _expect_md5(path: Path, md5: str, advice: str) -> None:
     with open(path, "rb") as file:
-        found = hashlib.file_digest(file, "md5").hexdigest()
-    if found != md5:
-        raise ValueError(f"{path}: expected md5 {md5}; got {found}; {advice}")
+        digest = hashlib.file_digest(file, "md5").hexdigest()
+    if digest != md5:
+        raise ValueError(f"{path}: expected md5 {md5}; got {digest}; {advice}")
 
 
 def _get(archive: Path, base_url: str, md5: str, unpacked: int) -> None:
@@ -143,17 +141,17 @@ def _check_space(file: Path, missing: int, size: int, unpacked: int) -> None:
 
 def _fetch(url: str, part: Path, unpacked: int) -> None:
     """Downloads a file, or the rest of a partial file; retries as long as data keeps arriving."""
-    idle, size = 0, None
-    while idle < _ATTEMPTS:
-        have = part.stat().st_size if part.exists() else 0
+    attempts, size = 0, None
+    while attempts < _ATTEMPTS:
+        before = part.stat().st_size if part.exists() else 0
         problem: Exception = ConnectionError("the server stopped sending")
         try:
-            request = Request(url, headers={"Range": f"bytes={have}-"} if have else {})
+            request = Request(url, headers={"Range": f"bytes={before}-"} if before else {})
             with urlopen(request, timeout=_TIMEOUT) as reply:
-                start = have if reply.status == 206 else 0  # 200: the whole file
+                start = before if reply.status == 206 else 0  # 200: the whole file
                 total = start + int(reply.headers.get("Content-Length", 0))
                 if size is None:
-                    _check_space(part, total - have, total, unpacked)
+                    _check_space(part, total - before, total, unpacked)
                 size = total
                 with (
                     open(part, "ab" if start else "wb") as raw,
@@ -171,21 +169,23 @@ def _fetch(url: str, part: Path, unpacked: int) -> None:
             problem = error
         except (HTTPException, URLError, ConnectionError, TimeoutError) as error:
             problem = error
-        idle = idle + 1 if have == (part.stat().st_size if part.exists() else 0) else 0
-        time.sleep(0.1 * 2.0**idle)
+        after = part.stat().st_size if part.exists() else 0
+        attempts = attempts + 1 if after == before else 0
+        time.sleep(0.1 * 2.0**attempts)
     advice = "run the same command again to continue, or choose a mirror with --base_url"
     raise OSError(f"{url}: cannot be downloaded; {problem}; {advice}")
 
 
 def _bar(file: IO[bytes], method: str, total: int, name: str, start: int = 0) -> Any:
+    """Wraps a file; a progress bar shows the bytes that pass through `method`."""
     options = {"unit": "B", "unit_scale": True, "disable": None}
     return tqdm.wrapattr(file, method, total=total, initial=start, desc=name, **options)
 
 
 def _unpack(archive: Path, directory: Path, wanted: list[str]) -> None:
     """Unpacks the files `wanted` (keys of `OC20_FILES`) to ``directory/is2re/KEY/data.lmdb``."""
-    again = "delete it and download again"
-    left = {f"{OC20_ARCHIVE.inner}/{name}/{_FILE}": name for name in wanted}
+    advice = "delete it and download again"
+    missing = {f"{OC20_ARCHIVE.inner}/{name}/{_FILE}": name for name in wanted}
     try:
         with (
             open(archive, "rb") as raw,
@@ -193,12 +193,12 @@ def _unpack(archive: Path, directory: Path, wanted: list[str]) -> None:
             tarfile.open(fileobj=watched, mode="r|gz") as tar,
         ):
             for member in tar:
-                if member.name not in left or (file := tar.extractfile(member)) is None:
+                if member.name not in missing or (file := tar.extractfile(member)) is None:
                     continue
-                name = left.pop(member.name)
-                with atomically(_target(directory, name)) as part, open(part, "wb") as out:
+                target = _target(directory, missing.pop(member.name))
+                with atomically(target) as part, open(part, "wb") as out:
                     shutil.copyfileobj(file, out, _CHUNK)
     except (tarfile.TarError, zlib.error, EOFError) as error:
-        raise ValueError(f"{archive}: not a complete tar.gz; {error}; {again}") from None
-    if left:
-        raise ValueError(f"{archive}: does not contain {', '.join(left)}; {again}")
+        raise ValueError(f"{archive}: not a complete tar.gz; {error}; {advice}") from None
+    if missing:
+        raise ValueError(f"{archive}: does not contain {', '.join(missing)}; {advice}")

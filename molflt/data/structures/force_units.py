@@ -15,7 +15,6 @@ from molflt.data.structures.labels import point_fault
 if TYPE_CHECKING:
     from torch_geometric.data import Data
 
-
 _Array = NDArray[np.float64]
 
 _ATOM = 20.92  # eV per Z^(7/3): upper bound for all electrons of an atom (Thomas-Fermi model)
@@ -31,8 +30,7 @@ _MOST_STRAIN = 0.2
 _RIGHT = {"forces": (0.32, 1.37), "stress": (0.1, 5.0)}
 _CONVENTIONS = {
     "forces": (
-        "expected eV/Å; 1 Hartree/bohr is 51.4221 eV/Å, 1 kcal/mol/Å is 0.0433641 eV/Å; forces are "
-        "minus the gradients"
+        "expected eV/Å, minus the gradient; 1 Hartree/bohr is 51.4221, 1 kcal/mol/Å 0.0433641 eV/Å"
     ),
     "stress": (
         "expected eV/Å^3 with ASE's sign, negative for a compressed cell; 1 GPa is 0.00624151 "
@@ -64,23 +62,23 @@ def unit_fault(records: Iterable[Data]) -> str:
 
     Uses the first 300 structures; ignores implausible labels unless most labels are implausible.
     """
-    some = list(islice(records, MOST_FRAMES))
-    sound = [record for record in some if not point_fault(record)]
-    some = sound if 2 * len(sound) > len(some) else some
-    return energy_unit_fault(some) or force_unit_fault(some) or stress_unit_fault(some)
+    frames = list(islice(records, MOST_FRAMES))
+    plausible = [record for record in frames if not point_fault(record)]
+    frames = plausible if 2 * len(plausible) > len(frames) else frames
+    return energy_unit_fault(frames) or force_unit_fault(frames) or stress_unit_fault(frames)
 
 
 def energy_unit_fault(records: Sequence[Data]) -> str:
     """Describes energies that are too large to be in eV; "" if energies are plausible."""
-    most = [
+    ratios = [
         float(-record.energy / (_ATOM * record.atomic_numbers.double() ** (7 / 3)).sum())
         for record in records
         if record.energy.isfinite()
     ]
-    if not most or np.median(most) < 2:
+    if not ratios or np.median(ratios) < 2:
         return ""
     return (
-        f"energies are {np.median(most):.0f} times the all-electron energies of atoms; expected "
+        f"energies are {np.median(ratios):.0f} times the all-electron energies of atoms; expected "
         "eV; 1 Hartree is 27.2114 eV, 1 eV is 23.0605 kcal/mol or 96.4853 kJ/mol"
     )
 
@@ -93,10 +91,10 @@ def force_unit_fault(records: Iterable[Data]) -> str:
     """
     pairs = list[_Pair]()
     for frames in _systems(records, ("energy", "forces")):
-        for a, b in _nearest_frames(frames):
+        for a, b in _closest_pairs(frames):
             step = b.pos - a.pos
-            work = float(((a.forces + b.forces) / 2 * step).sum())
-            pairs.append((float((step**2).mean()), -work, b.energy - a.energy))
+            predicted = -float(((a.forces + b.forces) / 2 * step).sum())
+            pairs.append((float((step**2).mean()), predicted, b.energy - a.energy))
     return _wrong_unit("forces", sorted(pairs)[:_MOST_PAIRS], 8)
 
 
@@ -109,11 +107,11 @@ def stress_unit_fault(records: Iterable[Data]) -> str:
     """
     pairs, lengths = list[_Pair](), list[float]()
     for frames in _systems(records, ("energy", "stress")):
-        pairs += filter(None, (_strained(*two) for two in _nearest_frames(frames, strained=True)))
+        pairs += filter(None, (_strained(a, b) for a, b in _closest_pairs(frames, strained=True)))
         by_cell: dict[bytes, list[_Frame]] = defaultdict(list)
         for frame in frames:
             by_cell[frame.cell.round(3).tobytes()].append(frame)
-        lengths += filter(None, map(_in_one_cell, by_cell.values()))
+        lengths += filter(None, map(_virial_length, by_cell.values()))
     fault = _wrong_unit("stress", sorted(pairs)[:_MOST_PAIRS], 5)
     if fault or not lengths or _LENGTHS[0] <= np.median(lengths) <= _LENGTHS[1]:
         return fault
@@ -124,24 +122,22 @@ def stress_unit_fault(records: Iterable[Data]) -> str:
     )
 
 
-def _systems(records: Iterable[Data], known: Iterable[str]) -> list[list[_Frame]]:
-    """Groups labeled frames with the same atoms in the same order and the same charge."""
+def _systems(records: Iterable[Data], required: Iterable[str]) -> list[list[_Frame]]:
+    """Groups frames that have the `required` labels by atoms, in the same order, and charge."""
     systems: dict[bytes, list[_Frame]] = defaultdict(list)
     for record in islice(records, MOST_FRAMES):
-        if all(bool(record[name].isfinite().all()) for name in known):
+        if all(bool(record[name].isfinite().all()) for name in required):
             arrays = (record[name].double().numpy() for name in ("pos", "cell", "forces", "stress"))
             pos, cell, forces, stress = arrays
             cell = cell * float(record.pbc.any())  # a box around a molecule is arbitrary
-            same = record.atomic_numbers, record.pbc, record.charge.nan_to_num()
-            key = b"".join(part.numpy().tobytes() for part in same)
+            identity = record.atomic_numbers, record.pbc, record.charge.nan_to_num()
+            key = b"".join(part.numpy().tobytes() for part in identity)
             frame = _Frame(pos, cell[0], float(record.energy), np.nan_to_num(forces), stress[0])
             systems[key].append(frame)
     return list(systems.values())
 
 
-def _nearest_frames(
-    frames: list[_Frame], strained: bool = False
-) -> Iterator[tuple[_Frame, _Frame]]:
+def _closest_pairs(frames: list[_Frame], strained: bool = False) -> Iterator[tuple[_Frame, _Frame]]:
     """Pairs each frame with the closest frame in the same cell, or, if `strained`, in another."""
     points = np.stack([np.append(frame.pos, frame.cell) for frame in frames])
     if not strained:
@@ -151,9 +147,10 @@ def _nearest_frames(
     distance = square[:, None] + square - 2 * centred @ centred.T
     distance[distance <= 1e-9 * (1 + square)] = np.inf  # itself and copies
     cells = np.stack([frame.cell for frame in frames])
-    apart = np.abs(cells[:, None] - cells).max((2, 3))
+    difference = np.abs(cells[:, None] - cells).max((2, 3))
     # the work of a strain is not contained in the forces
-    distance[apart < 1e-4 if strained else apart > 1e-3 * np.abs(cells).max()] = np.inf
+    excluded = difference < 1e-4 if strained else difference > 1e-3 * np.abs(cells).max()
+    distance[excluded] = np.inf
     nearest = distance.argmin(axis=1)
     limit = np.inf if strained else _FARTHEST**2 * points.shape[1] / 3
     for a in np.flatnonzero(distance[np.arange(len(frames)), nearest] < limit):
@@ -162,28 +159,29 @@ def _nearest_frames(
 
 def _strained(a: _Frame, b: _Frame) -> _Pair | None:
     """Compares frames in different cells; None if they differ too much or have no volume."""
-    cell, volume = (a.cell + b.cell) / 2, abs(float(np.linalg.det((a.cell + b.cell) / 2)))
+    cell = (a.cell + b.cell) / 2
+    volume = abs(float(np.linalg.det(cell)))
     if volume < 1:
         return None
     strain = np.linalg.solve(cell, b.cell - a.cell)
     steps = b.pos @ np.linalg.inv(b.cell) - a.pos @ np.linalg.inv(a.cell)
     steps = (steps - steps.round()) @ cell
-    far = float((steps**2).mean())
-    if np.abs(strain).max() > _MOST_STRAIN or far > _FARTHEST**2 / 3:
+    square = float((steps**2).mean())
+    if np.abs(strain).max() > _MOST_STRAIN or square > _FARTHEST**2 / 3:
         return None
     change = b.energy - a.energy + float(((a.forces + b.forces) / 2 * steps).sum())
-    work = volume * float(((a.stress + b.stress) / 2 * strain).sum())
-    return far + float((strain**2).mean()), work, change
+    predicted = volume * float(((a.stress + b.stress) / 2 * strain).sum())
+    return square + float((strain**2).mean()), predicted, change
 
 
-def _in_one_cell(frames: list[_Frame]) -> float | None:
-    """Returns the spread of virials divided by the forces, in Å; None if unsure."""
+def _virial_length(frames: list[_Frame]) -> float | None:
+    """Returns the spread of virials in one cell divided by the forces, in Å; None if unsure."""
     volume = abs(float(np.linalg.det(frames[0].cell)))
-    moves = np.stack([frame.pos for frame in frames])
+    positions = np.stack([frame.pos for frame in frames])
     forces = float(np.sqrt(np.mean([(frame.forces**2).mean() for frame in frames])))
     # different relaxed structures differ in the virial but not in forces
-    least = 0.1 if moves.var(axis=0).mean() < _FARTHEST**2 / 3 else 0.5
-    if len(frames) < 3 or volume < 1 or forces < least:
+    min_forces = 0.1 if positions.var(axis=0).mean() < _FARTHEST**2 / 3 else 0.5  # eV/Å
+    if len(frames) < 3 or volume < 1 or forces < min_forces:
         return None
     virials = volume * np.stack([frame.stress for frame in frames])
     virials -= virials.mean(axis=0)
@@ -191,18 +189,18 @@ def _in_one_cell(frames: list[_Frame]) -> float | None:
     return float(np.sqrt((shear**2).mean())) / (len(frames[0].pos) ** 0.5 * forces)
 
 
-def _wrong_unit(label: str, pairs: list[_Pair], fewest: int) -> str:
+def _wrong_unit(label: str, pairs: list[_Pair], min_pairs: int) -> str:
     """Describes a wrong unit from the slope of energy changes; "" if correct or undecided."""
     x, y = np.array(pairs).reshape(-1, 3)[:, 1:].T
-    if len(pairs) < fewest or not x.any() or not y.any():
+    if len(pairs) < min_pairs or not x.any() or not y.any():
         return ""
     # a few pairs may correlate by chance
-    sure = max(_SURE, 2.2 / len(pairs) ** 0.5) if label == "stress" else _SURE
-    factor, (low, high) = float(x @ y) / float(x @ x), _RIGHT[label]
-    if abs(x @ y) < sure * np.sqrt((x @ x) * (y @ y)) or low < factor < high:
+    min_correlation = max(_SURE, 2.2 / len(pairs) ** 0.5) if label == "stress" else _SURE
+    slope, (low, high) = float(x @ y) / float(x @ x), _RIGHT[label]
+    if abs(x @ y) < min_correlation * np.sqrt((x @ x) * (y @ y)) or low < slope < high:
         return ""
     return (
         f"{label} in the wrong unit or with the wrong sign: in {len(pairs)} pairs of similar "
-        f"frames, energies change by {factor:.3g} times the values that {label} in eV and Å "
+        f"frames, energies change by {slope:.3g} times the values that {label} in eV and Å "
         f"predict; expected 1; {_CONVENTIONS[label]}"
     )

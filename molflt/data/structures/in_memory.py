@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from ase import Atoms
     from torch_geometric.data import Data
 
-
 _EXPECTED = "expected ase.Atoms, PyG Data or Batch, a list of them, or a data set of Data"
 
 
@@ -39,21 +38,21 @@ class StructuresInMemory(LoadedStructures):
         if not self.given:
             raise ValueError(f"{self.path}: {_EXPECTED}; got none")
         converter = Converter(reading._replace(for_prediction=True, keep_atoms=True))
-        for index, one in enumerate(self.given):
+        for index, structure in enumerate(self.given):
             where = f"{self.path}: structure {index}"
-            if _is_atoms(one):
-                self.add(where, partial(converter.record, one, index))
-                if (name := text_sid(one)) is not None:
+            if _is_atoms(structure):
+                self.add(where, partial(converter.record, structure, index))
+                if (name := text_sid(structure)) is not None:
                     self.names[index] = name
-            elif _is_data(one):
-                self.add(where, partial(_record, one, index))
+            elif _is_data(structure):
+                self.add(where, partial(_record, structure, index))
             else:
-                raise TypeError(f"{where}: {_EXPECTED}; got {type(one).__name__}")
+                raise TypeError(f"{where}: {_EXPECTED}; got {type(structure).__name__}")
         converter.warn(str(self.path))
 
     def to_atoms(self, index: int) -> Atoms:
-        own = self.given[index]
-        return own.copy() if _is_atoms(own) else super().to_atoms(index)
+        structure = self.given[index]
+        return structure.copy() if _is_atoms(structure) else super().to_atoms(index)
 
 
 def is_one(given: object) -> bool:
@@ -62,6 +61,7 @@ def is_one(given: object) -> bool:
 
 
 def _flat(given: object) -> Iterable[object]:
+    """Yields the structures in a structure, batch or sequence of both."""
     if is_one(given):
         yield given
     elif hasattr(given, "to_data_list"):
@@ -72,15 +72,15 @@ def _flat(given: object) -> Iterable[object]:
         raise TypeError(f"structures: {_EXPECTED}; got {type(given).__name__}")
     else:
         for i in range(len(given)):
-            one = given[i]
-            yield from _parts(one) if hasattr(one, "to_data_list") else [one]
+            item = given[i]
+            yield from _parts(item) if hasattr(item, "to_data_list") else [item]
 
 
 def _parts(batch: Any) -> list[Data]:
     """Divides a batch, as PyG does by stored sizes; rejects batches whose atoms were changed."""
     with suppress(RuntimeError):
         parts: list[Data] = batch.to_data_list()
-        sizes = [one.num_nodes if one.get("pos") is None else len(one.pos) for one in parts]
+        sizes = [part.num_nodes if part.get("pos") is None else len(part.pos) for part in parts]
         if np.repeat(np.arange(len(sizes)), sizes).tolist() == batch.batch.tolist():
             return parts
     raise ValueError(
@@ -98,23 +98,23 @@ def _is_data(given: object) -> TypeGuard[Data]:
     return hasattr(given, "stores") and hasattr(given, "to_dict")
 
 
-def _record(data: Data, number: int) -> Data:
+def _record(data: Data, default_sid: int) -> Data:
     numbers = data.get("atomic_numbers")
     numbers = data.get("z") if numbers is None else numbers
     if data.get("pos") is None or numbers is None:
-        there = ", ".join(sorted(map(str, data.keys()))) or "nothing"
-        raise ValueError(f"expected pos, (atoms, 3) Å, and atomic_numbers, (atoms,); got {there}")
+        names = ", ".join(sorted(map(str, data.keys()))) or "nothing"
+        raise ValueError(f"expected pos, (atoms, 3) Å, and atomic_numbers, (atoms,); got {names}")
     charge = charge_in({name: data[name] for name in data.keys()})  # noqa: SIM118 (not a dict)
     return make_record(
         pos=data.pos,
         atomic_numbers=numbers,
-        sid=number if data.get("sid") is None else data.sid,
-        **{name: _known(data.get(name)) for name in ("y_relaxed", "y_baseline")},
+        sid=default_sid if data.get("sid") is None else data.sid,
+        **{name: _finite_or_none(data.get(name)) for name in ("y_relaxed", "y_baseline")},
         charge=data.get("charge") if charge is None else charge,
         **{name: data.get(name) for name in ("cell", "pbc", "tags", "fixed")},
     )
 
 
-def _known(energy: Any) -> Any:
+def _finite_or_none(energy: Any) -> Any:
     value = torch.as_tensor(math.nan if energy is None else energy, device="cpu")
     return value if value.numel() == 1 and bool(value.isfinite().all()) else None

@@ -17,7 +17,6 @@ from molflt.files import shown
 if TYPE_CHECKING:
     from torch_geometric.data import Data
 
-
 EnergyKind = Literal["adsorption", "total", "unknown"]
 
 # OC20 limits relaxed adsorption energies to 10 eV. An energy beyond twice this limit for each
@@ -63,7 +62,7 @@ def other_kind(
     if {kind, learned} != {"adsorption", "total"}:
         return ""
     return (
-        f"its energies look like {kind} energies, but the model predicts {learned} energies, as in "
+        f"its energies look like {kind} energies; the model predicts {learned} energies, as in "
         "training; do not compare them"
     )
 
@@ -81,9 +80,9 @@ def most_adsorption(record: Data) -> float:
     """
     if not abs(float(record.y_relaxed)) > MOST_ADSORPTION:  # also for NaN
         return MOST_ADSORPTION
-    most = MOST_ADSORPTION * max(1, int((record.tags == Tag.ADSORBATE).sum()))
-    if abs(float(record.y_relaxed)) > most:
-        return most
+    upper_bound = MOST_ADSORPTION * max(1, int((record.tags == Tag.ADSORBATE).sum()))
+    if abs(float(record.y_relaxed)) > upper_bound:
+        return upper_bound
     return MOST_ADSORPTION * max(1, int(adsorbates(record).max()) + 1)
 
 
@@ -114,10 +113,10 @@ def label_faults(
     missing = np.flatnonzero(~np.isfinite(energies)).tolist() if required else []
     faults = dict.fromkeys(missing, "y_relaxed must be a finite energy in eV; got none")
     if not at_pos and (kind or energy_kind(energies, natoms)) == "adsorption":
-        for place in np.flatnonzero(np.abs(energies) > MOST_ADSORPTION).tolist():
-            if abs(energies[place]) > (limit := limits(place)):
-                faults[place] = (
-                    f"y_relaxed is {energies[place]:.3f} eV; expected at most {limit:g} eV in "
+        for index in np.flatnonzero(np.abs(energies) > MOST_ADSORPTION).tolist():
+            if abs(energies[index]) > (limit := limits(index)):
+                faults[index] = (
+                    f"y_relaxed is {energies[index]:.3f} eV; expected at most {limit:g} eV in "
                     "magnitude, because the other labels look like adsorption energies"
                 )
     return dict(sorted(faults.items()))
@@ -125,19 +124,18 @@ def label_faults(
 
 def point_fault(record: Data) -> str:
     """Returns a description of implausible forces or stress of a structure, or ""."""
-    sizes = record.forces.double().norm(dim=1)
+    forces = record.forces.double().norm(dim=1)
     stress = float(record.stress.abs().max())
-    if bool((sizes > MOST_FORCE).any()):  # False for NaN
+    if bool((forces > MOST_FORCE).any()):  # False for NaN
         return (
-            f"the force on atom {int(sizes.argmax())} is {float(sizes.max()):.4g} eV/Å; expected "
+            f"the force on atom {int(forces.argmax())} is {float(forces.max()):.4g} eV/Å; expected "
             f"at most {MOST_FORCE:g} eV/Å, which no dynamics or strained structure exceeds"
         )
     if stress > MOST_STRESS:
         return (
             f"a stress of {stress:.4g} eV/Å^3, which is {160.21766 * stress:.4g} GPa; expected at "
             f"most {MOST_STRESS:g} eV/Å^3; values in kbar are 1602.18 times as large, in GPa "
-            "160.218 times; VASP's sign is opposite to ASE's; a virial is minus the volume times "
-            "the stress"
+            "160.218 times; VASP's sign is opposite to ASE's; a virial is -volume times the stress"
         )
     return ""
 
@@ -170,8 +168,7 @@ def fit_element_energies(
     """Fits element energies, whose sums over the atoms approximate the labels.
 
     The fit is the least-squares solution of smallest norm. A QR decomposition is updated in blocks
-    of structures, which needs constant memory and keeps the accuracy of float64 for energies of 1e5
-    eV.
+    of structures, which needs constant memory and is accurate even for energies of 1e5 eV.
 
     Args:
         dataset: structures with finite labels.
@@ -199,9 +196,9 @@ def fit_element_energies(
         expect_elements(str(dataset.path), present, given)
         present[[*given]] = True
     # rotated residuals and ones; the rotation preserves their products
-    left, ones = triangle[:, -1] - triangle[:, :-2] @ energies, triangle[:, -2]
-    mean = float(left @ ones / count)
-    spread = float(np.linalg.norm(left - mean * ones) / np.sqrt(count))
+    residuals, ones = triangle[:, -1] - triangle[:, :-2] @ energies, triangle[:, -2]
+    mean = float(residuals @ ones / count)
+    spread = float(np.linalg.norm(residuals - mean * ones) / np.sqrt(count))
     return ElementEnergies(energies, present, undetermined, mean, beyond_rounding(spread, labels))
 
 
@@ -220,19 +217,17 @@ def read_element_energies(path: Path) -> dict[int, float]:
     from ase.data import atomic_numbers
 
     if not path.is_file():
-        raise ValueError(
-            f"task.references must be none, fit or a file; got {path}, which does not exist"
-        )
-    found = {}
+        raise ValueError(f"task.references must be none, fit or an existing file; got {path}")
+    energies = {}
     try:
         for symbol, value in yaml.safe_load(path.read_text(encoding="utf-8")).items():
             number, energy = atomic_numbers[symbol], float(value)
             if number < 1 or not np.isfinite(energy):
                 raise ValueError(f"got {shown(symbol)}: {shown(value)}")
-            found[number] = energy
+            energies[number] = energy
     except (ValueError, TypeError, LookupError, AttributeError, yaml.YAMLError) as error:
         raise ValueError(
             f"{path}: expected symbols of elements and their energies in eV, such as H: -13.6; "
             f"{type(error).__name__}: {shown(str(error))}"
         ) from None
-    return found
+    return energies

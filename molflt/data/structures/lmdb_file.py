@@ -16,9 +16,10 @@ from typing import NamedTuple
 _MAGIC, _VERSION = 0xBEEFC0DE, 1
 _HEADER = struct.Struct("<QHHHH")  # page number, padding, flags, ends of pointers and of free space
 _TABLE = struct.Struct("<IHHQQQQQ")  # page size, flags, depth, pages of 3 kinds, entries, root
-_META = struct.Struct("<IIQQ")  # magic, version, address and size of the map
-_NODE = struct.Struct("<HHHH")  # two halves of a size or page number, flags, size of the key
+_META = struct.Struct("<II16x")  # magic, version; then the address and size of the map
+_NODE = struct.Struct("<HHHH")  # two parts of a size or page number, flags, size of the key
 _BRANCH, _LEAF, _OVERFLOW, _META_PAGE = 1, 2, 4, 8
+_DIRTY = 0x10  # flag that writers may leave on a page
 _BIG = 1  # flag: the value of a node is in separate pages
 _DEEPEST = 32
 _NO_PAGE = 2**64 - 1
@@ -30,7 +31,7 @@ class _Root(NamedTuple):
     page_size: int
     depth: int
     entries: int
-    root: int
+    root: int  # page number
     last_page: int
 
 
@@ -44,11 +45,10 @@ class LmdbFile:
             raise ValueError(
                 f"{path}: the file is empty; expected an LMDB file; download or copy the file again"
             )
-        needed = (self._root.last_page + 1) * self._root.page_size
-        if size < needed:
+        expected = (self._root.last_page + 1) * self._root.page_size
+        if size < expected:
             raise ValueError(
-                f"{path}: the LMDB is truncated; expected {needed} bytes; got {size}; download or "
-                "copy the file again"
+                f"{path}: truncated LMDB; expected {expected} bytes; got {size}; copy it again"
             )
 
     def __len__(self) -> int:
@@ -87,50 +87,51 @@ class LmdbFile:
             )
         return max(first, second, key=lambda meta: meta[0])[1]  # if equal, the first, as in LMDB
 
-    def _meta(self, at: int) -> tuple[int, _Root] | None:
+    def _meta(self, page: int) -> tuple[int, _Root] | None:
         """Reads the transaction number and the root from a meta page; returns None if invalid."""
-        content, start = self._content, at + _HEADER.size
-        if len(content) < start + _META.size + 2 * _TABLE.size + 16:
+        content, start = self._content, page + _HEADER.size
+        end = start + _META.size + 2 * _TABLE.size
+        if len(content) < end + 16:
             return None
-        flags = _HEADER.unpack_from(content, at)[2]
-        magic, version, _, _ = _META.unpack_from(content, start)
-        if not flags & _META_PAGE or magic != _MAGIC or version != _VERSION:
+        flags = _HEADER.unpack_from(content, page)[2]
+        if not flags & _META_PAGE or _META.unpack_from(content, start) != (_MAGIC, _VERSION):
             return None
         page_size = _TABLE.unpack_from(content, start + _META.size)[0]
         table = _TABLE.unpack_from(content, start + _META.size + _TABLE.size)
-        last_page, number = struct.unpack_from("<QQ", content, start + _META.size + 2 * _TABLE.size)
+        last_page, transaction = struct.unpack_from("<QQ", content, end)
         _, flags, depth, _, _, _, entries, root = table
         if page_size not in [2**n for n in range(8, 17)] or depth > _DEEPEST or flags:
             return None
         if entries > (last_page + 1) * page_size // _NODE.size:
             return None
-        return number, _Root(page_size, depth, entries, root, last_page)
+        return transaction, _Root(page_size, depth, entries, root, last_page)
 
     def _page(self, number: int) -> tuple[int, int, int]:
-        """Returns the start, kind (2 leaf, 1 branch) and number of nodes of a page."""
+        """Returns the offset, kind (`_BRANCH` or `_LEAF`) and number of nodes of a page."""
         size = self._root.page_size
         start = number * size
         if number > self._root.last_page or start + size > len(self._content):
             raise ValueError(f"page {number} is beyond the end")
-        own, _, flags, lower, _ = _HEADER.unpack_from(self._content, start)
-        kind, nodes = flags & ~0x10, (lower - _HEADER.size) // 2
-        if own != number or kind not in (_BRANCH, _LEAF) or not 0 < nodes <= size // 2:
+        stored_number, _, flags, lower, _ = _HEADER.unpack_from(self._content, start)
+        kind, nodes = flags & ~_DIRTY, (lower - _HEADER.size) // 2
+        if stored_number != number or kind not in (_BRANCH, _LEAF) or not 0 < nodes <= size // 2:
             raise ValueError(f"page {number} does not contain keys")
         return start, kind, nodes
 
     def _node(self, start: int, index: int) -> tuple[int, int, bytes, int]:
         """Returns fields of a node: size or page number, flags, key, and offset of the value."""
         content, size = self._content, self._root.page_size
-        (at,) = struct.unpack_from("<H", content, start + _HEADER.size + 2 * index)
-        if at < _HEADER.size or at + _NODE.size > size:
+        (offset,) = struct.unpack_from("<H", content, start + _HEADER.size + 2 * index)
+        if offset < _HEADER.size or offset + _NODE.size > size:
             raise ValueError(f"node {index} of page {start // size} is outside the page")
-        low, high, flags, length = _NODE.unpack_from(content, start + at)
-        key = start + at + _NODE.size
+        low, high, flags, length = _NODE.unpack_from(content, start + offset)
+        key = start + offset + _NODE.size
         if key + length > start + size:
             raise ValueError(f"key {index} of page {start // size} is outside the page")
         return low | high << 16, flags, content[key : key + length], key + length
 
     def _find(self, key: bytes) -> bytes | None:
+        """Searches the tree for a key; returns its value, or None if the key does not exist."""
         number = self._root.root
         if number == _NO_PAGE:
             return None
@@ -143,28 +144,30 @@ class LmdbFile:
                     first = middle
                 else:
                     beyond = middle
-            low, flags, found, value = self._node(start, first)
+            size, flags, node_key, offset = self._node(start, first)
             if kind == _LEAF:
-                return self._value(start, low, flags, value) if found == key else None
-            number = low | flags << 32
+                return self._value(start, size, flags, offset) if node_key == key else None
+            number = size | flags << 32
         raise ValueError("its tree is deeper than declared")
 
-    def _value(self, start: int, length: int, flags: int, at: int) -> bytes:
+    def _value(self, start: int, length: int, flags: int, offset: int) -> bytes:
+        """Returns a value, which is in the page at `start` or, if it is big, in other pages."""
         content, size = self._content, self._root.page_size
-        if flags == 0 and at + length <= start + size:
-            return content[at : at + length]
-        if flags != _BIG or at + 8 > start + size:
+        if flags == 0 and offset + length <= start + size:
+            return content[offset : offset + length]
+        if flags != _BIG or offset + 8 > start + size:
             raise ValueError(f"a value of page {start // size} is outside the page")
-        (number,) = struct.unpack_from("<Q", content, at)
+        (number,) = struct.unpack_from("<Q", content, offset)
         begin = number * size + _HEADER.size
         if number > self._root.last_page or begin + length > len(content):
             raise ValueError(f"page {number} is beyond the end")
-        own, _, kind, _, _ = _HEADER.unpack_from(content, number * size)
-        if own != number or kind & ~0x10 != _OVERFLOW:
+        stored_number, _, kind, _, _ = _HEADER.unpack_from(content, number * size)
+        if stored_number != number or kind & ~_DIRTY != _OVERFLOW:
             raise ValueError(f"page {number} does not contain a value")
         return content[begin : begin + length]
 
     def _keys_below(self, number: int, depth: int, seen: set[int]) -> Iterator[bytes]:
+        """Yields the keys in the subtree of a page; `seen` contains the pages visited so far."""
         if number == _NO_PAGE:
             return
         if depth > self._root.depth or number in seen:
@@ -172,11 +175,11 @@ class LmdbFile:
         seen.add(number)
         start, kind, nodes = self._page(number)
         for index in range(nodes):
-            low, flags, key, _ = self._node(start, index)
+            size, flags, key, _ = self._node(start, index)
             if kind == _LEAF:
                 yield key
             else:
-                yield from self._keys_below(low | flags << 32, depth + 1, seen)
+                yield from self._keys_below(size | flags << 32, depth + 1, seen)
 
 
 def _damaged(error: Exception) -> str:

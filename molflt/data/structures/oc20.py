@@ -29,7 +29,6 @@ from molflt.data.structures.records import make_record
 if TYPE_CHECKING:
     from torch_geometric.data import Data
 
-
 _T = TypeVar("_T")
 _Field: TypeAlias = Tensor | np.number | np.bool_ | int | float | str
 _FIELDS = (
@@ -144,10 +143,10 @@ def _storage(content: bytes) -> _Storage:
     """Replaces ``torch.storage._load_from_bytes``: reads five pickles, a length and the values."""
     file = io.BytesIO(content)
     try:
-        found = [_Reader(file, _STORAGE_NAMES).load() for _ in range(5)]
+        parts = [_Reader(file, _STORAGE_NAMES).load() for _ in range(5)]
     except _Refused as error:
         raise _Refused(f"{error}, nested in the storage of a tensor") from None
-    match found:
+    match parts:
         case [magic, 1001, dict(), ("storage", str(kind), _, str(), int(), None), list()] if (
             magic == _MAGIC
         ):
@@ -187,10 +186,9 @@ def _fields(content: bytes) -> dict[str, _Field]:
         case _:
             raise ValueError("got no fields")
     for name in (*_FIELDS, *_SINGLE_POINT, "sid"):
-        if not isinstance(fields.get(name), _Field | None):  # otherwise a label would seem absent
-            raise ValueError(
-                f"{name} must be a tensor or a number; got {type(fields[name]).__name__}"
-            )
+        value = fields.get(name)
+        if not isinstance(value, _Field | None):  # otherwise a label would seem absent
+            raise ValueError(f"{name} must be a tensor or a number; got {type(value).__name__}")
     return {key: value for key, value in fields.items() if isinstance(value, _Field)}
 
 
@@ -213,8 +211,7 @@ def _guarded(read: Callable[[bytes], _T], content: bytes, where: str, expected: 
     except Exception as error:  # a damaged pickle can raise anything
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
         raise ValueError(
-            f"{where}: cannot be read; expected {expected}; {reason}; the file is damaged or has a "
-            "different format"
+            f"{where}: cannot be read; expected {expected}; {reason}; the file may be damaged"
         ) from None
 
 
@@ -229,8 +226,7 @@ class Oc20Lmdb(Structures):
 
     Reading takes about 2 ms per record. Convert to a compact store before training.
 
-    With `skip_bad`, missing records are listed in `bad`; invalid records raise an error when they
-    are read.
+    With `skip_bad`, missing records are listed in `bad`; reading an invalid one raises an error.
     """
 
     kind = "OC20 LMDB"
@@ -251,19 +247,19 @@ class Oc20Lmdb(Structures):
 
     def __getitem__(self, index: int) -> Data:
         fields = self._fields(index)
-        taken = {name: fields[name] for name in _FIELDS if name in fields}
+        arguments = {name: fields[name] for name in _FIELDS if name in fields}
         try:
             if (charge := charge_in(fields)) is not None:
-                taken["charge"] = charge
-            return make_record(sid=fields.get("sid", self._locate(index)[1]), **taken)
+                arguments["charge"] = charge
+            return make_record(sid=fields.get("sid", self._locate(index)[1]), **arguments)
         except ValueError as error:
             raise ValueError(f"{self.where(index)}: {error}") from None
 
     @cached_property
     def natoms(self) -> np.ndarray:
         """Number of atoms in each structure; the first access reads all records."""
-        fields = map(self._fields, with_bar(range(len(self)), f"{self.path.name}: atoms"))
-        return np.array([np.shape(own["pos"])[0] for own in fields], dtype=np.int64)
+        indices = with_bar(range(len(self)), f"{self.path.name}: atoms")
+        return np.array([len(self._fields(index)["pos"]) for index in indices], dtype=np.int64)
 
     def where(self, index: int) -> str:
         shard, key = self._locate(index)
@@ -282,35 +278,40 @@ class Oc20Lmdb(Structures):
             if not self.skip_bad:
                 raise
             return range(min(len(shard), length or len(shard)))  # tried one by one
-        end = length if length is not None else keys[-1] + 1 if keys and keys[0] == 0 else None
-        below = [key for key in keys if end is None or key < end]
-        if not below:
+        end = length
+        if end is None and keys and keys[0] == 0:
+            end = keys[-1] + 1
+        expected = [key for key in keys if end is None or key < end]
+        if not expected:
             raise ValueError(
                 f"{shard.path}: the LMDB has no records; expected integer keys starting at '0'; "
                 f"got {len(shard)} keys and length {length}; download or copy the file again"
             )
-        ends = [] if end is None else [-1, *below, end]
-        gaps = [(a + 1, b - 1) for a, b in itertools.pairwise(ends) if b - a > 1]
+        around_gaps = [] if end is None else [-1, *expected, end]
+        gaps = [(a + 1, b - 1) for a, b in itertools.pairwise(around_gaps) if b - a > 1]
         missing = [f"key '{a}'" if a == b else f"keys '{a}' to '{b}'" for a, b in gaps]
         if missing and not self.skip_bad:
-            said = "" if length is None else f"key 'length' says {length} records; "
+            declared = "" if length is None else f"key 'length' says {length} records; "
             raise ValueError(
-                f"{shard.path}: {said}got {len(keys)}; {missing[0]} missing; download or copy the "
-                "file again, or read the existing records with --skip-bad"
+                f"{shard.path}: {declared}got {len(keys)}; {missing[0]} missing; download or copy "
+                "the file again, or read the existing records with --skip-bad"
             )
         self.bad += [(f"{shard.path}: {name}", "missing") for name in missing]
         if self.skip_bad:
             return keys
-        self.bad += [(f"{shard.path}: key '{k}'", "beyond 'length'") for k in keys[len(below) :]]
-        return below
+        beyond = keys[len(expected) :]
+        self.bad += [(f"{shard.path}: key '{key}'", "beyond 'length'") for key in beyond]
+        return expected
 
     def _locate(self, index: int) -> tuple[LmdbFile, int]:
+        """Returns the shard and the key of a structure."""
         stored = self._stored(index)
         shard = int(np.searchsorted(self._ends, stored, side="right"))
         keys = self._keys[shard]
         return self.shards[shard], keys[stored - int(self._ends[shard]) + len(keys)]
 
     def _fields(self, index: int) -> dict[str, Any]:
+        """Reads the fields of a record; renames labels at `pos` and updates `labels` and `hint`."""
         shard, key = self._locate(index)
         where, content = self.where(index), shard.get(str(key).encode())
         if content is None:
@@ -321,12 +322,14 @@ class Oc20Lmdb(Structures):
                 f"{where}: expected pos, atomic_numbers, cell, ...; {missing[0]} is missing; "
                 f"got {', '.join(sorted(fields)) or 'no fields'}"
             )
-        there = {name: own for name, own in _SINGLE_POINT.items() if name in fields}
-        both = {"energy", "forces"} <= {*there.values()}  # IS2RE may have only forces
-        read = {own: name for name, own in there.items() if both}
-        if read and "y_relaxed" not in fields:
+        labels = {name: label for name, label in _SINGLE_POINT.items() if name in fields}
+        sources: dict[str, str] = {}  # label -> name in the record
+        if {"energy", "forces"} <= {*labels.values()}:  # IS2RE may have only forces
+            sources = {label: name for name, label in labels.items()}
+        if sources and "y_relaxed" not in fields:
             self.hint = _S2EF
-        self.labels |= {name: own if read.get(own) == name else None for name, own in there.items()}
+        for name, label in labels.items():
+            self.labels[name] = label if sources.get(label) == name else None
         if not isinstance(fields["pos"], Tensor) or fields["pos"].ndim != 2:
             raise ValueError(f"{where}: pos must be a tensor (N, 3) in Å")
-        return fields | {own: fields.get(read.get(own, "")) for own in _SINGLE_POINT.values()}
+        return fields | {name: fields.get(sources.get(name, "")) for name in _SINGLE_POINT.values()}

@@ -16,18 +16,17 @@ from molflt.data.structures.tags import slab_has_one_tag
 if TYPE_CHECKING:
     from torch_geometric.data import Data
 
-
 TOO_NEAR = 0.1
 """Distance, in Å, below which atoms count as coinciding. The shortest bond (H2) is 0.74 Å long."""
 
-_SHIFTS = np.array([*product((0.0, 0.5), repeat=3)])
+_SHIFTS = np.array([*product((0.0, 0.5), repeat=3)])  # of grids, in bins
 _WAVES = np.random.default_rng(0).integers(1, 7, (12, 3)) * np.array(
     [*product((1, -1), (1, -1, 1), (1, -1))]
 )
 _CENTERS, _SHARP = np.random.default_rng(1).uniform(0, 2 * np.pi, (12, 3)), 6.0
 _LENGTH = 20.0  # Å, longest wavelength along axes that are not periodic
 _EQUAL = 3e-5  # tolerance of features; float32 changes them by 1e-5
-_PLACES = np.array([1, 1_000_003, 1_000_003**2])  # larger than the number of bins along an axis
+_STRIDES = np.array([1, 1_000_003, 1_000_003**2])  # larger than the number of bins along an axis
 
 
 class Survey:
@@ -49,17 +48,19 @@ class Survey:
         sid = int(record.sid)
         self.sids.append(sid)
         self.features.append(fingerprint(record))
-        self.overlapping += [sid] * atoms_coincide(record)
-        self.one_tag += [sid] * slab_has_one_tag(record)
-        self.charged += [sid] * bool(record.charge.nan_to_num().any())
+        if atoms_coincide(record):
+            self.overlapping.append(sid)
+        if slab_has_one_tag(record):
+            self.one_tag.append(sid)
+        if record.charge.nan_to_num().any():
+            self.charged.append(sid)
 
 
 def atoms_coincide(record: Data) -> bool:
     """Returns True if two atoms, or their periodic images, are closer than `TOO_NEAR`.
 
     Atoms are sorted into bins twice as wide as `TOO_NEAR`, in eight grids shifted by half a bin.
-    Atoms within this distance share a bin in at least one grid. The time is linear in the number of
-    atoms.
+    Atoms within this distance share a bin in at least one grid. The time is linear in atoms.
     """
     pos, axes = record.pos.double().numpy(), record.pbc[0].numpy()
     reduced = reduced_cell(record.cell.double().numpy(), record.pbc.numpy())[0][0]
@@ -69,12 +70,12 @@ def atoms_coincide(record: Data) -> bool:
     bins[axes] = np.floor(bins[axes])
     cells = np.floor((pos @ inverse * bins) + _SHIFTS[:, None]).astype(np.int64)
     cells[..., axes] %= bins[axes].astype(np.int64)
-    keys = cells @ _PLACES  # (shifts, atoms)
+    keys = cells @ _STRIDES  # (shifts, atoms)
     order = keys.argsort(axis=1)
-    shared = np.diff(np.take_along_axis(keys, order, axis=1), axis=1) == 0
-    apart = (pos[order[:, :-1][shared]] - pos[order[:, 1:][shared]]) @ inverse
-    apart[:, axes] -= np.round(apart[:, axes])
-    return bool((np.linalg.norm(apart @ basis, axis=1) < TOO_NEAR).any())
+    same_bin = np.diff(np.take_along_axis(keys, order, axis=1), axis=1) == 0
+    difference = (pos[order[:, :-1][same_bin]] - pos[order[:, 1:][same_bin]]) @ inverse
+    difference[:, axes] -= np.round(difference[:, axes])
+    return bool((np.linalg.norm(difference @ basis, axis=1) < TOO_NEAR).any())
 
 
 def fingerprint(record: Data) -> NDArray[np.float64]:
@@ -85,24 +86,24 @@ def fingerprint(record: Data) -> NDArray[np.float64]:
     the order of atoms or on the choice of periodic images.
     """
     numbers, axes = record.atomic_numbers.numpy(), record.pbc[0].numpy()
-    whole = np.sort(numbers).tobytes() + axes.tobytes()
+    content = np.sort(numbers).tobytes() + axes.tobytes()
     if charge := float(record.charge.nan_to_num()):
-        whole += np.float64(charge).tobytes()
-    kind = hashlib.blake2b(whole, digest_size=6).digest()
-    given = record.cell[0].double().numpy()
-    places = record.pos.double().numpy() @ np.linalg.inv(_basis(given, axes))
-    turns = 2 * np.pi * np.where(axes, places, places / _LENGTH)
+        content += np.float64(charge).tobytes()
+    digest = hashlib.blake2b(content, digest_size=6).digest()
+    cell = record.cell[0].double().numpy()
+    coordinates = record.pos.double().numpy() @ np.linalg.inv(_basis(cell, axes))
+    phases = 2 * np.pi * np.where(axes, coordinates, coordinates / _LENGTH)
     weights = np.sqrt(numbers / numbers.sum())
-    sums = weights @ np.exp(1j * turns @ _WAVES.T)
-    near = weights @ np.exp(_SHARP * (np.cos(turns[:, None] - _CENTERS) - 1).sum(axis=2))
-    cell = np.where(axes[:, None], given, 0.0).ravel()
-    return np.concatenate([[int.from_bytes(kind)], cell, sums.real, sums.imag, near])
+    waves = weights @ np.exp(1j * phases @ _WAVES.T)
+    peaks = weights @ np.exp(_SHARP * (np.cos(phases[:, None] - _CENTERS) - 1).sum(axis=2))
+    lattice = np.where(axes[:, None], cell, 0.0).ravel()
+    return np.concatenate([[int.from_bytes(digest)], lattice, waves.real, waves.imag, peaks])
 
 
 def equal_structures(features: NDArray[np.float64]) -> NDArray[np.int64]:
     """Numbers the structures; equal ones share a number: (structures, 46) -> (structures,)."""
-    line = features[:, 1:] @ np.random.default_rng(1).normal(size=features.shape[1] - 1)
-    order = np.lexsort((line, features[:, 0]))
+    projection = features[:, 1:] @ np.random.default_rng(1).normal(size=features.shape[1] - 1)
+    order = np.lexsort((projection, features[:, 0]))  # equal structures become neighbors
     differ = (np.abs(np.diff(features[order], axis=0)) > _EQUAL).any(axis=1)
     numbers = np.empty(len(features), dtype=np.int64)
     numbers[order] = np.append(0, np.cumsum(differ))[: len(features)]

@@ -23,7 +23,7 @@ class Part(Structures):
 
     Args:
         sources: one or more sources of any kind.
-        kept: ascending indices of the selected structures; None for all.
+        kept: ascending indices of the selected structures over all sources; None for all.
         path: common name of several sources for messages.
     """
 
@@ -38,13 +38,13 @@ class Part(Structures):
         super().__init__(path or first.path, any(source.skip_bad for source in self.sources))
         self._ends = np.cumsum([len(source) for source in self.sources])
         self.files = [file for source in self.sources for file in source.files]
-        self.bad = [one for source in self.sources for one in source.bad]
-        baselines = dict.fromkeys(one.baseline for one in self.sources if one.baseline)
+        self.bad = [fault for source in self.sources for fault in source.bad]
+        baselines = dict.fromkeys(source.baseline for source in self.sources if source.baseline)
         self.baseline = " and ".join(baselines)
         self.hint = next((source.hint for source in self.sources if source.hint), "")
+        labels = {name: field for source in self.sources for name, field in source.labels.items()}
         # shared with a single source, which may add names while it is read
-        joined = {name: own for one in self.sources for name, own in one.labels.items()}
-        self.labels = first.labels if len(self.sources) == 1 else joined
+        self.labels = first.labels if len(self.sources) == 1 else labels
         self._kept = np.arange(self._ends[-1]) if kept is None else np.asarray(kept, np.int64)
 
     def __len__(self) -> int:
@@ -53,41 +53,42 @@ class Part(Structures):
     def _stored(self, index: int) -> int:
         return int(self._kept[super()._stored(index)])
 
-    def _at(self, index: int) -> tuple[Structures, int]:
+    def _locate(self, index: int) -> tuple[Structures, int]:
+        """Returns the source of a structure, and the index of the structure in this source."""
         stored = self._stored(index)
         number = int(np.searchsorted(self._ends, stored, side="right"))
         source = self.sources[number]
         return source, stored - int(self._ends[number]) + len(source)
 
     def __getitem__(self, index: int) -> Data:
-        source, own = self._at(index)
-        return source[own]
+        source, local = self._locate(index)
+        return source[local]
 
     def to_atoms(self, index: int) -> Atoms:
-        source, own = self._at(index)
-        return source.to_atoms(own)
+        source, local = self._locate(index)
+        return source.to_atoms(local)
 
     def where(self, index: int) -> str:
-        source, own = self._at(index)
-        return source.where(own)
+        source, local = self._locate(index)
+        return source.where(local)
 
     def place(self, index: int) -> int:
         """Returns the index of a structure over all sources, including skipped structures."""
-        source, own = self._at(index)
+        source, local = self._locate(index)
         earlier = self.sources[: self.sources.index(source)]
-        return sum(len(one) + len(one.bad) for one in earlier) + source.place(own)
+        return sum(len(other) + len(other.bad) for other in earlier) + source.place(local)
 
     def file(self, index: int) -> Path:
-        source, own = self._at(index)
-        return source.file(own)
+        source, local = self._locate(index)
+        return source.file(local)
 
     def name(self, index: int, sid: int) -> str | int:
-        source, own = self._at(index)
-        return source.name(own, sid)
+        source, local = self._locate(index)
+        return source.name(local, sid)
 
     def verify(self) -> bool | None:
-        found = [source.verify() for source in self.sources]
-        return None if None in found else all(found)
+        results = [source.verify() for source in self.sources]
+        return None if None in results else all(results)
 
     @cached_property
     def natoms(self) -> np.ndarray:
@@ -100,19 +101,19 @@ class Part(Structures):
 
 def readable(source: Structures) -> Structures:
     """Returns a source without its invalid structures, which are listed in `bad`."""
-    kept, natoms, energies = [], [], []
+    valid, natoms, energies = [], [], []
     for index in with_bar(range(len(source)), f"{source.path.name}: checking"):
         try:
             record = source[index]
         except ValueError as error:
             source.note_bad(index, error)
             continue
-        kept.append(index)
+        valid.append(index)
         natoms.append(record.natoms)
         energies.append(float(record.y_relaxed))
     if not source.bad:
         return source
-    part = Part(source, kept)
+    part = Part(source, valid)
     part.natoms, part.y_relaxed = np.array(natoms, dtype=np.int64), np.array(energies)
     return part
 
@@ -139,9 +140,10 @@ def without(source: Structures, faults: Mapping[int, str], advice: str = "") -> 
 def element_faults(source: Structures, undescribed: Collection[int]) -> dict[int, str]:
     """Describes, by index, the structures with elements that a model does not support."""
     faults = {}
-    for index, record in enumerate(with_bar(source, "reading elements")) if undescribed else ():
-        if there := sorted(set(record.atomic_numbers.tolist()) & set(undescribed)):
-            faults[index] = f"descriptors do not exist for {', '.join(map(symbol, there))}"
+    records = with_bar(source, "reading elements") if undescribed else ()
+    for index, record in enumerate(records):
+        if numbers := sorted(set(record.atomic_numbers.tolist()) & set(undescribed)):
+            faults[index] = f"descriptors do not exist for {', '.join(map(symbol, numbers))}"
     return faults
 
 
@@ -154,5 +156,5 @@ def split_by_seed(source: Structures, fraction: float, seed: int) -> tuple[Part,
             f"{count}; use a folder with a file for each split"
         )
     order = np.random.default_rng([seed, count]).permutation(count)
-    held = min(count - 1, max(1, round(count * fraction)))
-    return Part(source, np.sort(order[held:])), Part(source, np.sort(order[:held]))
+    size = min(count - 1, max(1, round(count * fraction)))  # of the validation part
+    return Part(source, np.sort(order[size:])), Part(source, np.sort(order[:size]))

@@ -32,7 +32,7 @@ class SinglePoints(Part):
         energies = np.full(len(source), np.nan)
         self.absurd: dict[int, str] = {}
         self.with_forces = self.with_stress = 0
-        square = size = numbers = 0.0
+        sum_of_squares = sum_of_magnitudes = components = 0.0
         for index, record in enumerate(with_bar(source, "reading labels")):
             energies[index] = float(record.energy)
             if np.isnan(energies[index]):
@@ -41,24 +41,23 @@ class SinglePoints(Part):
             forces = record.forces.double()
             if bool(forces.isfinite().all()):
                 self.with_forces += 1
-                square += float(forces.square().sum())
-                size += float(forces.abs().sum())
-                numbers += forces.numel()
+                sum_of_squares += float(forces.square().sum())
+                sum_of_magnitudes += float(forces.abs().sum())
+                components += forces.numel()
             if fault := point_fault(record):
                 self.absurd[index] = fault
         known = np.flatnonzero(np.isfinite(energies))
         super().__init__(source, known)
         self.y_relaxed = energies[known]
         self.without_energy = len(source) - len(self)
-        self.force_scale = float(np.sqrt(square / numbers)) if numbers else float("nan")
-        self.force_size = size / numbers if numbers else float("nan")
+        self.force_scale = float(np.sqrt(sum_of_squares / components)) if components else np.nan
+        self.force_size = sum_of_magnitudes / components if components else np.nan
 
 
 class PotentialData(IS2REData):
     """Batches of structures with the energies, forces and optional stress for their positions.
 
-    Structures without an energy are skipped, and training reports their number. Forces and stress
-    are used if available.
+    Structures without an energy are skipped and counted. Forces and stress are used if available.
 
     Args:
         root: folder of the data set, with a file or a folder per split.
@@ -66,8 +65,7 @@ class PotentialData(IS2REData):
             calculator, else forces, else REF_forces.
         stress_key: name of the stress, in eV/Å^3, in info; by default the results of a calculator,
             else stress, else REF_stress. A name with "virial" is read as a virial in eV.
-        tags: `any` ignores the tags in ASE's formats, which a potential does not need; `oc20` and
-            `ase` check them.
+        tags: `any` ignores tags, which a potential does not need; `oc20` and `ase` check them.
         check_units: reject energies beyond all-electron energies, and forces and stress that
             disagree with energy differences between similar frames. Also reject forces above 1,000
             eV/Å and stress above 10 eV/Å^3, or, with `skip_bad`, skip these structures.
@@ -122,19 +120,19 @@ class PotentialData(IS2REData):
         points = self._points_of("train")
         if points.with_forces:
             return
-        named = named_options(points.unused, "forces")
+        advice = named_options(points.unused, "forces") or "select them with --data.forces_key"
         raise ValueError(
-            f"{points.path}: {len(points)} structures, all without forces; "
-            f"{named or 'select them with --data.forces_key'}; to learn only energies, set "
-            "--task.force_weight 0"
+            f"{points.path}: {len(points)} structures, all without forces; {advice}; to "
+            "learn only energies, set --task.force_weight 0"
         )
 
     def _described(self, use: str) -> str:
         text, points = super()._described(use), self._points_of(use)
         for name, count in (("forces", points.with_forces), ("stress", points.with_stress)):
-            text += f", {name} in {'all' if count == len(points) else count}" * bool(count)
-        skipped = f", {points.without_energy:,} without energy skipped"
-        return text + skipped * bool(points.without_energy)
+            if count:
+                text += f", {name} in {'all' if count == len(points) else count}"
+        skipped = points.without_energy
+        return f"{text}, {skipped:,} without energy skipped" if skipped else text
 
     def _points_of(self, use: str) -> SinglePoints:
         self.setup()

@@ -17,7 +17,6 @@ from molflt.files import shown
 if TYPE_CHECKING:
     from torch_geometric.data import Data
 
-
 _Array: TypeAlias = ArrayLike | Tensor
 _CENTERED = 64.0  # Å; structures closer to the origin are not moved
 _APART = 256.0  # Å; atoms closer to the other atoms keep their periodic images
@@ -62,8 +61,7 @@ def make_record(
     Args:
         pos: initial positions (N, 3) in Å, with coordinates within 1e5 Å. A structure whose center
             is more than 64 Å from the origin along an axis is translated, and an atom more than
-            256 Å from the other atoms is moved to a nearer periodic image, because float32 would
-            round their coordinates.
+            256 Å from the others is moved to a nearer image, because float32 rounds coordinates.
         atomic_numbers: atomic numbers (N,), 1 to 118; integers of floating-point type are accepted.
         cell: lattice vectors in Å, as rows, (3, 3) or (1, 3, 3); None for a molecule.
         pbc: flags (3,), True for periodic axes; by default all True with a cell, else all False.
@@ -72,11 +70,9 @@ def make_record(
         sid: identifier of the system, a 64-bit integer in any type that represents it exactly.
         y_init: energy of the initial structure, in eV; None if unknown.
         y_relaxed: energy of the relaxed structure, in eV; None if unknown.
-        y_baseline: `y_relaxed` from a cheaper method, in eV, for models that learn the difference;
-            None if unknown.
+        y_baseline: `y_relaxed` from a cheaper method, in eV, as in ``data.baseline_key``, or None.
         pos_relaxed: relaxed positions (N, 3) in Å, in any periodic image; None if unknown. OC20
-            stores them wrapped into the cell; each atom is moved to the image nearest to its
-            initial position.
+            stores them in the cell; each atom is moved to the image nearest to its start.
         energy: energy at `pos`, in eV, for potentials; None if unknown.
         forces: forces (N, 3) at `pos`, in eV/Å; None if unknown.
         stress: stress at `pos`, in eV/Å^3 with ASE's sign, (3, 3), (1, 3, 3), or (6,) in Voigt
@@ -88,15 +84,14 @@ def make_record(
         float32, in Å), ``pbc`` ((1, 3) bool), ``atomic_numbers`` and ``tags`` ((N,) int64),
         ``fixed`` ((N,) bool), ``natoms`` and ``sid`` (int), ``y_init``, ``y_relaxed``,
         ``y_baseline`` and ``energy`` ((1,) float64, in eV), ``forces`` ((N, 3) float32), ``stress``
-        ((1, 3, 3) float32), and ``charge`` ((1,) float64, in units of e). Absent labels, relaxed
-        positions and charges are NaN.
+        ((1, 3, 3) float32), and ``charge`` ((1,) float64, in units of e). Absent values are NaN.
     """
     from torch_geometric.data import Data
 
     number = _whole(sid, "sid")
     name = f"sid {number}"
-    given = _positions(pos, "pos", name)
-    count = len(given)
+    initial = _positions(pos, "pos", name)
+    count = len(initial)
     if count == 0:
         raise ValueError(f"{name}: a structure needs at least one atom; got none")
     numbers = _atom_integers(atomic_numbers, "atomic_numbers", count, name)
@@ -106,26 +101,26 @@ def make_record(
             f"{name}: atomic_numbers must be 1 to {MAX_ATOMIC_NUMBER}; "
             f"got {int(numbers[outside][0])}; no such element"
         )
-    exact, periodic = _cell(cell, pbc, name)
-    origin, lattice = origin_of(given), exact.float()
-    start = _near(given - origin, exact, periodic).float()
+    lattice, periodic = _cell(cell, pbc, name)
+    origin = origin_of(initial)
+    start = _nearest_images(initial - origin, lattice, periodic).float()
     unknown = charge is None or bool(_tensor(charge, "charge", name).isnan().all())
     relaxed = torch.full_like(start, math.nan)
     if pos_relaxed is not None:
         end = _positions(pos_relaxed, "pos_relaxed", name, len(start)) - origin
-        relaxed = (end - _lattice_shift(end - start.double(), lattice, periodic)).float()
+        relaxed = (end - _lattice_shift(end - start.double(), lattice.float(), periodic)).float()
     labels = {"y_init": y_init, "y_relaxed": y_relaxed, "y_baseline": y_baseline, "energy": energy}
     return Data(
         pos=start,
         pos_relaxed=relaxed,
-        cell=lattice,
+        cell=lattice.float(),
         pbc=periodic,
         atomic_numbers=numbers,
         tags=_known_tags(tags, count, name),
         fixed=_flags(_atom_integers(fixed, "fixed", count, name), "fixed", name),
         natoms=count,
         sid=number,
-        **{key: _label(own, key, "eV", (1,), torch.float64, name) for key, own in labels.items()},
+        **{key: _label(y, key, "eV", (1,), torch.float64, name) for key, y in labels.items()},
         forces=_label(forces, "forces", "eV/Å", (count, 3), torch.float32, name),
         stress=_label(stress, "stress", "eV/Å^3", (1, 3, 3), torch.float32, name),
         charge=_label(None if unknown else charge, "charge", "e", (1,), torch.float64, name),
@@ -145,16 +140,17 @@ def _known_tags(tags: _Array | None, count: int, name: str) -> Tensor:
 
 
 def _tensor(value: _Array, key: str, name: str) -> Tensor:
+    """Returns a tensor on the CPU; raises ValueError if the value is not an array of numbers."""
     try:
         if isinstance(value, Tensor):
-            found = value.detach().cpu()
+            tensor = value.detach().cpu()
         else:
-            found = torch.from_numpy(np.array(value))  # a copy: the source may be read-only
+            tensor = torch.from_numpy(np.array(value))  # a copy: the source may be read-only
     except (TypeError, ValueError, OverflowError) as error:
         raise ValueError(f"{name}: {key} must be an array of numbers; {error}") from None
-    if found.is_complex():
-        raise ValueError(f"{name}: {key} must be real numbers; got {found.dtype}")
-    return found
+    if tensor.is_complex():
+        raise ValueError(f"{name}: {key} must be real numbers; got {tensor.dtype}")
+    return tensor
 
 
 def _whole(value: object, key: str) -> int:
@@ -184,9 +180,9 @@ def _positions(value: _Array, key: str, name: str, count: int | None = None) -> 
         expected = f"({'N' if count is None else count}, 3)"
         raise ValueError(f"{name}: {key} must be {expected} in Å; got shape {tuple(tensor.shape)}")
     tensor = tensor.double()
-    near = (tensor.abs() <= FARTHEST).all(dim=1)  # also False for NaN
-    if not near.all():
-        atom = int((~near).nonzero()[0])
+    valid = (tensor.abs() <= FARTHEST).all(dim=1)  # False for NaN
+    if not valid.all():
+        atom = int((~valid).nonzero()[0])
         raise ValueError(
             f"{name}: {key} must be finite and within {FARTHEST:g} Å; got {tensor[atom].tolist()} "
             f"for atom {atom}; skip the structure with {_SKIP}"
@@ -202,19 +198,18 @@ def _atom_integers(value: _Array | None, key: str, count: int, name: str) -> Ten
             f"got shape {tuple(tensor.shape)}"
         )
     if tensor.is_floating_point():
-        odd = ~torch.isfinite(tensor) | (tensor != tensor.round())
-        if odd.any():
-            raise ValueError(f"{name}: {key} must be integers; got {float(tensor[odd][0])}")
+        fractional = ~torch.isfinite(tensor) | (tensor != tensor.round())
+        if fractional.any():
+            raise ValueError(f"{name}: {key} must be integers; got {float(tensor[fractional][0])}")
     return tensor.to(torch.int64).contiguous()
 
 
 def _cell(cell: _Array | None, pbc: _Array | None, name: str) -> tuple[Tensor, Tensor]:
     """Checks the cell and the periodic axes; returns a cell (1, 3, 3), in Å, and a mask (1, 3)."""
     tensor = _tensor(np.zeros((3, 3)) if cell is None else cell, "cell", name)
-    if tuple(tensor.shape) not in ((3, 3), (1, 3, 3)):
-        raise ValueError(
-            f"{name}: cell must be (3, 3) or (1, 3, 3) in Å; got shape {tuple(tensor.shape)}"
-        )
+    shape = tuple(tensor.shape)
+    if shape not in ((3, 3), (1, 3, 3)):
+        raise ValueError(f"{name}: cell must be (3, 3) or (1, 3, 3) in Å; got shape {shape}")
     lattice = tensor.reshape(1, 3, 3).double().contiguous()
     if not torch.isfinite(lattice.float()).all():
         raise ValueError(f"{name}: cell must be finite; got {lattice[0].tolist()}")
@@ -239,11 +234,11 @@ def origin_of(pos: Tensor) -> Tensor:
     return torch.where((center - coarse).abs() <= _CENTERED, coarse, center.round())
 
 
-def _near(pos: Tensor, cell: Tensor, pbc: Tensor) -> Tensor:
+def _nearest_images(pos: Tensor, cell: Tensor, pbc: Tensor) -> Tensor:
     """Moves atoms that are far from the other atoms to nearer periodic images."""
-    apart = pos - pos.median(dim=0).values
-    far = (apart.abs() > _APART).any(dim=1)
-    return pos - _lattice_shift(apart * far[:, None], cell, pbc) if far.any() else pos
+    offset = pos - pos.median(dim=0).values
+    far = (offset.abs() > _APART).any(dim=1)
+    return pos - _lattice_shift(offset * far[:, None], cell, pbc) if far.any() else pos
 
 
 def _label(
@@ -263,9 +258,9 @@ def _label(
     finite = tensor.isfinite().reshape(shape[0], -1).all(dim=1)
     if not finite.all():
         row = int((~finite).nonzero()[0])
+        atom = f" for atom {row}" if key == "forces" else ""
         raise ValueError(
-            f"{name}: {key} must be finite, in {unit}; got "
-            f"{tensor[row].tolist()}{f' for atom {row}' * (key == 'forces')}; omit the label if it "
-            f"is unknown, or skip the structure with {_SKIP}"
+            f"{name}: {key} must be finite, in {unit}; got {tensor[row].tolist()}{atom}; omit the "
+            f"label if it is unknown, or skip the structure with {_SKIP}"
         )
     return tensor.contiguous().clone()

@@ -20,7 +20,6 @@ from scipy.spatial.distance import cdist
 if TYPE_CHECKING:
     from ase import Atoms
 
-
 _PROBE = 0.75  # Å
 _TOUCHING = 1.08  # largest distance of a touched atom, relative to its radius plus the probe's
 _NEIGHBOR = 1.25  # largest distance of neighbors, relative to the sum of covalent radii
@@ -54,7 +53,7 @@ class Tiles:
         self.plane = slab.cell.array[:2]
         self.inverse = np.linalg.pinv(self.plane)
         counts = np.ceil(_REACH * np.linalg.norm(self.inverse, axis=0)).astype(int)
-        steps = sorted(product(*(range(-n, n + 1) for n in counts)), key=lambda one: one != (0, 0))
+        steps = sorted(product(*(range(-n, n + 1) for n in counts)), key=any)  # (0, 0) is first
         self.images = np.array(steps) @ self.plane
         turns = np.floor(slab.positions @ self.inverse + 1e-6)  # atoms may be outside of the cell
         self.pos = (self.images[:, None] + slab.positions - turns @ self.plane).reshape(-1, 3)
@@ -69,72 +68,75 @@ class Tiles:
 
         At least one of these atoms is among the first `count` atoms.
         """
-        heights, tree, found = self.pos @ self.up, cKDTree(self.pos), []
+        heights, tree, parts = self.pos @ self.up, cKDTree(self.pos), []
         high = heights > heights.max() - _DEEP
         for i in np.flatnonzero(high[:count]):
             near = np.array(tree.query_ball_point(self.pos[i], 2 * self.radii.max()))
             near = near[high[near] & (near != i)]
             for size in range(3):
                 groups = list(combinations(near, size))
-                found.append(self._on(i, np.array(groups, int).reshape(len(groups), size)))
-        points = np.concatenate(found)
+                parts.append(self._on(i, np.array(groups, int).reshape(len(groups), size)))
+        points = np.concatenate(parts)
         lengths, near = tree.query(points, min(16, len(self.pos)))
         return points[(lengths > self.radii[near] - 1e-3).all(axis=1)]
 
     def _on(self, i: np.int_, others: NDArray[np.int64]) -> _Array:
         """Returns the highest points where a probe touches atom i and one row of `others`."""
-        apart = self.pos[others] - self.pos[i]
-        inverse = np.linalg.pinv(apart)  # (n, 3, others)
-        squares = self.radii[i] ** 2 - self.radii[others] ** 2 + (apart**2).sum(axis=2)
-        center = (inverse @ squares[:, :, None] / 2)[:, :, 0]
-        out = self.up - (inverse @ (apart @ self.up)[:, :, None])[:, :, 0]
-        left = self.radii[i] ** 2 - (center**2).sum(axis=1)
-        points = self.pos[i] + center + np.sqrt(left.clip(0))[:, None] * unit(out)
+        vectors = self.pos[others] - self.pos[i]
+        inverse = np.linalg.pinv(vectors)  # (n, 3, others)
+        squares = self.radii[i] ** 2 - self.radii[others] ** 2 + (vectors**2).sum(axis=2)
+        center = (inverse @ squares[:, :, None] / 2)[:, :, 0]  # where the spheres intersect
+        outward = self.up - (inverse @ (vectors @ self.up)[:, :, None])[:, :, 0]
+        rise = self.radii[i] ** 2 - (center**2).sum(axis=1)  # squared
+        points = self.pos[i] + center + np.sqrt(rise.clip(0))[:, None] * unit(outward)
         lengths = np.linalg.norm(points[:, None] - self.pos[others], axis=2)
         exact = (np.abs(lengths - self.radii[others]) < 1e-3).all(axis=1)  # excludes atoms in line
-        return points[exact & (left > 0) & (np.linalg.norm(out, axis=1) > 0.1)]
+        return points[exact & (rise > 0) & (np.linalg.norm(outward, axis=1) > 0.1)]
 
     def distances(self, points: _Array, numbers: NDArray[np.int64]) -> _Array:
         """Returns the sorted distances, in Å, from atoms at `points` (n, atoms, 3) to the slab."""
         parts, center = [], points.mean(axis=(0, 1))
         reach = _FAR + np.linalg.norm(points - center, axis=2).max(initial=0)
         near = np.linalg.norm(self.pos - center, axis=1) < reach
-        for own, other in product(np.unique(numbers), np.unique(self.numbers)):
-            group, rest = points[:, numbers == own], self.pos[near & (self.numbers == other)]
-            lengths = cdist(group.reshape(-1, 3), rest).reshape(len(points), -1)
-            most = int((lengths < _NEAR).sum(axis=1).max(initial=0))
-            if most:
-                parts.append(np.sort(np.partition(lengths, most - 1)[:, :most]).clip(max=_FAR))
+        for element, of_slab in product(np.unique(numbers), np.unique(self.numbers)):
+            atoms = points[:, numbers == element].reshape(-1, 3)
+            lengths = cdist(atoms, self.pos[near & (self.numbers == of_slab)])
+            lengths = lengths.reshape(len(points), -1)
+            count = int((lengths < _NEAR).sum(axis=1).max(initial=0))
+            if count:
+                parts.append(np.sort(np.partition(lengths, count - 1)[:, :count]).clip(max=_FAR))
         return np.concatenate(parts, axis=1)
 
-    def lengths(self, away: _Array) -> _Array:
+    def lengths(self, vectors: _Array) -> _Array:
         """Returns the lengths, in Å, of vectors after shifts to the nearest image in the plane."""
-        return np.linalg.norm(away - np.round(away @ self.inverse) @ self.plane, axis=1)
+        return np.linalg.norm(vectors - np.round(vectors @ self.inverse) @ self.plane, axis=1)
 
     def site(self, point: _Array) -> Site | None:
         """Returns the site at a point, or None if the probe cannot be lifted off."""
         from ase.symbols import Symbols
 
-        away = self.pos - point
-        touched = np.linalg.norm(away, axis=1) < _TOUCHING * self.radii
-        normal = unit(-away[touched].sum(axis=0))
-        along = away @ normal
-        across = away - along[:, None] * normal
-        wide = np.linalg.norm(across, axis=1)
-        if normal @ self.up < 0.3 or ((along > 0.1) & (wide < 0.9 * self.radii)).any():
+        vectors = self.pos - point
+        touched = np.linalg.norm(vectors, axis=1) < _TOUCHING * self.radii
+        normal = unit(-vectors[touched].sum(axis=0))
+        heights = vectors @ normal  # relative to the probe, in Å
+        lateral = vectors - heights[:, None] * normal
+        radial = np.linalg.norm(lateral, axis=1)
+        blocks = (heights > 0.1) & (radial < 0.9 * self.radii)
+        if normal @ self.up < 0.3 or blocks.any():
             return None
-        below = (wide < 0.5) & (along < 0) & (along > -2 * self.radii)
+        below = (radial < 0.5) & (heights < 0) & (heights > -2 * self.radii)
         below &= ~touched | (touched.sum() > 1)
         outer = np.flatnonzero(touched & ~below)
-        near = cdist(self.pos[outer], self.pos)
-        near = near < _NEIGHBOR * np.add.outer(self.covalent[outer], self.covalent)
+        bonded = cdist(self.pos[outer], self.pos)
+        bonded = bonded < _NEIGHBOR * np.add.outer(self.covalent[outer], self.covalent)
         name = _KINDS[min(touched.sum(), 3) - 1]
         name += f" {Symbols(self.numbers[outer]).get_chemical_formula()}"
-        name += f" above {Symbols(self.numbers[below][:1])}" if below.any() else ""
-        name += f" ({' '.join(map(str, np.sort(near.sum(axis=1) - 1)))})"
-        around = np.flatnonzero((wide > 0.5) & (along > -2 * self.radii))
-        keys = (-self.numbers[around], -along[around].round(1), wide[around].round(1))
-        first = unit(across[around[np.lexsort(keys)[0]]])
+        if below.any():
+            name += f" above {Symbols(self.numbers[below][:1])}"
+        name += f" ({' '.join(map(str, np.sort(bonded.sum(axis=1) - 1)))})"  # without itself
+        around = np.flatnonzero((radial > 0.5) & (heights > -2 * self.radii))
+        keys = (-self.numbers[around], -heights[around].round(1), radial[around].round(1))
+        first = unit(lateral[around[np.lexsort(keys)[0]]])
         return Site(name, point, np.array([first, np.cross(normal, first), normal]))
 
 
@@ -145,18 +147,18 @@ def sites(slab: Atoms) -> list[Site]:
     """
     tiles = Tiles(slab)
     points = tiles.rests(len(slab))
-    places = points[distinct(points, 0.01, tiles.lengths)]
-    found = list(filter(None, map(tiles.site, places)))
-    points = np.array([one.point for one in found])
-    rows = tiles.distances(points[:, None], np.zeros(1, int))
-    repeats = (cdist(rows, rows, "chebyshev") < _SAME).sum(axis=1)
-    kinds = np.array([_KINDS.index(one.name.split()[0]) for one in found])
+    points = points[distinct(points, 0.01, tiles.lengths)]
+    candidates = list(filter(None, map(tiles.site, points)))
+    points = np.array([site.point for site in candidates])
+    distances = tiles.distances(points[:, None], np.zeros(1, int))
+    repeats = (cdist(distances, distances, "chebyshev") < _SAME).sum(axis=1)  # fewer: symmetric
+    kinds = np.array([_KINDS.index(site.name.split()[0]) for site in candidates])
     heights = (points @ tiles.up).round(3)
-    aside = np.abs(points @ tiles.inverse - 0.5).sum(axis=1).round(2)
-    order = np.lexsort((aside, -heights, -kinds, repeats))
+    off_center = np.abs(points @ tiles.inverse - 0.5).sum(axis=1).round(2)
+    order = np.lexsort((off_center, -heights, -kinds, repeats))
     order = order[distinct(points[order], _SAME_PLACE, tiles.lengths)]
-    order = order[distinct(rows[order])]
-    return [found[i] for i in order[np.lexsort((-heights[order], kinds[order]))]]
+    order = order[distinct(distances[order])]
+    return [candidates[i] for i in order[np.lexsort((-heights[order], kinds[order]))]]
 
 
 def unit(vectors: _Array) -> _Array:
@@ -172,8 +174,8 @@ def distinct(
     rows: _Array, limit: float = _SAME, size: Callable[[_Array], _Array] = _largest
 ) -> list[int]:
     """Returns the indices of rows that differ from all earlier results by more than `limit`."""
-    left, found = np.arange(len(rows)), []
-    while len(left):
-        found.append(int(left[0]))
-        left = left[size(rows[left] - rows[left[0]]) > limit]
-    return found
+    remaining, results = np.arange(len(rows)), []
+    while len(remaining):
+        results.append(int(remaining[0]))
+        remaining = remaining[size(rows[remaining] - rows[remaining[0]]) > limit]
+    return results

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from functools import cache
 from glob import escape, has_magic, iglob
+from itertools import chain
 from pathlib import Path
 from typing import TypeAlias
 
@@ -38,7 +39,7 @@ def source_of(path: Path) -> type[Structures]:
     for source in SOURCES.values():
         if source.takes(path):
             return source
-    known = "; ".join(f"{name} ({', '.join(s.suffixes[:6])})" for name, s in SOURCES.items())
+    known = "; ".join(f"{kind} ({', '.join(s.suffixes[:6])})" for kind, s in SOURCES.items())
     raise ValueError(
         f"{path}: unknown ending {path.suffix!r}; expected one of {known}, POSCAR, OUTCAR; convert "
         f"it with `ase convert {path.name} {path.stem}.extxyz`; formats that can carry code, such "
@@ -53,21 +54,18 @@ def files_of(paths: Paths) -> list[Path]:
         paths: a file, a folder (its files and folders are read in natural order), or a pattern such
             as ``runs/*/OUTCAR`` or ``{a,b}.cif``; or several of these.
     """
-    found: list[Path] = []
+    sources: list[Path] = []
     for path in [Path(paths)] if isinstance(paths, str | Path) else map(Path, paths):
         matches = [path] if path.exists() or not _is_pattern(path) else _matching(path)
         if not matches:
             raise FileNotFoundError(f"{path}: no file matches this pattern")
         for match in matches:
-            if not match.is_dir() or is_shards(match):
-                found.append(match)
-                continue
-            files, others = _scan(match)
+            files, others = _scan(match) if match.is_dir() else ([match], [])
             if not files:
                 sources_in(match)  # raises an error that lists the contents
-            _say_others(match, len(files), tuple(others))
-            found += files
-    return list(dict.fromkeys(found))
+            _print_others(match, len(files), tuple(others))
+            sources += files
+    return list(dict.fromkeys(sources))
 
 
 def named(paths: Paths) -> Path:
@@ -117,26 +115,25 @@ def split_path(root: str | Path, split: str) -> Path:
         )
     bases = [root, root / "is2re", root / OC20_ARCHIVE.inner]
     subsets = [base / name for base in bases for name in ("10k", "100k", "all")]
-    own, below = (
-        [path for folder in folders if (path := _in_folder(folder, split)) is not None]
-        for folders in (bases, subsets)
-    )
-    if not own and len(below) > 1:
-        names = ", ".join(str(path.relative_to(root)) for path in below)
+    in_bases = [path for folder in bases if (path := _in_folder(folder, split))]
+    in_subsets = [path for folder in subsets if (path := _in_folder(folder, split))]
+    if not in_bases and len(in_subsets) > 1:
+        names = ", ".join(str(path.relative_to(root)) for path in in_subsets)
         raise ValueError(
             f"{root}: several {split} splits: {names}; choose one, for instance with the folder "
-            f"{below[0].parent} instead of {root}"
+            f"{in_subsets[0].parent} instead of {root}"
         )
-    beside = _in_folder(root.parent / "all", split) if root.name in ("10k", "100k") else None
-    found = [*own, *below, *filter(None, [beside])]
-    if not found:
-        there = sorted(p.name for p in root.iterdir() if not p.name.startswith("."))
+    paths = in_bases + in_subsets
+    if root.name in ("10k", "100k") and (path := _in_folder(root.parent / "all", split)):
+        paths.append(path)
+    if not paths:
+        entries = sorted(p.name for p in root.iterdir() if not p.name.startswith("."))
         raise FileNotFoundError(
             f"{root}: no split {split!r}; expected {split}.safetensors, {split}.lmdb, a folder "
             f"{split} of LMDB shards, or a file that ASE reads; found "
-            + (", ".join(there[:_LISTED]) or "an empty folder")
+            + (", ".join(entries[:_LISTED]) or "an empty folder")
         )
-    return found[0]
+    return paths[0]
 
 
 def sources_in(folder: Path) -> tuple[dict[str, Path], list[str]]:
@@ -161,7 +158,7 @@ def _children(folder: Path) -> tuple[dict[str, tuple[Path, list[Path]]], list[st
     for path in sorted(folder.iterdir(), key=natural):
         if path.name.startswith("."):
             continue
-        files, rest = _scan(path) if path.is_dir() else ([path] * _is_structures(path), [])
+        files, unknown = _scan(path)
         if not files:
             others.append(path.name)
         elif (name := _name(path)) in found:
@@ -171,20 +168,22 @@ def _children(folder: Path) -> tuple[dict[str, tuple[Path, list[Path]]], list[st
             )
         else:
             found[name] = (path, files)
-            others += [f"{path.name}/{name}" for name in rest]
+            others += [f"{path.name}/{entry}" for entry in unknown]
     return found, others
 
 
 @cache  # once per process
-def _say_others(folder: Path, count: int, others: Sequence[str]) -> None:
+def _print_others(folder: Path, count: int, others: Sequence[str]) -> None:
     if others:
-        more = f" and {len(others) - _LISTED} more" * (len(others) > _LISTED)
+        more = f" and {len(others) - _LISTED} more" if len(others) > _LISTED else ""
         listed = ", ".join(others[:_LISTED]) + more
         print(f"molflt: {folder}: {count} sources; no structures in {listed}", file=sys.stderr)
 
 
 def _scan(folder: Path) -> tuple[list[Path], list[str]]:
     """Returns the structure files and shard folders, and the names of other entries."""
+    if not folder.is_dir():
+        return ([folder] if _is_structures(folder) else []), []
     if is_shards(folder):
         return [folder], []
     found, others = _children(folder)
@@ -204,8 +203,8 @@ def _part_of_calculation(path: Path) -> str | None:
 
 
 def _is_structures(path: Path) -> bool:
-    settings = path.suffix.lower() == ".json" and path.stem not in SPLITS_IN_ORDER
-    return not settings and any(source.takes(path) for source in SOURCES.values())
+    is_settings = path.suffix.lower() == ".json" and path.stem not in SPLITS_IN_ORDER
+    return not is_settings and any(source.takes(path) for source in SOURCES.values())
 
 
 def is_shards(folder: Path) -> bool:
@@ -213,24 +212,29 @@ def is_shards(folder: Path) -> bool:
     taken = next((source for source in SOURCES.values() if source.takes(folder)), None)
     if taken is not Oc20Lmdb:
         return taken is not None
-    found = _children(folder)[0]
-    own = all(path.is_file() and path.suffix in taken.suffixes for path, _ in found.values())
-    return own and not found.keys() & {*SPLITS_IN_ORDER}
+    sources = _children(folder)[0]
+    only_shards = all(p.is_file() and p.suffix in taken.suffixes for p, _ in sources.values())
+    return only_shards and not sources.keys() & {*SPLITS_IN_ORDER}
 
 
 def _name(path: Path) -> str:
+    """Returns the name of a source: the file name without known extensions, or the folder name."""
     plain = without_packing(path)
     known = {suffix for source in SOURCES.values() for suffix in source.suffixes}
     return plain.stem if path.is_file() and plain.suffix.lower() in known else path.name
 
 
 def _in_folder(folder: Path, split: str) -> Path | None:
-    whole = folder / split
-    paths = sorted(path for path in whole.parent.glob(f"{escape(whole.name)}.*") if path.is_file())
-    paths.sort(key=lambda path: without_packing(path).stem != whole.name)  # before train.old.xyz
-    paths += [whole] * whole.is_dir()
-    taken = (path for source in SOURCES.values() for path in paths if source.takes(path))
-    return next(taken, None) or (whole if whole.is_dir() and _scan(whole)[0] else None)
+    """Returns the file or folder of a split in one folder, or None."""
+    base = folder / split
+    paths = sorted(path for path in base.parent.glob(f"{escape(base.name)}.*") if path.is_file())
+    paths.sort(key=lambda path: without_packing(path).stem != base.name)  # before train.old.xyz
+    if base.is_dir():
+        paths.append(base)
+    for source in SOURCES.values():
+        if path := next(filter(source.takes, paths), None):
+            return path
+    return base if base.is_dir() and _scan(base)[0] else None
 
 
 def _is_pattern(path: Path) -> bool:
@@ -238,13 +242,15 @@ def _is_pattern(path: Path) -> bool:
 
 
 def _matching(path: Path) -> list[Path]:
-    found = (Path(one) for each in _patterns(str(path)) for one in iglob(each, recursive=True))
-    return sorted(found, key=natural)
+    names = chain.from_iterable(iglob(text, recursive=True) for text in _patterns(str(path)))
+    return sorted(map(Path, names), key=natural)
 
 
 def _patterns(text: str) -> list[str]:
+    """Expands braces, such as {a,b}.cif, to patterns without braces."""
     braces = re.search(r"\{([^{}]*,[^{}]*)\}", text)
     if braces is None:
         return [text]
     before, after = text[: braces.start()], text[braces.end() :]
-    return [one for part in braces[1].split(",") for one in _patterns(before + part + after)]
+    choices = (before + choice + after for choice in braces[1].split(","))
+    return list(chain.from_iterable(map(_patterns, choices)))

@@ -22,7 +22,7 @@ class _Archive(NamedTuple):
     base_url: str
     name: str
     md5: str
-    inner: str
+    inner: str = ""
 
 
 OC20_ARCHIVE = _Archive(  # contains all IS2RE and IS2RS splits (CC-BY-4.0)

@@ -1,8 +1,7 @@
 """Compact store: structures and labels of one split in one safetensors file.
 
 Arrays are concatenated over all structures, and ``offsets`` contains the start of each structure.
-Reading does not unpickle or decompress anything. Edges are not stored, because attention does not
-need them.
+Reading does not unpickle or decompress anything. Edges are not stored; attention needs none.
 """
 
 from __future__ import annotations
@@ -23,7 +22,6 @@ from molflt.files import clear_parts, read_header, save_tensors, shown, verify_t
 
 if TYPE_CHECKING:
     from torch_geometric.data import Data
-
 
 STORE, _VERSION = "molflt-structures", "1"
 # column: numpy type, shape of one entry, entries per "atom" or per "structure"
@@ -74,9 +72,9 @@ def write_store(
     names: list[str | None] = []
     natoms: list[int] = []
     remaining = iter(records)
-    while some := list(islice(remaining, _BLOCK_WRITTEN)):
-        names += [one.get("name") for one in some]
-        checked = [_checked(record) for record in some]
+    while block := list(islice(remaining, _BLOCK_WRITTEN)):
+        names += [record.get("name") for record in block]
+        checked = [_checked(record) for record in block]
         natoms += [record.natoms for record in checked]
         for name, (dtype, shape, _) in _COLUMNS.items():
             rows = [np.asarray(record[name]).reshape(-1, *shape) for record in checked]
@@ -84,19 +82,19 @@ def write_store(
     kept = np.ones(len(natoms), dtype=bool)
     columns = {name: np.concatenate(arrays) for name, arrays in blocks.items() if arrays}
     if left_out is not None and natoms:
-        absent = left_out(columns["sid"], columns["y_relaxed"], np.array(natoms))
-        kept[list(absent)] = False
+        omitted = left_out(columns["sid"], columns["y_relaxed"], np.array(natoms))
+        kept[list(omitted)] = False
     if not kept.any():
         raise ValueError(f"{path}: no structures to write; expected at least one")
     if not kept.all():
-        by = {"atom": np.repeat(kept, natoms), "structure": kept}
-        columns = {name: own[by[_COLUMNS[name][2]]] for name, own in columns.items()}
+        masks = {"atom": np.repeat(kept, natoms), "structure": kept}
+        columns = {name: rows[masks[_COLUMNS[name][2]]] for name, rows in columns.items()}
     columns = {"offsets": np.append(0, np.cumsum(np.array(natoms)[kept])).astype("<i8"), **columns}
     for name in _OPTIONAL:
         if np.isnan(columns[name]).all():
             del columns[name]
-    places = enumerate(np.flatnonzero(kept))
-    named = {place: names[index] for place, index in places if names[index] is not None}
+    kept_names = enumerate(name for name, keep in zip(names, kept, strict=True) if keep)
+    named = {index: name for index, name in kept_names if name is not None}
     header = {"names": json.dumps(named)} if named else {}
     header |= {"format": STORE, "version": _VERSION, "source": source}
     clear_parts(path.parent, path.name)  # other machines may be writing other stores
@@ -105,6 +103,7 @@ def write_store(
 
 
 def _checked(record: Data) -> Data:
+    """Returns the record with the fields of a store; raises ValueError if it is invalid."""
     fields = {name: record[name] for name in _COLUMNS if name in record}
     for name in _LABELS:
         if name in fields and bool(torch.as_tensor(fields[name]).isnan().all()):
@@ -115,8 +114,7 @@ def _checked(record: Data) -> Data:
 class StructureStore(Structures):
     """Memory-mapped compact store, written by :func:`write_store`.
 
-    Structures in stores without a digest, from other programs or early versions, are checked when
-    they are read.
+    Structures in stores without a digest (other programs, early versions) are checked when read.
     """
 
     kind = "compact store"
@@ -134,9 +132,8 @@ class StructureStore(Structures):
         self.source = header.get("source", "")
         """origin of the structures, as stored by the writer"""
         self.baseline = self.source.partition(BASELINE)[2]
-        self.names = {
-            int(i): str(name) for i, name in json.loads(header.get("names", "{}")).items()
-        }
+        names = json.loads(header.get("names", "{}"))
+        self.names = {int(i): str(name) for i, name in names.items()}
         self.is_checked = "sha256" in header
         self._length = len(self.columns["sid"])
 
@@ -160,18 +157,18 @@ class StructureStore(Structures):
     def __getitem__(self, index: int) -> Data:
         from torch_geometric.data import Data
 
-        maps, stored = self.columns, self._stored(index)
-        start, end = maps["offsets"][stored : stored + 2].tolist()
+        columns, stored = self.columns, self._stored(index)
+        start, end = columns["offsets"][stored : stored + 2].tolist()
         slices = {"atom": slice(start, end), "structure": slice(stored, stored + 1)}
-        fields: dict[str, Any] = {"natoms": end - start, "sid": int(maps["sid"][stored])}
+        fields: dict[str, Any] = {"natoms": end - start, "sid": int(columns["sid"][stored])}
         for name, (dtype, shape, per) in _COLUMNS.items():
             if name == "sid":
                 continue
-            own = slices[per]
-            if name in maps:
-                array = maps[name][own].astype(np.int64 if dtype == "|u1" else dtype)
+            rows = slices[per]
+            if name in columns:
+                array = columns[name][rows].astype(np.int64 if dtype == "|u1" else dtype)
             else:
-                array = np.full((own.stop - own.start, *shape), np.nan, dtype)
+                array = np.full((rows.stop - rows.start, *shape), np.nan, dtype)
             fields[name] = torch.from_numpy(array)
         record = Data(**fields)
         if self.is_checked:
@@ -183,7 +180,7 @@ class StructureStore(Structures):
             raise ValueError(f"{self.where(index)}: {reason}") from None
 
     def __getstate__(self) -> dict[str, object]:
-        return {name: own for name, own in self.__dict__.items() if name != "columns"}
+        return {name: value for name, value in self.__dict__.items() if name != "columns"}
 
     @cached_property
     def columns(self) -> dict[str, np.ndarray]:
@@ -195,8 +192,8 @@ class StructureStore(Structures):
             names = {"offsets", *_COLUMNS} & set(file.keys())
             columns = {name: file.get_tensor(name).numpy() for name in names}
         offsets = columns.get("offsets", np.empty(0))
-        sound = offsets.dtype == "<i8" and offsets.ndim == 1 and len(offsets) > 1 and not offsets[0]
-        if not sound or (offsets[1:] <= offsets[:-1]).any():  # differences could overflow
+        valid = offsets.dtype == "<i8" and offsets.ndim == 1 and len(offsets) > 1 and not offsets[0]
+        if not valid or (offsets[1:] <= offsets[:-1]).any():  # differences could overflow
             raise ValueError(
                 f"{path}: key 'offsets' must be (structures + 1,) int64 that increase from 0; the "
                 "file is damaged; convert it again"

@@ -27,13 +27,11 @@ from molflt.data.structures.tags import one_tagged
 if TYPE_CHECKING:
     from torch_geometric.data import Data
 
-
 Purpose = Literal["potential", "is2re"]
 Statistics = dict[str, float] | None
 _Labels = dict[str, np.ndarray]
 
 _LABELS = ("y_init", "y_relaxed", "y_baseline", "energy")
-
 
 Summary = dict[str, Any]
 """Summary of a source, as printed by `molflt data inspect --json`.
@@ -70,22 +68,22 @@ def summarize(
         reading: interpretation of the entries in files that ASE reads.
         recipe: intended recipe; inferred from the labels by default.
     """
-    dataset, seen = open_dataset(path, True, reading, once=True), _Seen()
+    dataset, seen = open_dataset(path, skip_bad=True, reading=reading, once=True), _Seen()
     verified = dataset.verify()
     for record in one_pass(dataset, limit):
         seen(record)
     labels = dict(zip(_LABELS, np.array(seen.labels).T, strict=True))
-    atoms = np.array(seen.atoms)
-    other = None if is_energy(reading.energy_key) else reading.energy_key
-    if recipe is None and other is not None:
+    natoms = np.array(seen.natoms)
+    other_property = None if is_energy(reading.energy_key) else reading.energy_key
+    if recipe is None and other_property is not None:
         recipe = "is2re"
     elif recipe is None:
-        of_points = not (seen.displacements or seen.tags[Tag.ADSORBATE])
-        total = of_points and energy_kind(labels["energy"], atoms) == "total"
+        single_points = not (seen.displacements or seen.tags[Tag.ADSORBATE])
+        total = single_points and energy_kind(labels["energy"], natoms) == "total"
         recipe = "potential" if seen.forces or seen.stress or total else "is2re"
     label = "energy" if recipe == "potential" else "y_relaxed"
     energies = labels[label]
-    names, kind = [*_LABELS[:3]], energy_kind(energies, atoms)
+    names, kind = ["y_init", "y_relaxed", "y_baseline"], energy_kind(energies, natoms)
     if recipe == "potential":
         same = np.array_equal(labels["y_relaxed"], energies, equal_nan=True)  # the same entry
         names = [label] if same else ["y_relaxed", label]
@@ -94,10 +92,10 @@ def summarize(
     summary: Summary = {
         "path": str(named(path)),
         "recipe": recipe,
-        "label": other or label,
-        "systems": len(atoms),
-        "atoms_total": int(atoms.sum()),
-        "atoms_per_system": _statistics([atoms]),
+        "label": other_property or label,
+        "systems": len(natoms),
+        "atoms_total": int(natoms.sum()),
+        "atoms_per_system": _statistics([natoms]),
         "with_labels": int(np.isfinite(labels["y_relaxed"]).sum()),
         "with_relaxed_positions": len(seen.displacements),
         "with_energy": int(np.isfinite(labels["energy"]).sum()),
@@ -106,8 +104,8 @@ def summarize(
         "elements": {symbol(z): int(seen.compositions[z]) for z in seen.compositions.nonzero()[0]},
         "tags": {tag.name.lower(): seen.tags[tag] for tag in Tag},
         "energies_eV": {name: _statistics([labels[name]]) for name in names},
-        "energies_per_atom_eV": None if other else _statistics([energies / atoms]),
-        "energies_look_like": "unknown" if other else kind,
+        "energies_per_atom_eV": None if other_property else _statistics([energies / natoms]),
+        "energies_look_like": "unknown" if other_property else kind,
         "displacements_A": _statistics(seen.displacements),
         "forces_eV_per_A": _statistics(seen.forces),
         "stress_eV_per_A3": _statistics(seen.stress),
@@ -115,25 +113,27 @@ def summarize(
         "left_out": [{"name": name, "reason": reason} for name, reason in dataset.bad],
         "labels_not_used": dataset.unused,
     }
-    find = _of_potentials if recipe == "potential" else _of_relaxations
-    warnings = [*find(summary, seen, labels, dataset.hint), *_of_all(summary, seen)]
+    warn = _warn_of_points if recipe == "potential" else _warn_of_relaxed
+    warnings = [*warn(summary, seen, labels, dataset.hint), *_warn_of_copies(summary, seen)]
     return Inspected(summary | {"warnings": warnings}, seen.sids, np.array(seen.features))
 
 
 class _Seen(Survey):
+    """Labels and counts of structures, collected with each structure."""
+
     def __init__(self) -> None:
         super().__init__()
-        self.atoms, self.labels = list[int](), list[list[float]]()
+        self.natoms, self.labels = list[int](), list[list[float]]()
         self.forces, self.stress = list[np.ndarray](), list[np.ndarray]()  # eV/Å, eV/Å^3
         self.displacements = list[np.ndarray]()  # of free atoms, in Å
         self.compositions, self.tags = np.zeros(MAX_ATOMIC_NUMBER + 1), Counter[int]()
-        self.absurd, self.untagged = list[tuple[int, str]](), 0
+        self.point_faults, self.untagged = list[tuple[int, str]](), 0  # sid, reason
         self.limits = list[float]()  # of adsorption energies
-        self.kept: list[Data] = []
+        self.with_energy: list[Data] = []  # the first `MOST_FRAMES`
 
     def __call__(self, record: Data) -> None:
         super().__call__(record)
-        self.atoms.append(int(record.natoms))
+        self.natoms.append(int(record.natoms))
         self.labels.append([float(record[name]) for name in _LABELS])
         self.compositions += np.bincount(record.atomic_numbers, minlength=MAX_ATOMIC_NUMBER + 1)
         self.tags.update(record.tags.tolist())
@@ -147,9 +147,9 @@ class _Seen(Survey):
             self.displacements.append(moves.norm(dim=1).numpy())
         self.limits.append(most_adsorption(record))
         if reason := point_fault(record):
-            self.absurd.append((self.sids[-1], reason))
-        if len(self.kept) < MOST_FRAMES and bool(record.energy.isfinite()):
-            self.kept.append(record)
+            self.point_faults.append((self.sids[-1], reason))
+        if len(self.with_energy) < MOST_FRAMES and bool(record.energy.isfinite()):
+            self.with_energy.append(record)
 
 
 def _statistics(parts: list[np.ndarray]) -> Statistics:
@@ -166,29 +166,25 @@ def _statistics(parts: list[np.ndarray]) -> Statistics:
     }
 
 
-def _of_potentials(summary: Summary, seen: _Seen, labels: _Labels, hint: str) -> Iterator[str]:
+def _warn_of_points(summary: Summary, seen: _Seen, labels: _Labels, hint: str) -> Iterator[str]:
     systems, unused = summary["systems"], summary["labels_not_used"]
-    for name, why in (
-        ("energy", hint),
-        ("forces", named_options(unused, "forces")),
-        ("stress", named_options(unused, "stress")),
-    ):
+    advice = {name: named_options(unused, name) for name in ("forces", "stress")}
+    for name, text in {"energy": hint, **advice}.items():
         missing = systems - summary[f"with_{name}"]
-        if missing and (why or name != "stress"):  # stress is often absent
-            yield f"no {name}: {missing} of {systems} systems" + f"; {why}" * bool(why)
-    if fault := unit_fault(seen.kept):
+        if missing and (text or name != "stress"):  # stress is often absent
+            yield f"no {name}: {missing} of {systems} systems" + (f"; {text}" if text else "")
+    if fault := unit_fault(seen.with_energy):
         yield f"wrong units: {fault}"
     else:
-        yield from _absurd(seen.absurd, systems)
+        yield from _implausible(seen.point_faults, systems)
 
 
-def _of_relaxations(summary: Summary, seen: _Seen, labels: _Labels, hint: str) -> Iterator[str]:
-    systems, kind, natoms = summary["systems"], summary["energies_look_like"], np.array(seen.atoms)
-    relaxed = labels["y_relaxed"]
+def _warn_of_relaxed(summary: Summary, seen: _Seen, labels: _Labels, hint: str) -> Iterator[str]:
+    systems, kind = summary["systems"], summary["energies_look_like"]
+    relaxed, natoms = labels["y_relaxed"], np.array(seen.natoms)
     if seen.untagged:
         yield (
-            f"no tags: {seen.untagged} of {systems} systems have only tag 0; surface and "
-            "adsorbate are unknown"
+            f"no tags: {seen.untagged} of {systems} systems have only tag 0, which means unknown"
         )
     if seen.one_tag:
         yield one_tagged(seen.one_tag, systems)
@@ -196,30 +192,31 @@ def _of_relaxations(summary: Summary, seen: _Seen, labels: _Labels, hint: str) -
     if len(missing):
         first = "" if len(missing) == systems else f", for instance sid {seen.sids[missing[0]]}"
         text = f"no labels: {len(missing)} of {systems} systems have no {summary['label']}{first}"
-        yield text + f"; {hint}" * bool(hint)
+        yield f"{text}; {hint}" if hint else text
     at_pos = summary["with_forces"] > 0
     limits = seen.limits.__getitem__
-    faults = label_faults(relaxed, natoms, False, at_pos=at_pos, kind=kind, limits=limits)
-    yield from _absurd([(seen.sids[index], reason) for index, reason in faults.items()], systems)
+    faults = label_faults(relaxed, natoms, required=False, at_pos=at_pos, kind=kind, limits=limits)
+    yield from _implausible([(seen.sids[i], reason) for i, reason in faults.items()], systems)
     if kind == "total" and summary["tags"]["adsorbate"]:
         yield (
             f"total energies: the median of y_relaxed is {per_atom(relaxed, natoms):.1f} eV per "
             "atom; expected adsorption energies, because there are adsorbates; subtract energies "
             "of the clean surface and the molecule, or train with --task.references fit"
         )
-    yield from _absurd(seen.absurd, systems)
-    without = systems - summary["with_relaxed_positions"]
-    if without and summary["label"] == "y_relaxed":
-        yield f"no relaxed positions: {without} of {systems} systems have no pos_relaxed"
+    yield from _implausible(seen.point_faults, systems)
+    unrelaxed = systems - summary["with_relaxed_positions"]
+    if unrelaxed and summary["label"] == "y_relaxed":
+        yield f"no relaxed positions: {unrelaxed} of {systems} systems have no pos_relaxed"
 
 
-def _absurd(faults: list[tuple[int, str]], systems: int) -> Iterator[str]:
-    for sid, reason in faults[:1]:
-        of = f"{len(faults)} of {systems} systems, for instance sid {sid}"
-        yield f"implausible labels: {of}: {reason}"
+def _implausible(faults: list[tuple[int, str]], systems: int) -> Iterator[str]:
+    if faults:
+        sid, reason = faults[0]
+        count = f"{len(faults)} of {systems} systems, for instance sid {sid}"
+        yield f"implausible labels: {count}: {reason}"
 
 
-def _of_all(summary: Summary, seen: _Seen) -> Iterator[str]:
+def _warn_of_copies(summary: Summary, seen: _Seen) -> Iterator[str]:
     systems = summary["systems"]
     if repeated := systems - len(set(seen.sids)):
         yield f"repeated sids: {repeated} systems have the sid of an earlier one"

@@ -36,8 +36,7 @@ def read_systems(folder: Path) -> dict[int, System]:
     path = folder / SYSTEMS
     if not path.is_file():
         raise FileNotFoundError(
-            f"{path}: no such file; expected the names of the systems; scripts/game_net.py in the "
-            "repository writes it"
+            f"{path}: no such file; expected names of systems, as scripts/game_net.py writes them"
         )
     try:
         rows = csv_rows(path.read_text(encoding="utf-8"))

@@ -101,10 +101,10 @@ class _Atoms:
             self._find_bonds()
 
     def _find_vacuum(self) -> None:
+        """Sets `open_axes`, and the heights above the vacuum along the last of them, in Å."""
         inverse = np.linalg.inv(self.cell)
-        planes = 1 / np.linalg.norm(inverse, axis=0)
-        for axis in range(3):
-            spacing = planes[axis]
+        spacings = 1 / np.linalg.norm(inverse, axis=0)  # of lattice planes, in Å
+        for axis, spacing in enumerate(spacings):
             heights = self.pos @ inverse[:, axis] * spacing
             if self.pbc[axis]:
                 heights %= spacing
@@ -118,14 +118,15 @@ class _Atoms:
             self.heights, self.normal = heights, inverse[:, axis] * spacing
 
     def _find_bonds(self) -> None:
+        """Sets the pairs in contact, and the molecular atoms and their bonds among these pairs."""
         from ase.data import covalent_radii
         from ase.neighborlist import primitive_neighbor_list
 
         radii = covalent_radii[self.numbers]
-        self.i, self.j, apart, lengths, self.shifts = primitive_neighbor_list(
+        self.i, self.j, vectors, lengths, self.shifts = primitive_neighbor_list(
             "ijDdS", self.pbc, self.cell, self.pos, _CONTACT * radii
         )
-        self.directions = apart / np.maximum(lengths, 1e-9)[:, None]
+        self.directions = vectors / np.maximum(lengths, 1e-9)[:, None]
         near = lengths < _BOND * (radii[self.i] + radii[self.j])
         for number in _SLAB_OR_MOLECULE:
             self.molecular |= self._of_molecules(number, near)
@@ -142,8 +143,9 @@ class _Atoms:
         molecules = self.molecular | element
         bonds = near & molecules[self.i] & molecules[self.j]
         bonded = np.bincount(self.i[bonds & self.molecular[self.j]], minlength=len(element)) > 0
-        film = (self._endless(bonds).any(axis=0) & element).any()  # such as h-BN
-        return element & (bool((outside & bonded)[element].all()) and not film)
+        is_film = (self._endless(bonds).any(axis=0) & element).any()  # such as h-BN
+        in_molecules = (outside & bonded)[element].all() and not is_film
+        return element if in_molecules else np.zeros_like(element)
 
     def adsorbate(self) -> _Flags:
         """Returns a mask of the molecular atoms that do not continue the lattice of the slab."""
@@ -153,22 +155,23 @@ class _Atoms:
         heights = self.heights
         low, high = heights[slab].min(), heights[slab].max()
         deep = (heights > low) & (heights < high - _ADSORBATE_DEPTH)
-        touching = np.bincount(self.i[slab[self.j]], minlength=len(slab)) > 1
+        two_contacts = np.bincount(self.i[slab[self.j]], minlength=len(slab)) > 1
         if high - low > _MIN_THICKNESS:
             surrounded = self._surrounded(slab)
             inside = surrounded & deep | self.fixed
         else:  # elements that occur on only one side are adsorbates
-            middle = (low + high) / 2
-            ends = [self.numbers[touching & (s * (heights - middle) > -0.5)] for s in (1, -1)]
-            inside = touching & np.isin(self.numbers, np.intersect1d(*ends)) | self.fixed
-            surrounded = inside
-        lattice = np.isin(self.numbers, np.unique(self.numbers[inside]))
-        slab |= lattice & (surrounded | deep)
-        candidates = lattice & ~slab
+            above_middle = heights - (low + high) / 2
+            top = self.numbers[two_contacts & (above_middle > -0.5)]
+            bottom = self.numbers[two_contacts & (above_middle < 0.5)]
+            on_both_sides = np.isin(self.numbers, np.intersect1d(top, bottom))
+            inside = surrounded = two_contacts & on_both_sides | self.fixed
+        slab_element = np.isin(self.numbers, np.unique(self.numbers[inside]))
+        slab |= slab_element & (surrounded | deep)
+        candidates = slab_element & ~slab
         kinds = self.numbers[self.i] * 1000 + self.numbers[self.j]  # kinds of bonds
         in_slab = np.unique(kinds[self.bonded & slab[self.i] & slab[self.j]])
         foreign = self.bonded & ~np.isin(kinds, in_slab)
-        plausible = (np.bincount(self.i[foreign], minlength=len(slab)) == 0) | touching
+        plausible = (np.bincount(self.i[foreign], minlength=len(slab)) == 0) | two_contacts
         vectors = self._surface_vectors(slab) if candidates.any() else []
         slab[candidates] = [
             self._continues(int(atom), slab, slab | candidates, vectors, bool(plausible[atom]))
@@ -218,8 +221,8 @@ class _Atoms:
         if not any(self._repeats(int(twin), atom, slab, sites) for twin in twins[:_MAX_ATOMS]):
             return False
         # atoms occupy all lattice sites on the surface, but not all adsorption sites
-        like = self.pos[sites & (self.numbers == self.numbers[atom])] - self.pos[atom]
-        differences = [self._wrapped(like - vector) for vector in vectors]
+        others = self.pos[sites & (self.numbers == self.numbers[atom])] - self.pos[atom]
+        differences = [self._wrapped(others - vector) for vector in vectors]
         occupied = [np.linalg.norm(x, axis=1).min() < _SAME_SITE for x in differences]
         return float(np.mean(occupied)) >= 0.5 if occupied else plausible
 
@@ -237,21 +240,21 @@ class _Atoms:
         ]
 
     def _repeats(
-        self, start: int, end: int, slab: _Flags, sites: _Flags, least: float = _MATCH_AT_SURFACE
+        self, start: int, end: int, slab: _Flags, sites: _Flags, share: float = _MATCH_AT_SURFACE
     ) -> bool:
         """Returns True if the environment of a slab atom also occurs around another atom."""
         heights = self.heights[slab]
         shell = self._wrapped(self.pos[slab] - self.pos[start])
         distance = np.linalg.norm(shell, axis=1)
-        moved = heights + (self.heights[end] - self.heights[start])
-        near = (distance > 0.1) & (distance < _SHELL)  # and not moved out of the slab
-        near &= (moved < heights.max() + _SAME_SITE) & (moved > heights.min() - _SAME_SITE)
+        shifted = heights + (self.heights[end] - self.heights[start])
+        near = (distance > 0.1) & (distance < _SHELL)  # and not shifted out of the slab
+        near &= (shifted < heights.max() + _SAME_SITE) & (shifted > heights.min() - _SAME_SITE)
         if near.sum() < _MIN_NEIGHBORS:
             return False
         around = self.pos[sites] - self.pos[end]
         lengths = np.linalg.norm(self._wrapped(shell[near, None] - around), axis=2)
         same = self.numbers[slab][near, None] == self.numbers[sites]
-        return bool(((lengths < _SAME_SITE) & same).any(axis=1).mean() >= least)
+        return bool(((lengths < _SAME_SITE) & same).any(axis=1).mean() >= share)
 
     def _wrapped(self, vectors: NDArray[np.float64]) -> NDArray[np.float64]:
         """Subtracts the nearest lattice vectors by rounding fractional coordinates."""
@@ -274,8 +277,8 @@ class _Atoms:
             middle = np.median(heights[slab])
             for number in np.unique(self.numbers[slab]):
                 element = slab & (self.numbers == number)
-                most = neighbors[element & (heights <= middle)].max(initial=0)
-                surface |= element & (heights > middle) & (neighbors < most)
+                inside = neighbors[element & (heights <= middle)].max(initial=0)
+                surface |= element & (heights > middle) & (neighbors < inside)
         low, high = share or (0.0, 1.0)
         ordered = np.sort(heights[slab])[::-1]
         last = np.flatnonzero(ordered[:-1] - ordered[1:] > _LAYER)  # last atom of each layer
