@@ -12,6 +12,12 @@ from molflt.attention.features.projections import PROJECTIONS
 from molflt.attention.numerics import by_head, rand64, unit
 
 
+def _waves(projected: Tensor) -> Tensor:
+    """Returns [sin(x), cos(x)] / sqrt(m): (..., m) -> (..., 2m)."""
+    waves = torch.cat((projected.sin(), projected.cos()), dim=-1)
+    return waves * (1 / projected.shape[-1]) ** 0.5
+
+
 class _PositiveFeatures(FeatureMap):
     """Unbiased positive random features: phi(x) = exp(w_s . x - |x|^2 / 2) / sqrt(m)."""
 
@@ -44,9 +50,7 @@ class _TrigonometricFeatures(FeatureMap):
     per_row = 2
 
     def forward(self, *columns: Columns) -> Features:
-        projected = self.project(*columns)
-        waves = torch.cat((projected.sin(), projected.cos()), dim=-1)
-        return Features(waves * (2 / self.width) ** 0.5, _squared_norm(*columns) / 2)
+        return Features(_waves(self.project(*columns)), _squared_norm(*columns) / 2)
 
 
 class _Favor2020Features(_TrigonometricFeatures):
@@ -230,9 +234,7 @@ class _RfaGaussianFeatures(_RfaFeatures):
     per_row = 2
 
     def forward(self, *columns: Columns) -> Features:
-        projected = self.project(*columns)
-        waves = torch.cat((projected.sin(), projected.cos()), dim=-1)
-        return Features(waves * (2 / self.width) ** 0.5)
+        return Features(_waves(self.project(*columns)))
 
 
 class _RfaArccosFeatures(_RfaFeatures):
