@@ -19,7 +19,7 @@ from molflt.attention.positions.base import MIXINGS, MixingName, Position, Posit
 
 DEFAULT_MAP = "positive"
 
-_States = tuple[State, ...]
+_States = tuple[State, ...]  # of the sums and, for normalize="unmasked", of those without positions
 
 
 class Scaling(nn.Module):
@@ -217,7 +217,7 @@ class Attention(Positioned):
             context: (batch, keys, dim), tokens to attend to instead of x (cross-attention).
         """
         heads, encoding = self._prepare(x, positions, **inputs)
-        return self._join(self._mix(heads, encoding, self._dropout_rate)[0])
+        return self._join(self._mix(heads, encoding)[0])
 
     def decode(
         self,
@@ -255,7 +255,7 @@ class Attention(Positioned):
             key = torch.cat((state.key, heads.key), dim=2)
             value = torch.cat((state.value, heads.value), dim=2)
             heads, state = heads._replace(key=key, value=value), None
-        out, states = self._mix(heads, encoding, self._dropout_rate, state or ())
+        out, states = self._mix(heads, encoding, state or ())
         return self._join(out), states or KeyValues(heads.key, heads.value)
 
     def weights(
@@ -269,7 +269,7 @@ class Attention(Positioned):
         heads, encoding = self._prepare(x, positions, **inputs)
         eye = torch.eye(heads.key.shape[2], dtype=heads.key.dtype, device=heads.key.device)
         value = eye.expand(*heads.key.shape[:2], -1, -1)
-        return self._mix(heads._replace(value=value), encoding)[0]
+        return self._mix(heads._replace(value=value), encoding, keep_all=True)[0]
 
     def sums(self, x: Tensor, positions: Tensor | None = None, **inputs: Unpack[_Inputs]) -> Sums:
         """Returns the numerators and normalizers of kernelized attention, before division.
@@ -341,20 +341,14 @@ class Attention(Positioned):
             gate = gate.masked_fill(~mask, torch.inf)  # masked tokens keep all of the past
         return _Heads(query, key, value, mask, weight, gate)
 
-    @property
-    def _dropout_rate(self) -> float:
-        return self.dropout if self.training else 0.0
-
     def _by_head(self, projection: nn.Module, tokens: Tensor) -> Tensor:
         return projection(tokens).unflatten(-1, (self.heads, self.head_dim)).transpose(1, 2)
 
     def _mix(
-        self, heads: _Heads, encoding: Encoding, dropout: float = 0.0, states: _States = ()
+        self, heads: _Heads, encoding: Encoding, states: _States = (), keep_all: bool = False
     ) -> tuple[Tensor, _States]:
-        """Returns the outputs of all heads and the states after the last token, if any.
-
-        States are those of the sums and, with normalize="unmasked", of the sums without positions.
-        """
+        """Returns the outputs of all heads and the states after the last token, if any."""
+        dropout = self.dropout if self.training and not keep_all else 0.0
         if self.mixing == "softmax":
             q, k = encoding.transform(heads.query, heads.key)
             bias = joined_bias(encoding.bias, heads.log_weight, q, k)
@@ -385,14 +379,9 @@ class Attention(Positioned):
     def _sums(
         self, query: Operand, key: Operand, heads: _Heads, encoding: Encoding, states: _States = ()
     ) -> tuple[Sums, State | None]:
+        gate, state = heads.gate, states[0] if states else None
         return encoding.attend(
-            query,
-            key,
-            heads.value,
-            form=self.mixing,
-            causal=self.causal,
-            gate=heads.gate,
-            state=states[0] if states else None,
+            query, key, heads.value, form=self.mixing, causal=self.causal, gate=gate, state=state
         )
 
     def _join(self, out: Tensor) -> Tensor:

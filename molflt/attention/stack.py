@@ -86,9 +86,8 @@ class Block(nn.Module):
         **keys: Unpack[Keys],
     ) -> Tensor:
         """Applies the block; see `Attention.forward` for the arguments and the result."""
-        mixed = self.attention(
-            self._normalized(x, self.attention_norm), positions, encoding=encoding, **keys
-        )
+        normalized = self._normalized(x, self.attention_norm)
+        mixed = self.attention(normalized, positions, encoding=encoding, **keys)
         return self._feed_forward(self._add(x, mixed, self.attention_norm))
 
     def decode(
@@ -102,16 +101,11 @@ class Block(nn.Module):
     ) -> tuple[Tensor, DecodeState]:
         """Applies the block to new tokens; see `Attention.decode`."""
         if not isinstance(self.attention, Attention):
-            name = type(self.attention).__name__
-            raise ValueError(
-                f"{name} mixes all tokens at once and cannot decode; use causal attention"
-            )
+            reason = "mixes all tokens at once and cannot decode; use causal attention"
+            raise ValueError(f"{type(self.attention).__name__} {reason}")
+        normalized = self._normalized(x, self.attention_norm)
         mixed, state = self.attention.decode(
-            self._normalized(x, self.attention_norm),
-            positions,
-            state,
-            encoding=encoding,
-            key_positions=key_positions,
+            normalized, positions, state, encoding=encoding, key_positions=key_positions
         )
         return self._feed_forward(self._add(x, mixed, self.attention_norm)), state
 
