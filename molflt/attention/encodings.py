@@ -238,9 +238,8 @@ class MeshNodes(_Multiplied):
         return linear_with_mesh(query, key, value, self.on_mesh, self._sorted_pairs(terms)), None
 
     def _matrix_is_cheaper(self, query: Operand, key: Operand, value: Tensor) -> bool:
-        return self.on_mesh.matrix_is_cheaper(
-            query.x.shape[2], query.feature_map.width, value.shape[-1]
-        )
+        tokens, features, dim = query.x.shape[2], query.feature_map.width, value.shape[-1]
+        return self.on_mesh.matrix_is_cheaper(tokens, features, dim)
 
 
 class RaggedKernel(_Multiplied):
@@ -284,8 +283,8 @@ class Toeplitz(Encoding):
         return dense_log_kernel(self.log_kernel, queries, keys).exp()[None]
 
     def by_matrix(self, terms: Terms, **kernel: Tensor) -> Sums:
-        queries, keys = terms.query.tokens, terms.key.tokens
-        return super().by_matrix(terms, log_kernel=dense_log_kernel(self.log_kernel, queries, keys))
+        matrix = dense_log_kernel(self.log_kernel, terms.query.tokens, terms.key.tokens)
+        return super().by_matrix(terms, log_kernel=matrix)
 
     def mix(self, terms: Terms) -> tuple[Sums, State | None]:
         query, key, value = terms[:3]

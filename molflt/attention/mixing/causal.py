@@ -122,7 +122,6 @@ def _scan(
 class _Chunks(NamedTuple):
     """Sequence cut into chunks; tensors have the shape (batch, heads, chunks, length, ...)."""
 
-    query: Tensor  # values exp(log_q - query_max)
     log_q: Tensor  # log_q - query_max, (..., m or 1)
     query_max: Tensor  # (..., 1)
     query_values: Tensor | None
@@ -144,16 +143,12 @@ class _Chunks(NamedTuple):
         zero = value.new_zeros(*value.shape[:-1], 1)
         log_q = split(zero if query.log_scale is None else query.log_scale)
         query_max = log_q.detach().amax(dim=-1, keepdim=True)
-        log_q = log_q - query_max
-        query_values = None if query.values is None else split(query.values)
-        scale = log_q.exp()
         log_k = split(zero if key.log_scale is None else key.log_scale, _EMPTY)
         decay = zero if log_decay is None else log_decay[..., None]
         return cls(
-            scale if query_values is None else query_values * scale,
-            log_q,
+            log_q - query_max,
             query_max,
-            query_values,
+            None if query.values is None else split(query.values),
             None if key.values is None else split(key.values),
             log_k.clamp(min=_EMPTY),
             split(torch.cat((value, torch.ones_like(zero)), dim=-1)),
@@ -181,10 +176,8 @@ class _Chunks(NamedTuple):
             before.append(State(log_max, sums))
             decayed = log_max + total[:, :, c]
             log_max = torch.maximum(decayed.detach(), highest[:, :, c])
-            sums = (
-                sums * (decayed - log_max).exp()
-                + added[:, :, c] * (highest[:, :, c] - log_max).exp()
-            )
+            new = added[:, :, c] * (highest[:, :, c] - log_max).exp()
+            sums = sums * (decayed - log_max).exp() + new
         if not before:  # no token at all
             return State(*(x.unsqueeze(2)[:, :, :0] for x in state)), state
         stacked = (torch.stack(parts, dim=2) for parts in zip(*before, strict=True))
@@ -198,7 +191,7 @@ class _Chunks(NamedTuple):
         row_max = torch.maximum(chunk_max, log_past.detach().amax(dim=-1, keepdim=True))
         row_max = torch.where(row_max > _EMPTY / 2, row_max, 0.0)  # no key at all so far
         key = Features(self.key_values, self.log_k).shifted(key_max)
-        weights = self.query @ key.mT
+        weights = Features(self.query_values, self.log_q).materialize() @ key.mT
         log_scale = (key_max - self.decay).mT - row_max  # [b, h, c, query, key]
         visible = _causal_mask(weights.shape[-2], weights.shape[-1], weights.device)
         weights = weights * log_scale.masked_fill(~visible, -torch.inf).exp()

@@ -61,8 +61,7 @@ def linear_in_chunks(
 class KeySums(NamedTuple):
     """Sums over the keys of linear attention: sum_j phi(k_j) [v_j, 1] = context exp(log_max).
 
-    log_max is the maximum over keys of the logarithm of each feature. It cancels in ratios, as in
-    `_stabilize`.
+    log_max is the maximum over keys of the logarithm of each feature. It cancels in ratios.
     """
 
     context: Tensor  # (batch, heads, m, dv + 1); (dv + 1) p columns with a positional kernel

@@ -32,8 +32,8 @@ def softmax(
         key: (batch, heads, keys, d), scaled.
         value: (batch, heads, keys, dv).
         bias: f(r_i - r_j), broadcastable to (batch, heads, queries, keys).
-        key_mask: broadcastable to (batch, heads, keys), True where a key exists. The result is 0
-            for queries without any key.
+        key_mask: broadcastable to (batch, heads, keys), True where a key exists. The result
+            is 0 for queries without keys.
         dropout: probability of dropping an attention weight.
         causal: each query attends to keys up to its position, and the last query to all keys.
     """
@@ -143,8 +143,7 @@ def linear_with_kernel(
 
     With few columns, the outer sum runs over the columns of U and V, sum_s U_is phi(q_i) . [sum_j
     V_js v_j phi(k_j)]. With many columns, it runs over the features, sum_a phi_a(q_i) U_i . [sum_j
-    V_j phi_a(k_j) v_j]. The (N, m p) Kronecker product is never formed. Chunks are recomputed in
-    the backward pass.
+    V_j phi_a(k_j) v_j]. Chunks of this sum are recomputed in the backward pass.
 
     Args:
         query, key, value: see `quadratic`.

@@ -24,6 +24,9 @@ _PIECE, _PIECES = 512, 128  # minimum tokens per piece; maximum pieces per graph
 _STATE = 2**26  # nodes are summed in chunks if the states of all pieces have more elements
 
 
+_Phases = tuple[Tensor, Tensor, Tensor]  # positions, nodes xi, number of nodes of each graph
+
+
 def expect_triton() -> None:
     """Raises ValueError unless Triton kernels can run, on a GPU or in Triton's interpreter."""
     if importlib.util.find_spec("triton") is None:
@@ -45,27 +48,19 @@ def _interpreted() -> bool:
 class Waves(NamedTuple):
     """Nodes of a positional kernel h(z) = Re sum_s c_s exp(2 pi i xi_s . z)."""
 
-    xi: Tensor
-    """(graphs or 1, heads or 1, r, l)"""
-    coefficients: Tensor
-    """c (graphs or 1, heads, r), real or complex"""
-    counts: Tensor | None = None
-    """(graphs,), number of nodes of each graph; None if all have r nodes"""
+    xi: Tensor  # (graphs or 1, heads or 1, r, l)
+    coefficients: Tensor  # c (graphs or 1, heads, r), real or complex
+    counts: Tensor | None = None  # (graphs,), nodes of each graph; None if all have r nodes
 
 
 class Ragged(NamedTuple):
     """Tokens of consecutive graphs; rows of `pieces` are (graph, first token, end)."""
 
-    graph: Tensor
-    """(tokens,), graph of each token, ascending"""
-    pieces: Tensor
-    """(pieces, 3), for sums over tokens"""
-    ends: Tensor
-    """(graphs + 1,), index of the first piece of each graph, followed by the number of pieces"""
-    blocks: Tensor
-    """(blocks, 3), pieces of at most `_BLOCK` tokens"""
-    block_ends: Tensor
-    """(graphs + 1,), like `ends`, for blocks"""
+    graph: Tensor  # (tokens,), graph of each token, ascending
+    pieces: Tensor  # (pieces, 3), for sums over tokens
+    ends: Tensor  # (graphs + 1,), index of the first piece of each graph, then the number of pieces
+    blocks: Tensor  # (blocks, 3), pieces of at most `_BLOCK` tokens
+    block_ends: Tensor  # (graphs + 1,), like `ends`, for blocks
 
     @classmethod
     def of(cls, first: list[int], device: torch.device) -> "Ragged":
@@ -79,6 +74,12 @@ class Ragged(NamedTuple):
         blocks, block_ends = _cut(first, [_BLOCK] * len(counts))
         fields = graph, pieces, ends, blocks, block_ends
         return cls(*(x.to(device) for x in fields))
+
+    @classmethod
+    def of_rows(cls, positions: Tensor) -> "Ragged":
+        """Cuts the rows of a batch with positions (batch, tokens, l), each of which is a graph."""
+        batch, tokens, _ = positions.shape
+        return cls.of([row * tokens for row in range(batch + 1)], positions.device)
 
 
 def _cut(first: list[int], sizes: list[int]) -> tuple[Tensor, Tensor]:
@@ -139,9 +140,7 @@ def ragged(
     return Sums(sums[..., :-1], sums[..., -1:], shift)
 
 
-def _per_graph(
-    waves: Waves, graphs: int, heads: int, dtype: torch.dtype
-) -> tuple[Tensor, Tensor, Tensor]:
+def _per_graph(waves: Waves, graphs: int, heads: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
     """Returns the fields of `Waves` for each graph; xi and real coefficients are in `dtype`."""
     xi, c, counts = waves
     xi = xi.to(dtype).contiguous().expand(graphs, heads, -1, -1)
@@ -208,14 +207,14 @@ class _State(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(phi, v, pos, xi, counts)
         ctx.tokens = tokens
-        return _graph_sums(phi, v, pos, xi, counts, tokens, ones=True)
+        return _graph_sums(phi, v, (pos, xi, counts), tokens, ones=True)
 
     @staticmethod
     def backward(ctx: Any, by_state: Tensor) -> Any:
         _expect_first_derivative()
         phi, v, pos, xi, counts = ctx.saved_tensors
-        nodes, phases = (pos, xi, counts, ctx.tokens), any(ctx.needs_input_grad[2:4])
-        grads = _token_sums(phi, v, by_state, *nodes, ones=True, phases=phases)
+        waves, phases = (pos, xi, counts), any(ctx.needs_input_grad[2:4])
+        grads = _token_sums(phi, v, by_state, waves, ctx.tokens, ones=True, phases=phases)
         by_v, by_phi, by_pos, by_xi = grads
         return by_phi, by_v[..., :-1].to(v.dtype), by_pos, by_xi, None, None
 
@@ -229,15 +228,16 @@ class _Output(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(phi, state, pos, xi, counts)
         ctx.tokens = tokens
-        return _token_sums(phi, None, state, pos, xi, counts, tokens)[0]
+        return _token_sums(phi, None, state, (pos, xi, counts), tokens)[0]
 
     @staticmethod
     def backward(ctx: Any, by_out: Tensor) -> Any:
         _expect_first_derivative()
         phi, state, pos, xi, counts = ctx.saved_tensors
-        nodes, phases = (pos, xi, counts, ctx.tokens), any(ctx.needs_input_grad[2:4])
-        _, by_phi, by_pos, by_xi = _token_sums(phi, by_out, state, *nodes, phases=phases)
-        return by_phi, _graph_sums(phi, by_out, *nodes), by_pos, by_xi, None, None
+        waves, phases = (pos, xi, counts), any(ctx.needs_input_grad[2:4])
+        grads = _token_sums(phi, by_out, state, waves, ctx.tokens, phases=phases)
+        by_state = _graph_sums(phi, by_out, waves, ctx.tokens)
+        return grads[1], by_state, *grads[2:], None, None
 
 
 def _expect_first_derivative() -> None:
@@ -249,16 +249,12 @@ def _expect_first_derivative() -> None:
 
 
 def _graph_sums(
-    phi: Tensor,
-    w: Tensor,
-    pos: Tensor,
-    xi: Tensor,
-    counts: Tensor,
-    tokens: Ragged,
-    ones: bool = False,
+    phi: Tensor, w: Tensor, waves: _Phases, tokens: Ragged, ones: bool = False
 ) -> Tensor:
+    """Returns the gradient with respect to the state of each graph: (g, h, r, 2, m, width)."""
     from molflt.attention.mixing import triton_kernels as kernels
 
+    pos, xi, counts = waves
     width, arguments = w.shape[-1] + ones, _arguments(phi, w, xi, w.shape[-1], ones)
     heads, _, m = phi.shape
     out = phi.new_empty(len(tokens.pieces), heads, xi.shape[2], 2, m, width)
@@ -273,19 +269,15 @@ def _token_sums(
     phi: Tensor,
     w: Tensor | None,
     state: Tensor,
-    pos: Tensor,
-    xi: Tensor,
-    counts: Tensor,
+    waves: _Phases,
     tokens: Ragged,
     ones: bool = False,
     phases: bool = False,
 ) -> tuple[Any, ...]:
-    """Returns the gradients with respect to w, phi, positions and nodes; None if not requested.
-
-    Gradients with respect to positions and nodes are requested by `phases`.
-    """
+    """Returns gradients for w, phi and, with `phases`, positions and nodes; others are None."""
     from molflt.attention.mixing import triton_kernels as kernels
 
+    pos, xi, counts = waves
     (heads, count, m), axes, blocks = phi.shape, pos.shape[1], tokens.blocks
     width, arguments = state.shape[-1], _arguments(phi, w, xi, state.shape[-1] - ones, ones)
     to_w = phi.new_empty(heads, count, width) if w is None or ones else None

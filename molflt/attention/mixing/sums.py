@@ -48,10 +48,7 @@ class Sums(NamedTuple):
         return (numerator / normalizer.masked_fill(empty, 1.0)).masked_fill(empty, 0.0)
 
     def extensive(self, retained: float = 1.0) -> Tensor:
-        """Returns sum_j A_ij v_j divided by the fraction of keys retained in dropout.
-
-        The result can overflow.
-        """
+        """Returns sum_j A_ij v_j, divided by the fraction of retained keys; can overflow."""
         return self.numerator * self.log_scale.exp() / retained
 
 

@@ -223,17 +223,10 @@ def _by_blocks(
         # Uses at least one key; for queries before all keys, the kernel is 0.
         visible = min(keys, max(1, stop * width + keys - queries)) if causal else keys
         window = kernel[:, rows - stop : rows - 1 - start - (-visible // width)]
-        parts.append(
-            recomputed(
-                product,
-                phi_q[:, :, start * width : stop * width],
-                phi_k[:, :, :visible],
-                None if key_log is None else key_log[:, :, :visible],
-                value[:, :, :visible],
-                window,
-                several=step < rows,
-            )
-        )
+        block = phi_q[:, :, start * width : stop * width]
+        logs = None if key_log is None else key_log[:, :, :visible]
+        inputs = block, phi_k[:, :, :visible], logs, value[:, :, :visible], window
+        parts.append(recomputed(product, *inputs, several=step < rows))
     sums, log_scale = (torch.cat(part, dim=2) for part in zip(*parts, strict=True))
     return sums, log_scale if query_log is None else log_scale + finite(query_log)
 
