@@ -129,7 +129,7 @@ class Decoder(nn.Module):
         positions: Tensor | None = None,
         context_mask: Tensor | None = None,
     ) -> Tensor:
-        """Applies the blocks as in `Stack.forward`: (batch, tokens, dim) -> (batch, tokens, dim).
+        """Applies the blocks to x as in `Stack.forward`, without changing its shape.
 
         Args:
             x: (batch, tokens, dim).
@@ -154,8 +154,7 @@ class Decoder(nn.Module):
     ) -> tuple[Tensor, DecoderState]:
         """Applies all blocks to new tokens without recomputing earlier tokens.
 
-        `forward(x, context)` equals `step(x, remember(context))[0]`, even if x is split into
-        several steps.
+        `forward(x, context)` equals `step(x, remember(context))[0]`, even in several steps.
 
         Args:
             x: (batch * k, new tokens, dim), with k consecutive rows for each remembered sequence.

@@ -87,9 +87,8 @@ class Mixer(nn.Module):
 class FourierMixer(Mixer):
     """FNet's Fourier sublayer, y = Re(F_seq F_hidden x), without parameters.
 
-    See FNet (arXiv:2105.03824), eq. 3. The transform is not normalized, in agreement with eq. 1 and
-    the public code; y is therefore sqrt(tokens dim / 2) times as large as x. LayerNorm should
-    follow the residual sum.
+    The transform (FNet, arXiv:2105.03824, eq. 3) is not normalized, as in the public code; y is
+    therefore sqrt(tokens dim / 2) times as large as x. LayerNorm should follow the residual sum.
 
     Args:
         dim: width of the tokens.
@@ -189,8 +188,7 @@ class _NoMixer(Mixer):
     mixing = "none"
 
     def mix(self, x: Tensor, key_mask: Tensor | None) -> Tensor:
-        # Not a new tensor, because data-parallel training needs a gradient for a preceding
-        # LayerNorm.
+        # Data-parallel training needs a gradient for a preceding LayerNorm.
         return 0.0 * x
 
 

@@ -80,8 +80,7 @@ def without_masked(
     """Returns the tokens for queries (batch, tokens, dim) and for keys (batch, keys, dim).
 
     Masked keys are set to 0, because 0 times infinity would be NaN in sums and gradients. For
-    queries, only infinite and NaN entries of masked tokens are set to 0. Takes the same arguments
-    as `Attention.forward`.
+    queries, only infinities and NaN of masked tokens are. See `Attention.forward`.
     """
     source = x if context is None else context
     if key_index is not None:

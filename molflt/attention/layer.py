@@ -206,10 +206,9 @@ class Attention(Positioned):
     def forward(
         self, x: Tensor, positions: Tensor | None = None, **inputs: Unpack[_Inputs]
     ) -> Tensor:
-        """Mixes tokens: (batch, tokens, dim) -> (batch, tokens, dim).
+        """Mixes tokens x: (batch, tokens, dim) -> (batch, tokens, dim).
 
         Args:
-            x: (batch, tokens, dim).
             positions: (batch, tokens, l), for the encoding of the layer.
             encoding: evaluated encoding of these tokens, instead of positions; layers can share it.
             key_positions: (batch, keys, l), required if the keys differ from the tokens.

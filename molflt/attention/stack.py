@@ -207,8 +207,7 @@ class Stack(Positioned):
     ) -> Self:
         """Builds a stack from existing blocks with attention or mixers.
 
-        `position` is the encoding with which the attention layers of the blocks were built, or
-        None.
+        `position` is the encoding with which their attention layers were built, or None.
         """
         stack = cls.__new__(cls)
         stack._assemble(blocks, position, refinements)

@@ -57,8 +57,7 @@ class _Favor2020Features(_TrigonometricFeatures):
     """FAVOR as first published: phi(x) = D_x sqrt(2 / m) cos(w_s . x + b_s).
 
     In terms of the unscaled query q, D_x = exp(|x|^2 / 2) is exp(|q|^2 / (2 sqrt(d))), the D_Q or
-    D_K of FAVOR. The phases b_s are uniform in [0, 2 pi). The estimate of exp(x . y) is
-    unbiased; features are signed.
+    D_K of FAVOR. The phases b_s are uniform in [0, 2 pi). The estimate of exp(x . y) is unbiased.
     """
 
     paper = "2006.03555, eqs. 5-12"
@@ -143,13 +142,11 @@ class _IdentityFeatures(_SignedFeatures):
     function = staticmethod(lambda x: x)
 
 
-class _ExpFeatures(FeatureMap):
+class _ExpFeatures(_GeneralizedFeatures):
     """Generalized attention with f = exp: phi(x) = exp(w_s . x), returned as its logarithm."""
 
     paper = "2006.03555, sec. 4.3"
     smooth = True
-    random = True
-    takes_projected = True
 
     def forward(self, *columns: Columns) -> Features:
         return Features(None, self.project(*columns))

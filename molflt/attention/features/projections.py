@@ -18,8 +18,8 @@ from molflt.attention.numerics import by_head, haar_rotation, options_of, rand64
 class Projection(nn.Module):
     """Base class for projections with `rows` random rows of width `dim` per head.
 
-    Rows are drawn on the CPU in float64 and stored in buffers. A new projection overrides `_draw`
-    and `forward`.
+    Rows are drawn on the CPU in float64 and stored in buffers. Subclasses override `_draw` and
+    `forward`.
     """
 
     paper = ""
@@ -231,9 +231,8 @@ class _GivensProjection(_FactoredProjection):
     A layer permutes the coordinates at random and rotates the dim // 2 pairs (2 k, 2 k + 1) by
     uniformly distributed angles. Each block has `LAYERS_PER_LEVEL` ceil(log2 dim) separate layers.
     E w = 0 and E w w^T = I are exact. The error is largest for z along an axis: at d = 64, the
-    kernel is too large by 0.2 % at |z| = 1 and by 3 % at |z| = 2. On a CPU, this projection is 10
-    times slower than a dense matrix at d = 64. Source: Choromanski et al. 2019, Unifying orthogonal
-    Monte Carlo.
+    kernel is too large by 0.2 % at |z| = 1 and by 3 % at |z| = 2. On a CPU, a dense matrix is 10
+    times faster at d = 64. Source: Choromanski et al. 2019, Unifying orthogonal Monte Carlo.
     """
 
     paper = "2006.03555, sec. 2.4"
