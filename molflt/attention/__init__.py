@@ -15,8 +15,7 @@
                            |
     Attention  layer.py  ->  Block, Stack  stack.py  ->  Decoder  decoder.py
 
-This package requires torch and, for quadrature rules, numpy and scipy. Code for graphs is in
-`molflt.graph`.
+This package requires torch and, for quadrature rules, numpy and scipy.
 """
 
 from molflt.attention.convert import convert_weights_

@@ -14,8 +14,7 @@ def convert_weights_(source: nn.Module, target: nn.Module) -> list[str]:
     softmax layers that have normalized queries and keys and a temperature of about 1. Models with
     other feature maps or sharper attention need further training.
 
-    Returns the names of the target's parameters that the source does not have. These parameters are
-    not changed.
+    Returns the names of the target's other parameters, which are not changed.
 
     Args:
         source: any module.
@@ -23,31 +22,31 @@ def convert_weights_(source: nn.Module, target: nn.Module) -> list[str]:
             place. The target keeps its random projections if the source does not have any.
     """
     _refuse_other_logits(source, target)
-    given = source.state_dict()
-    own = target.state_dict()
-    shared = given.keys() & own.keys()
+    source_weights, target_weights = source.state_dict(), target.state_dict()
+    shared = source_weights.keys() & target_weights.keys()
     parameters = {name for name, _ in target.named_parameters()}
     if not parameters.intersection(shared):
         raise ValueError(
             f"{type(source).__name__} and {type(target).__name__} do not share a parameter"
         )
     for name in shared:  # before anything is copied
-        if given[name].shape != own[name].shape:
-            shapes = f"{tuple(given[name].shape)} in the source, {tuple(own[name].shape)}"
-            raise ValueError(f"{name}: {shapes} in the target")
-    target.load_state_dict({name: given[name] for name in shared}, strict=False)
+        ours, theirs = (tuple(x[name].shape) for x in (target_weights, source_weights))
+        if ours != theirs:
+            raise ValueError(f"{name}: {theirs} in the source, {ours} in the target")
+    target.load_state_dict({name: source_weights[name] for name in shared}, strict=False)
     return sorted(parameters.difference(shared))
 
 
 def _refuse_other_logits(source: nn.Module, target: nn.Module) -> None:
+    """Raises ValueError if the layers of the target would compute different logits."""
     modules = dict(source.named_modules())
-    for name, own in target.named_modules():
-        given = modules.get(name)
-        if not isinstance(own, Scaling) or not isinstance(given, Scaling):
+    for name, ours in target.named_modules():
+        theirs = modules.get(name)
+        if not isinstance(ours, Scaling) or not isinstance(theirs, Scaling):
             continue
         for option in ("heads", "normalize"):
-            here, there = getattr(own, option), getattr(given, option)
-            if here != there:
-                raise ValueError(f"{name}: {option}={there} in the source, {here} in the target")
-        if given.log_temperature is not None and own.log_temperature is None:
+            old, new = getattr(theirs, option), getattr(ours, option)
+            if old != new:
+                raise ValueError(f"{name}: {option}={old} in the source, {new} in the target")
+        if theirs.log_temperature is not None and ours.log_temperature is None:
             raise ValueError(f"{name} of the source has a temperature; set learn_temperature=True")

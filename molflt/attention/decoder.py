@@ -17,7 +17,7 @@ from molflt.attention.stack import Block, Stack, StackState
 
 Memory = KeyValues | KeySums
 
-_OF_SELF_ATTENTION = ("causal", "gate", "position")
+_SELF_ATTENTION_ONLY = ("causal", "gate", "position")
 
 
 class CrossAttention(Attention):
@@ -29,8 +29,8 @@ class CrossAttention(Attention):
     """
 
     def __init__(self, dim: int, heads: int, **attention: Any) -> None:
-        own = {name: attention.get(name) or None for name in _OF_SELF_ATTENTION}
-        no_effect("in attention to another sequence", **own)
+        unused = {name: attention.get(name) or None for name in _SELF_ATTENTION_ONLY}
+        no_effect("in attention to another sequence", **unused)
         super().__init__(dim, heads, **attention)
 
     def remember(self, context: Tensor, context_mask: Tensor | None = None) -> Memory:
@@ -44,8 +44,8 @@ class CrossAttention(Attention):
             context_mask: (batch, keys) bool, True where a token exists.
         """
         _, source = without_masked(context, context_mask)
-        key, value = (self._by_head(to, source) for to in (self.to_key, self.to_value))
-        key = self.scaling(key)
+        key = self.scaling(self._by_head(self.to_key, source))
+        value = self._by_head(self.to_value, source)
         mask = None if context_mask is None else context_mask[:, None]
         if self.feature_map is None:
             return KeyValues(key, value, mask)
@@ -56,9 +56,9 @@ class CrossAttention(Attention):
 
         x is (batch * k, tokens, dim), with k consecutive rows for each of the `batch` sequences.
         """
-        rows = memory.key if isinstance(memory, KeyValues) else memory.context
-        tokens = len(x) // max(1, len(rows)) * x.shape[1]
-        query = self.scaling(self._by_head(self.to_query, x.reshape(len(rows), tokens, self.dim)))
+        sequences = len(memory.key if isinstance(memory, KeyValues) else memory.context)
+        tokens = len(x) // max(1, sequences) * x.shape[1]
+        query = self.scaling(self._by_head(self.to_query, x.reshape(sequences, tokens, self.dim)))
         if isinstance(memory, KeyValues):
             out = softmax(query, memory.key, memory.value, None, memory.mask)
         else:
@@ -101,19 +101,19 @@ class Decoder(nn.Module):
     ) -> None:
         super().__init__()
         known_names(Decoder, stack, Stack, Attention)
-        idle = {name: stack.pop(name, None) for name in ("refinements", "causal")}
-        no_effect("in a decoder, which is causal and applied once", **idle)
+        unused = {name: stack.pop(name, None) for name in ("refinements", "causal")}
+        no_effect("in a decoder, which is causal and applied once", **unused)
         self.stack = Stack(
             dim, heads, layers, causal=True, attention_dropout=attention_dropout, **stack
         )
         # `dropout` in `stack` applies to the blocks
-        shared = signature(Attention).parameters.keys() - {"dropout", *_OF_SELF_ATTENTION}
-        given = {name: value for name, value in stack.items() if name in shared}
-        if given.get("normalize") == "unmasked":  # equals "masked" without a position
-            del given["normalize"]
+        shared = signature(Attention).parameters.keys() - {"dropout", *_SELF_ATTENTION_ONLY}
+        options = {name: value for name, value in stack.items() if name in shared}
+        if options.get("normalize") == "unmasked":  # equals "masked" without a position
+            del options["normalize"]
         eps = self.stack._blocks()[0].attention_norm.eps
         self.cross = nn.ModuleList(
-            CrossAttention(dim, heads, dropout=attention_dropout, **given) for _ in range(layers)
+            CrossAttention(dim, heads, dropout=attention_dropout, **options) for _ in range(layers)
         )
         self.cross_norms = nn.ModuleList(nn.LayerNorm(dim, eps) for _ in range(layers))
 
@@ -129,7 +129,7 @@ class Decoder(nn.Module):
         positions: Tensor | None = None,
         context_mask: Tensor | None = None,
     ) -> Tensor:
-        """Applies the blocks as in `Stack.forward`: (batch, tokens, dim) -> (batch, tokens, dim).
+        """Applies the blocks to x as in `Stack.forward`, without changing its shape.
 
         Args:
             x: (batch, tokens, dim).
@@ -139,10 +139,10 @@ class Decoder(nn.Module):
         """
         encoding = self.stack._evaluate(self.stack._encoded_for, positions, None)
         for block, cross, norm in self._layers():
-            mixed = block.attention(block._before(x), encoding=encoding)
-            x = block._added(x, mixed, block.attention_norm)
-            seen = cross(block._before(x, norm), context=context, key_mask=context_mask)
-            x = block._after_ffn(block._added(x, seen, norm))
+            mixed = block.attention(block._normalized(x, block.attention_norm), encoding=encoding)
+            x = block._add(x, mixed, block.attention_norm)
+            mixed = cross(block._normalized(x, norm), context=context, key_mask=context_mask)
+            x = block._feed_forward(block._add(x, mixed, norm))
         return self.stack.norm(x)
 
     def remember(self, context: Tensor, context_mask: Tensor | None = None) -> DecoderState:
@@ -154,27 +154,26 @@ class Decoder(nn.Module):
     ) -> tuple[Tensor, DecoderState]:
         """Applies all blocks to new tokens without recomputing earlier tokens.
 
-        `forward(x, context)` equals `step(x, remember(context))[0]`, even if x is split into
-        several steps.
+        `forward(x, context)` equals `step(x, remember(context))[0]`, even in several steps.
 
         Args:
             x: (batch * k, new tokens, dim), with k consecutive rows for each remembered sequence.
             state: state returned by the previous call, or by `remember` at the start.
             positions: (batch * k or 1, new tokens, l), positions of the new tokens.
         """
-        encoding, keys = self.stack._evaluate_new(positions, state.stack)
-        before = [None] * len(self.cross) if state.stack is None else state.stack.blocks
-        after: list[DecodeState] = []
-        for (block, cross, norm), old, memory in zip(
-            self._layers(), before, state.memory, strict=True
-        ):
+        encoding, key_positions = self.stack._evaluate_new(positions, state.stack)
+        states = [None] * len(self.cross) if state.stack is None else state.stack.blocks
+        new_states: list[DecodeState] = []
+        layers = zip(self._layers(), states, state.memory, strict=True)
+        for (block, cross, norm), block_state, memory in layers:
             attention = cast(Attention, block.attention)
-            mixed, new = attention.decode(block._before(x), state=old, encoding=encoding)
-            after.append(new)
-            x = block._added(x, mixed, block.attention_norm)
-            seen = cross.recall(block._before(x, norm), memory)
-            x = block._after_ffn(block._added(x, seen, norm))
-        return self.stack.norm(x), state._replace(stack=StackState(keys, after))
+            normalized = block._normalized(x, block.attention_norm)
+            mixed, new_state = attention.decode(normalized, state=block_state, encoding=encoding)
+            new_states.append(new_state)
+            x = block._add(x, mixed, block.attention_norm)
+            mixed = cross.recall(block._normalized(x, norm), memory)
+            x = block._feed_forward(block._add(x, mixed, norm))
+        return self.stack.norm(x), state._replace(stack=StackState(key_positions, new_states))
 
     def redraw_(self, generator: torch.Generator | None = None) -> None:
         """Draws new random features in place; see `Stack.redraw_`."""

@@ -81,10 +81,10 @@ class Encoding:
             gate: logits of the fraction of the past that each token keeps, (batch, heads, tokens).
             state: state of the preceding tokens, for causal attention.
         """
-        matrix = form == "quadratic"
+        use_matrix = form == "quadratic"
         if form == "auto" and not causal:
-            matrix = self._matrix_is_cheaper(query, key, value)
-        if not (matrix or causal) and self.chunked and self.pairs is None:
+            use_matrix = self._matrix_is_cheaper(query, key, value)
+        if not (use_matrix or causal) and self.chunked and self.pairs is None:
             columns = 0 if self.kernel is None else self.kernel[0].shape[-1]
             if size := chunk_size(query, key, value, columns):
                 return linear_in_chunks(query, key, value, size, self.kernel), None
@@ -95,10 +95,10 @@ class Encoding:
                 gate = at_least_float32(gate)
                 phi_k, log_decay = phi_k.scaled(F.logsigmoid(-gate)), F.logsigmoid(gate)
             terms = Terms(phi_q, phi_k, value, causal, log_decay, state)
-            sums, last = (self.by_matrix(terms), None) if matrix else self.mix(terms)
+            sums, new_state = (self.by_matrix(terms), None) if use_matrix else self.mix(terms)
             if self.pairs is not None and self.pairs.exact is not None:
                 sums = with_exact_pairs(sums, query, key, value, self.pairs)
-            return sums, last
+            return sums, new_state
 
     def by_matrix(self, terms: Terms, **kernel: Tensor) -> Sums:
         """Computes the sums from the N x N attention matrix, as a reference for `mix`."""
@@ -107,9 +107,10 @@ class Encoding:
 
     def mix(self, terms: Terms) -> tuple[Sums, State | None]:
         """Computes the sums without forming the attention matrix."""
-        if terms.causal:
-            return causal_linear(*terms[:3], terms.log_decay, terms.state)
-        return linear(*terms[:3]), None
+        query, key, value, causal, log_decay, state = terms
+        if causal:
+            return causal_linear(query, key, value, log_decay, state)
+        return linear(query, key, value), None
 
     def _matrix_is_cheaper(self, query: Operand, key: Operand, value: Tensor) -> bool:
         p = None if self.kernel is None else self.kernel[0].shape[-1]
@@ -161,24 +162,24 @@ class _Multiplied(Encoding):
         self._by_query: Shared[Pairs | SortedPairs] = Shared()
 
     def _sorted_pairs(self, terms: Terms) -> Pairs | SortedPairs | None:
-        # All layers share the sorted pairs.
+        """Returns the pairs sorted by query, which all layers share."""
         if (pairs := self.pairs) is None:
             return None
-        sizes = terms.value.shape[0], terms.query.tokens, terms.key.tokens
-        return self._by_query.get(lambda: pairs.by_query(*sizes))
+        batch, queries, keys = terms.value.shape[0], terms.query.tokens, terms.key.tokens
+        return self._by_query.get(lambda: pairs.by_query(batch, queries, keys))
 
-    def _far(self, queries: int, keys: int) -> Tensor:
+    def _far_kernel(self, queries: int, keys: int) -> Tensor:
         """Returns the kernel without the corrections w: (b, h, queries, keys)."""
         raise NotImplementedError
 
     def dense(self, queries: int, keys: int) -> Tensor:
-        def formed() -> Tensor:
-            matrix = self._far(queries, keys)
+        def compute() -> Tensor:
+            matrix = self._far_kernel(queries, keys)
             if self.pairs is None:
                 return matrix
             return matrix + self.pairs.dense(matrix.shape[0], queries, keys)
 
-        return self._matrix.get(formed)
+        return self._matrix.get(compute)
 
     def by_matrix(self, terms: Terms, **kernel: Tensor) -> Sums:
         return super().by_matrix(terms, kernel=self.dense(terms.query.tokens, terms.key.tokens))
@@ -197,12 +198,14 @@ class Kernel(_Multiplied):
         super().__init__(pairs)
         self.kernel = left, right
 
-    def _far(self, queries: int, keys: int) -> Tensor:
+    def _far_kernel(self, queries: int, keys: int) -> Tensor:
         return products_of_all(*self.kernel)
 
     def mix(self, terms: Terms) -> tuple[Sums, State | None]:
         if not terms.causal:
-            return linear_with_kernel(*terms[:3], self.kernel, self._sorted_pairs(terms)), None
+            query, key, value = terms[:3]
+            pairs = self._sorted_pairs(terms)
+            return linear_with_kernel(query, key, value, self.kernel, pairs), None
         if self.pairs is not None:
             raise ValueError("causal attention does not support a near field; remove it")
         left, right = (factor.to(terms.value.dtype) for factor in self.kernel)
@@ -223,7 +226,7 @@ class MeshNodes(_Multiplied):
         super().__init__(pairs)
         self.on_mesh = on_mesh
 
-    def _far(self, queries: int, keys: int) -> Tensor:
+    def _far_kernel(self, queries: int, keys: int) -> Tensor:
         return self.on_mesh.dense(queries)
 
     def mix(self, terms: Terms) -> tuple[Sums, State | None]:
@@ -231,12 +234,12 @@ class MeshNodes(_Multiplied):
             raise ValueError(
                 "causal attention does not support a mesh; use reciprocal nodes instead"
             )
-        return linear_with_mesh(*terms[:3], self.on_mesh, self._sorted_pairs(terms)), None
+        query, key, value = terms[:3]
+        return linear_with_mesh(query, key, value, self.on_mesh, self._sorted_pairs(terms)), None
 
     def _matrix_is_cheaper(self, query: Operand, key: Operand, value: Tensor) -> bool:
-        return self.on_mesh.matrix_is_cheaper(
-            query.x.shape[2], query.feature_map.width, value.shape[-1]
-        )
+        tokens, features, dim = query.x.shape[2], query.feature_map.width, value.shape[-1]
+        return self.on_mesh.matrix_is_cheaper(tokens, features, dim)
 
 
 class RaggedKernel(_Multiplied):
@@ -257,8 +260,9 @@ class RaggedKernel(_Multiplied):
         self.waves, self.positions, self.tokens = waves, positions, tokens
 
     def mix(self, terms: Terms) -> tuple[Sums, State | None]:
-        where = self.positions, self.tokens, self._sorted_pairs(terms)
-        return ragged(*terms[:3], self.waves, *where), None
+        query, key, value = terms[:3]
+        pairs = self._sorted_pairs(terms)
+        return ragged(query, key, value, self.waves, self.positions, self.tokens, pairs), None
 
 
 class Toeplitz(Encoding):
@@ -279,11 +283,12 @@ class Toeplitz(Encoding):
         return dense_log_kernel(self.log_kernel, queries, keys).exp()[None]
 
     def by_matrix(self, terms: Terms, **kernel: Tensor) -> Sums:
-        sizes = terms.query.tokens, terms.value.shape[-2]
-        return super().by_matrix(terms, log_kernel=dense_log_kernel(self.log_kernel, *sizes))
+        matrix = dense_log_kernel(self.log_kernel, terms.query.tokens, terms.key.tokens)
+        return super().by_matrix(terms, log_kernel=matrix)
 
     def mix(self, terms: Terms) -> tuple[Sums, State | None]:
-        return toeplitz(*terms[:3], self.log_kernel, terms.causal, self.method), None
+        query, key, value = terms[:3]
+        return toeplitz(query, key, value, self.log_kernel, terms.causal, self.method), None
 
     def _matrix_is_cheaper(self, query: Operand, key: Operand, value: Tensor) -> bool:
         return False  # for few tokens, `toeplitz` chooses "blocks"

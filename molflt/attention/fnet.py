@@ -6,13 +6,14 @@ because every transform includes only unmasked tokens.
 """
 
 import math
+from typing import Unpack
 
 import torch
 from torch import Tensor, nn
 
 from molflt.attention.checks import at_least_one, no_effect
 from molflt.attention.encodings import Encoding
-from molflt.attention.keys import check_mask
+from molflt.attention.keys import Keys, check_mask
 from molflt.attention.numerics import at_least_float32, options_of
 
 # Standard deviation of N(0, 1) truncated at 2; LeCun's truncated initialization divides by it.
@@ -49,9 +50,7 @@ class Mixer(nn.Module):
         positions: Tensor | None = None,
         *,
         encoding: Encoding | None = None,
-        key_mask: Tensor | None = None,
-        key_weight: Tensor | None = None,
-        key_index: Tensor | None = None,
+        **keys: Unpack[Keys],
     ) -> Tensor:
         """Mixes tokens (batch, tokens, dim) in at least float32, even under autocast.
 
@@ -59,9 +58,9 @@ class Mixer(nn.Module):
         unmasked tokens, in order, form the sequence that is mixed; the result is 0 for masked
         tokens. Other arguments must be None.
         """
+        key_mask = keys.pop("key_mask", None)
         why = f"with mixing={self.mixing!r}, which uses neither positions nor keys"
-        given = {"positions": positions, "encoding": encoding}
-        no_effect(why, **given, key_weight=key_weight, key_index=key_index)
+        no_effect(why, positions=positions, encoding=encoding, **keys)
         if x.ndim != 3 or x.shape[-1] != self.dim:
             raise ValueError(
                 f"x has the wrong shape; expected (batch, tokens, {self.dim}); got "
@@ -73,8 +72,8 @@ class Mixer(nn.Module):
             full = at_least_float32(x)
             if key_mask is None:
                 return self.mix(full, None).to(x.dtype)
-            gone = ~key_mask[..., None]
-            out = self.mix(full.masked_fill(gone, 0.0), key_mask).masked_fill(gone, 0.0)
+            masked = ~key_mask[..., None]
+            out = self.mix(full.masked_fill(masked, 0.0), key_mask).masked_fill(masked, 0.0)
             return out.to(x.dtype)
 
     def mix(self, x: Tensor, key_mask: Tensor | None) -> Tensor:
@@ -88,9 +87,8 @@ class Mixer(nn.Module):
 class FourierMixer(Mixer):
     """FNet's Fourier sublayer, y = Re(F_seq F_hidden x), without parameters.
 
-    See FNet (arXiv:2105.03824), eq. 3. The transform is not normalized, in agreement with eq. 1 and
-    the public code; y is therefore sqrt(tokens dim / 2) times as large as x. LayerNorm should
-    follow the residual sum.
+    The transform (FNet, arXiv:2105.03824, eq. 3) is not normalized, as in the public code; y is
+    therefore sqrt(tokens dim / 2) times as large as x. LayerNorm should follow the residual sum.
 
     Args:
         dim: width of the tokens.
@@ -150,15 +148,15 @@ class _LinearMixer(Mixer):
                     f"tokens; got {longest}; build the mixer with a larger max_tokens"
                 )
         if key_mask is not None:
-            first = key_mask.to(torch.uint8).argsort(dim=1, descending=True, stable=True)
-            x = x.gather(1, first[:, : self.max_tokens, None].expand(-1, -1, self.dim))
-        used = x.shape[1]
-        sequence = at_least_float32(self.sequence_weight[:used, :used])
-        out = sequence @ (x @ at_least_float32(self.hidden_weight))
+            unmasked_first = key_mask.to(torch.uint8).argsort(dim=1, descending=True, stable=True)
+            x = x.gather(1, unmasked_first[:, : self.max_tokens, None].expand(-1, -1, self.dim))
+        n = x.shape[1]
+        sequence_weight = at_least_float32(self.sequence_weight[:n, :n])
+        out = sequence_weight @ (x @ at_least_float32(self.hidden_weight))
         if key_mask is None:
             return out
-        before = (key_mask.cumsum(dim=1) - 1).clamp(min=0)  # unmasked tokens before each of them
-        return out.gather(1, before[..., None].expand(-1, -1, self.dim))
+        rank = (key_mask.cumsum(dim=1) - 1).clamp(min=0)  # unmasked tokens before each token
+        return out.gather(1, rank[..., None].expand(-1, -1, self.dim))
 
 
 class _RandomMixer(_LinearMixer):
@@ -190,8 +188,7 @@ class _NoMixer(Mixer):
     mixing = "none"
 
     def mix(self, x: Tensor, key_mask: Tensor | None) -> Tensor:
-        # Not a new tensor, because data-parallel training needs a gradient for a preceding
-        # LayerNorm.
+        # Data-parallel training needs a gradient for a preceding LayerNorm.
         return 0.0 * x
 
 

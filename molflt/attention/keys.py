@@ -44,10 +44,11 @@ def log_weights(key_weight: Tensor | None, key_mask: Tensor | None, key: Tensor)
     if key_mask is not None:  # before the logarithm, whose derivative at 0 is infinite
         weight = weight.masked_fill(~key_mask, 1.0)
     least = torch.finfo(weight.dtype).tiny  # below this, the slope 1 / weight overflows
-    if readable(weight) and bool((wrong := ~((weight >= least) & weight.isfinite())).any()):
+    invalid = ~((weight >= least) & weight.isfinite())
+    if readable(weight) and bool(invalid.any()):
         raise ValueError(
             f"key_weight must be finite and at least {least:.3g} in {weight.dtype}; got "
-            f"{key_weight[wrong][0].item():g}; exclude keys with key_mask"
+            f"{key_weight[invalid][0].item():g}; exclude keys with key_mask"
         )
     return weight.log()[:, None]
 
@@ -56,10 +57,10 @@ def _finite(x: Tensor, key_mask: Tensor) -> Tensor:
     return torch.where(key_mask[..., None], x, x.nan_to_num(0.0, 0.0, 0.0))
 
 
-def placed(
+def finite_positions(
     positions: Tensor | None, key_positions: Tensor | None, keys: Keys
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Returns the positions of queries and keys, made finite for masked keys."""
+    """Returns the positions of queries and keys; infinities and NaN of masked keys become 0."""
     if positions is not None and key_positions is None and keys.get("key_index") is not None:
         raise ValueError("key_index needs positions of keys; pass key_positions, (batch, keys, l)")
     key_mask = keys.get("key_mask")
@@ -79,22 +80,22 @@ def without_masked(
     """Returns the tokens for queries (batch, tokens, dim) and for keys (batch, keys, dim).
 
     Masked keys are set to 0, because 0 times infinity would be NaN in sums and gradients. For
-    queries, only infinite and NaN entries of masked tokens are set to 0. Takes the same arguments
-    as `Attention.forward`.
+    queries, only infinities and NaN of masked tokens are. See `Attention.forward`.
     """
     source = x if context is None else context
     if key_index is not None:
         if key_index.shape[:-1] != source.shape[:1]:
-            expected = f"({len(source)}, keys)"
-            raise ValueError(f"key_index must be {expected}; got {tuple(key_index.shape)}")
+            raise ValueError(
+                f"key_index must have shape ({len(source)}, keys); got {tuple(key_index.shape)}"
+            )
         whole("key_index", key_index, 0, source.shape[1] - 1, "the places of tokens")
     if key_mask is None:
         return x, source
     check_mask(key_mask, source.shape[:2] if key_index is None else key_index.shape)
     used = key_mask
     if key_index is not None:
-        seen = torch.zeros(source.shape[:2], dtype=torch.uint8, device=source.device)
-        used = seen.scatter_reduce(1, key_index, key_mask.to(seen.dtype), "amax").bool()
+        counts = torch.zeros(source.shape[:2], dtype=torch.uint8, device=source.device)
+        used = counts.scatter_reduce(1, key_index, key_mask.to(counts.dtype), "amax").bool()
     if context is None:
         x = _finite(x, used)
     return x, source.masked_fill(~used[..., None], 0.0)

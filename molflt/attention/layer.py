@@ -9,7 +9,7 @@ from molflt.attention.checks import _head_width, no_effect, not_negative, one_of
 from molflt.attention.encodings import KERNELIZED, SOFTMAX, TRITON, Encoding
 from molflt.attention.features import FEATURE_MAPS, FeatureMap, FeatureMapName, ProjectionName
 from molflt.attention.features.base import Operand
-from molflt.attention.keys import Keys, log_weights, placed, without_masked
+from molflt.attention.keys import Keys, finite_positions, log_weights, without_masked
 from molflt.attention.mixing.causal import DecodeState, KeyValues, State
 from molflt.attention.mixing.forms import joined_bias, softmax
 from molflt.attention.mixing.ragged import expect_triton
@@ -19,7 +19,7 @@ from molflt.attention.positions.base import MIXINGS, MixingName, Position, Posit
 
 DEFAULT_MAP = "positive"
 
-_States = tuple[State, ...]
+_States = tuple[State, ...]  # of the sums and, for normalize="unmasked", of those without positions
 
 
 class Scaling(nn.Module):
@@ -69,7 +69,7 @@ class _Heads(NamedTuple):
     gate: Tensor | None = None  # logits of the fraction of the past that is kept, (b, h, tokens)
 
 
-class _Where(Keys, total=False):
+class _Inputs(Keys, total=False):
     """Keyword arguments of `Attention.forward`, which are documented there."""
 
     encoding: Encoding | None
@@ -152,13 +152,21 @@ class Attention(Positioned):
         self.floor = floor
         self.dropout = dropout
         if mixing == "softmax":
-            given: dict[str, object] = {"feature_map": feature_map, "num_features": num_features}
-            given |= {"projection": projection, "floor": floor or None, "gate": gate or None}
-            given |= {"normalize": None if normalize == "masked" else normalize, "degree": degree}
-            no_effect("with mixing='softmax'", **given)
+            no_effect(
+                "with mixing='softmax'",
+                feature_map=feature_map,
+                num_features=num_features,
+                projection=projection,
+                floor=floor or None,
+                gate=gate or None,
+                normalize=None if normalize == "masked" else normalize,
+                degree=degree,
+            )
         self._refuse_misfits(gate)
-        linears = (nn.Linear(dim, dim) for _ in range(4))
-        self.to_query, self.to_key, self.to_value, self.to_out = linears
+        self.to_query = nn.Linear(dim, dim)
+        self.to_key = nn.Linear(dim, dim)
+        self.to_value = nn.Linear(dim, dim)
+        self.to_out = nn.Linear(dim, dim)
         self.to_gate = nn.Linear(dim, heads) if gate else None
         self.feature_map: FeatureMap | None = None
         if mixing != "softmax":
@@ -170,10 +178,11 @@ class Attention(Positioned):
         self.scaling = Scaling(heads, self.head_dim, normalize_qk, learn_temperature, unit_norm)
 
     def _refuse_misfits(self, gate: bool) -> None:
+        """Raises ValueError for options that exclude each other or that have no effect."""
         if gate and not self.causal:
             raise ValueError("gate=True needs causal=True; got causal=False; change one of them")
-        needs = self.position is not None and not self.causal and self.normalize != "unmasked"
-        if self.mixing == TRITON and not needs:
+        has_kernel = self.position is not None and self.normalize != "unmasked"
+        if self.mixing == TRITON and (self.causal or not has_kernel):
             raise ValueError(
                 "mixing='triton' needs position='multiplicative', causal=False and normalize "
                 f"'masked' or 'none'; got {type(self.position).__name__}, causal={self.causal}, "
@@ -195,20 +204,19 @@ class Attention(Positioned):
         return "linear" if self.mixing == "auto" else self.mixing
 
     def forward(
-        self, x: Tensor, positions: Tensor | None = None, **where: Unpack[_Where]
+        self, x: Tensor, positions: Tensor | None = None, **inputs: Unpack[_Inputs]
     ) -> Tensor:
-        """Mixes tokens: (batch, tokens, dim) -> (batch, tokens, dim).
+        """Mixes tokens x: (batch, tokens, dim) -> (batch, tokens, dim).
 
         Args:
-            x: (batch, tokens, dim).
             positions: (batch, tokens, l), for the encoding of the layer.
             encoding: evaluated encoding of these tokens, instead of positions; layers can share it.
             key_positions: (batch, keys, l), required if the keys differ from the tokens.
             key_mask, key_weight, key_index: (batch, keys); see `Keys`.
             context: (batch, keys, dim), tokens to attend to instead of x (cross-attention).
         """
-        heads, encoding = self._prepare(x, positions, **where)
-        return self._join(self._mix(heads, encoding, self.dropout * self.training)[0])
+        heads, encoding = self._prepare(x, positions, **inputs)
+        return self._join(self._mix(heads, encoding)[0])
 
     def decode(
         self,
@@ -246,23 +254,23 @@ class Attention(Positioned):
             key = torch.cat((state.key, heads.key), dim=2)
             value = torch.cat((state.value, heads.value), dim=2)
             heads, state = heads._replace(key=key, value=value), None
-        out, last = self._mix(heads, encoding, self.dropout * self.training, state or ())
-        return self._join(out), last if last else KeyValues(heads.key, heads.value)
+        out, states = self._mix(heads, encoding, state or ())
+        return self._join(out), states or KeyValues(heads.key, heads.value)
 
     def weights(
-        self, x: Tensor, positions: Tensor | None = None, **where: Unpack[_Where]
+        self, x: Tensor, positions: Tensor | None = None, **inputs: Unpack[_Inputs]
     ) -> Tensor:
         """Returns the attention matrix (batch, heads, queries, keys), for plots and tests.
 
         Takes the same arguments as `forward`. The matrix is computed without dropout, with unit
         vectors as values, and takes O(N^2) memory.
         """
-        heads, encoding = self._prepare(x, positions, **where)
+        heads, encoding = self._prepare(x, positions, **inputs)
         eye = torch.eye(heads.key.shape[2], dtype=heads.key.dtype, device=heads.key.device)
         value = eye.expand(*heads.key.shape[:2], -1, -1)
-        return self._mix(heads._replace(value=value), encoding)[0]
+        return self._mix(heads._replace(value=value), encoding, keep_all=True)[0]
 
-    def sums(self, x: Tensor, positions: Tensor | None = None, **where: Unpack[_Where]) -> Sums:
+    def sums(self, x: Tensor, positions: Tensor | None = None, **inputs: Unpack[_Inputs]) -> Sums:
         """Returns the numerators and normalizers of kernelized attention, before division.
 
         Takes the same arguments as `forward`. `(sums.normalizer <= 0).sum()` counts the rows whose
@@ -270,7 +278,7 @@ class Attention(Positioned):
         """
         if self.mixing == "softmax":
             raise ValueError("softmax attention does not compute features or sums; use weights()")
-        heads, encoding = self._prepare(x, positions, **where)
+        heads, encoding = self._prepare(x, positions, **inputs)
         return self._sums(*self._operands(heads, encoding), heads, encoding)[0]
 
     def _prepare(
@@ -287,8 +295,8 @@ class Attention(Positioned):
                 "context needs its own positions; pass key_positions, (batch, keys, l)"
             )
         heads = self._split(x, context, **keys)  # first, because it checks the mask
-        where = placed(positions, key_positions, keys)
-        return heads, self._encode(*where, encoding)
+        positions, key_positions = finite_positions(positions, key_positions, keys)
+        return heads, self._encode(positions, key_positions, encoding)
 
     def _encode(
         self, positions: Tensor | None, key_positions: Tensor | None, encoding: Encoding | None
@@ -320,7 +328,7 @@ class Attention(Positioned):
             )
         x, source = without_masked(x, key_mask, key_index, context)
         query = self._by_head(self.to_query, x)
-        key, value = (self._by_head(to, source) for to in (self.to_key, self.to_value))
+        key, value = self._by_head(self.to_key, source), self._by_head(self.to_value, source)
         query, key = self.scaling(query), self.scaling(key)
         if key_index is not None:
             index = key_index[:, None, :, None].expand(-1, self.heads, -1, self.head_dim)
@@ -332,31 +340,33 @@ class Attention(Positioned):
             gate = gate.masked_fill(~mask, torch.inf)  # masked tokens keep all of the past
         return _Heads(query, key, value, mask, weight, gate)
 
-    def _by_head(self, to: nn.Module, tokens: Tensor) -> Tensor:
-        return to(tokens).unflatten(-1, (self.heads, self.head_dim)).transpose(1, 2)
+    def _by_head(self, projection: nn.Module, tokens: Tensor) -> Tensor:
+        return projection(tokens).unflatten(-1, (self.heads, self.head_dim)).transpose(1, 2)
 
     def _mix(
-        self, heads: _Heads, encoding: Encoding, dropout: float = 0.0, states: _States = ()
+        self, heads: _Heads, encoding: Encoding, states: _States = (), keep_all: bool = False
     ) -> tuple[Tensor, _States]:
         """Returns the outputs of all heads and the states after the last token, if any."""
+        dropout = self.dropout if self.training and not keep_all else 0.0
         if self.mixing == "softmax":
-            compared = encoding.transform(heads.query, heads.key)
-            bias = joined_bias(encoding.bias, heads.log_weight, *compared)
-            out = softmax(*compared, heads.value, bias, heads.mask, dropout, self.causal)
-            return out, ()
+            q, k = encoding.transform(heads.query, heads.key)
+            bias = joined_bias(encoding.bias, heads.log_weight, q, k)
+            return softmax(q, k, heads.value, bias, heads.mask, dropout, self.causal), ()
         if dropout:
             heads = heads._replace(mask=drop_keys(heads.key, heads.mask, dropout))
         query, key = self._operands(heads, encoding)
-        sums, *last = self._sums(query, key, heads, encoding, states)
+        sums, state = self._sums(query, key, heads, encoding, states[:1])
+        new_states = [state]
         if self.normalize == "unmasked":
-            plain = query.without_columns(), key.without_columns()
-            other, bare = self._sums(*plain, heads, Encoding(), states[1:])
-            out, last = sums.ratio(self.floor, other), [*last, bare]
+            query, key = query.without_columns(), key.without_columns()
+            unmasked, state = self._sums(query, key, heads, Encoding(), states[1:])
+            new_states.append(state)
+            out = sums.ratio(self.floor, unmasked)
         elif self.normalize == "masked":
             out = sums.ratio(self.floor)
         else:
             out = sums.extensive(1 - dropout)
-        return out.to(heads.value.dtype), tuple(state for state in last if state is not None)
+        return out.to(heads.value.dtype), tuple(s for s in new_states if s is not None)
 
     def _operands(self, heads: _Heads, encoding: Encoding) -> tuple[Operand, Operand]:
         phi = self.feature_map
@@ -368,7 +378,7 @@ class Attention(Positioned):
     def _sums(
         self, query: Operand, key: Operand, heads: _Heads, encoding: Encoding, states: _States = ()
     ) -> tuple[Sums, State | None]:
-        state, gate = next(iter(states), None), heads.gate
+        gate, state = heads.gate, states[0] if states else None
         return encoding.attend(
             query, key, heads.value, form=self.mixing, causal=self.causal, gate=gate, state=state
         )

@@ -34,9 +34,9 @@ def haar_rotation(dim: int, generator: torch.Generator | None) -> Tensor:
 
 def options_of(module: torch.nn.Module) -> str:
     """Formats the constructor arguments that a module stores as attributes, for `extra_repr`."""
-    held = {name: getattr(module, name, None) for name in signature(type(module)).parameters}
-    plain = (int, float, str, tuple)
-    return ", ".join(f"{name}={x!r}" for name, x in held.items() if isinstance(x, plain))
+    values = {name: getattr(module, name, None) for name in signature(type(module)).parameters}
+    shown = (int, float, str, tuple)
+    return ", ".join(f"{name}={x!r}" for name, x in values.items() if isinstance(x, shown))
 
 
 def at_least_float32(x: Tensor) -> Tensor:
@@ -61,23 +61,23 @@ def distances(vector: Tensor) -> Tensor:
 
 def root(square: Tensor) -> Tensor:
     """Returns the square root, with a gradient of 0 at 0."""
-    above = square > 0
+    positive = square > 0
     # The inner `where` keeps the infinite slope of the root at 0 out of the gradient.
-    return torch.where(above, torch.where(above, square, 1.0).sqrt(), 0.0)
+    return torch.where(positive, torch.where(positive, square, 1.0).sqrt(), 0.0)
 
 
 def sinc(x: Tensor) -> Tensor:
     """Returns sin(pi x) / (pi x), with a finite second derivative at 0, unlike torch.sinc."""
     phase = math.pi * x
-    away = phase != 0
-    divisor = torch.where(away, phase, 1.0)
-    return torch.where(away, divisor.sin() / divisor, 1 - phase.square() / 6)
+    nonzero = phase != 0
+    divisor = torch.where(nonzero, phase, 1.0)
+    return torch.where(nonzero, divisor.sin() / divisor, 1 - phase.square() / 6)
 
 
 def fade(x: Tensor) -> Tensor:
     """Returns 1 for x <= 0 and 0 for x >= 1, with a twice differentiable transition in between."""
-    rest = (1 - x).clamp(0.0, 1.0)  # distance from the end, to avoid cancellation there
-    return rest**3 * (10 - 15 * rest + 6 * rest**2)
+    y = (1 - x).clamp(0.0, 1.0)  # distance from the end, to avoid cancellation there
+    return y**3 * (10 - 15 * y + 6 * y**2)
 
 
 def by_head(x: Tensor, matrices: Tensor) -> Tensor:
@@ -108,8 +108,7 @@ def recomputed(function: Callable[..., _R], *arguments: object, several: bool = 
     """Returns function(*arguments), recomputing intermediate tensors in the backward pass.
 
     The function must be deterministic and must not read anything that changes before the backward
-    pass. With `several=False`, for computations that are not split into pieces, nothing is
-    recomputed.
+    pass. With `several=False`, for a computation in one piece, nothing is recomputed.
     """
     if not several or not torch.is_grad_enabled() or in_transform():
         return function(*arguments)
@@ -120,21 +119,20 @@ class Shared(Generic[_R]):
     """Tensor computed by the first layer that needs it and shared with the other layers.
 
     Layers with gradients do not reuse a tensor computed without gradients. Inside a checkpoint,
-    each layer computes the tensor again; otherwise, the backward pass would use the tensor of a
-    later layer.
+    each layer computes the tensor again; the backward pass would use that of a later layer.
     """
 
     def __init__(self) -> None:
-        self._kept: tuple[bool, _R] | None = None
+        self._stored: tuple[bool, _R] | None = None  # with gradients, tensor
 
     def get(self, compute: Callable[[], _R]) -> _R:
         """Returns the stored result of an earlier call, or else calls `compute`."""
         if in_checkpoint():
             return compute()
         grad = torch.is_grad_enabled()
-        if self._kept is None or (grad and not self._kept[0]):
-            self._kept = grad, compute()
-        return self._kept[1]
+        if self._stored is None or (grad and not self._stored[0]):
+            self._stored = grad, compute()
+        return self._stored[1]
 
 
 def gauss_rule(count: int) -> tuple[list[float], list[float]]:

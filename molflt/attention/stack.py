@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from molflt.attention.checks import _head_width, at_least_one, known_names, no_effect, one_of, share
 from molflt.attention.encodings import SOFTMAX, TRITON, Encoding
 from molflt.attention.fnet import TOKEN_MIXERS, Mixer
-from molflt.attention.keys import Keys, placed, without_masked
+from molflt.attention.keys import Keys, finite_positions, without_masked
 from molflt.attention.layer import Attention
 from molflt.attention.mixing.causal import DecodeState
 from molflt.attention.positions import make_position
@@ -86,8 +86,9 @@ class Block(nn.Module):
         **keys: Unpack[Keys],
     ) -> Tensor:
         """Applies the block; see `Attention.forward` for the arguments and the result."""
-        mixed = self.attention(self._before(x), positions, encoding=encoding, **keys)
-        return self._after(x, mixed)
+        normalized = self._normalized(x, self.attention_norm)
+        mixed = self.attention(normalized, positions, encoding=encoding, **keys)
+        return self._feed_forward(self._add(x, mixed, self.attention_norm))
 
     def decode(
         self,
@@ -102,24 +103,23 @@ class Block(nn.Module):
         if not isinstance(self.attention, Attention):
             reason = "mixes all tokens at once and cannot decode; use causal attention"
             raise ValueError(f"{type(self.attention).__name__} {reason}")
+        normalized = self._normalized(x, self.attention_norm)
         mixed, state = self.attention.decode(
-            self._before(x), positions, state, encoding=encoding, key_positions=key_positions
+            normalized, positions, state, encoding=encoding, key_positions=key_positions
         )
-        return self._after(x, mixed), state
+        return self._feed_forward(self._add(x, mixed, self.attention_norm)), state
 
-    def _before(self, x: Tensor, norm: nn.Module | None = None) -> Tensor:
-        # `norm` is the LayerNorm of the sublayer, by default the one before attention.
-        return (norm or self.attention_norm)(x) if self.norm == "pre" else x
+    def _normalized(self, x: Tensor, norm: nn.Module) -> Tensor:
+        """Returns the input of a sublayer with the LayerNorm `norm`."""
+        return norm(x) if self.norm == "pre" else x
 
-    def _added(self, x: Tensor, new: Tensor, norm: nn.Module) -> Tensor:
-        x = x + self.dropout(new)
+    def _add(self, x: Tensor, update: Tensor, norm: nn.Module) -> Tensor:
+        """Returns the residual sum of a sublayer with the LayerNorm `norm`."""
+        x = x + self.dropout(update)
         return x if self.norm == "pre" else norm(x)
 
-    def _after(self, x: Tensor, mixed: Tensor) -> Tensor:
-        return self._after_ffn(self._added(x, mixed, self.attention_norm))
-
-    def _after_ffn(self, x: Tensor) -> Tensor:
-        return self._added(x, self.ffn(self._before(x, self.ffn_norm)), self.ffn_norm)
+    def _feed_forward(self, x: Tensor) -> Tensor:
+        return self._add(x, self.ffn(self._normalized(x, self.ffn_norm)), self.ffn_norm)
 
 
 class StackState(NamedTuple):
@@ -185,12 +185,13 @@ class Stack(Positioned):
             position = make_position(position, heads, width, mixing=mixing, **options)
         else:
             no_effect("if position is a module", position_options=position_options)
-        given = {**attention, "dropout": attention_dropout}
-        mixed = _mixed_layers(layers, mixer, mixer_options, attention_layers, given)
+        num_mixers = _count_mixers(
+            layers, mixer, mixer_options, attention_layers, attention_dropout, attention
+        )
         blocks = []
         for number in range(layers):
             layer: Attention | Mixer
-            if number < mixed:
+            if number < num_mixers:
                 layer = _make_mixer(mixer, dim, mixer_options or {})
             else:
                 # a direct call, from which jsonargparse reads the options of the command line
@@ -206,8 +207,7 @@ class Stack(Positioned):
     ) -> Self:
         """Builds a stack from existing blocks with attention or mixers.
 
-        `position` is the encoding with which the attention layers of the blocks were built, or
-        None.
+        `position` is the encoding with which their attention layers were built, or None.
         """
         stack = cls.__new__(cls)
         stack._assemble(blocks, position, refinements)
@@ -251,7 +251,8 @@ class Stack(Positioned):
         """
         mask = keys.get("key_mask")
         x, _ = without_masked(x, mask, keys.get("key_index"))
-        encoding = self._evaluate(self._encoded_for, *placed(positions, key_positions, keys))
+        positions, key_positions = finite_positions(positions, key_positions, keys)
+        encoding = self._evaluate(self._encoded_for, positions, key_positions)
         for _ in range(self.refinements):
             x = self.one_pass(x, encoding, **keys)
         return self.norm(x)
@@ -259,32 +260,33 @@ class Stack(Positioned):
     def one_pass(self, x: Tensor, encoding: Encoding | None, **keys: Unpack[Keys]) -> Tensor:
         """Applies all blocks once, without the final LayerNorm, using a precomputed encoding."""
         for block in self._blocks():
-            own = encoding if isinstance(block.attention, Attention) else None
-            x = block(x, encoding=own, **keys)
+            uses_encoding = isinstance(block.attention, Attention)
+            x = block(x, encoding=encoding if uses_encoding else None, **keys)
         return x
 
     def decode(
         self, x: Tensor, positions: Tensor | None = None, state: StackState | None = None
     ) -> tuple[Tensor, StackState]:
         """Applies all causal passes to new tokens; see `Attention.decode`."""
-        encoding, keys = self._evaluate_new(positions, state)
+        encoding, key_positions = self._evaluate_new(positions, state)
         blocks = self._blocks() * self.refinements
-        before = [None] * len(blocks) if state is None else state.blocks
-        after: list[DecodeState] = []
-        for block, old in zip(blocks, before, strict=True):
-            x, new = block.decode(x, state=old, encoding=encoding)
-            after.append(new)
-        return self.norm(x), StackState(keys, after)
+        states = [None] * len(blocks) if state is None else state.blocks
+        new_states: list[DecodeState] = []
+        for block, block_state in zip(blocks, states, strict=True):
+            x, new_state = block.decode(x, state=block_state, encoding=encoding)
+            new_states.append(new_state)
+        return self.norm(x), StackState(key_positions, new_states)
 
     def _evaluate_new(
         self, positions: Tensor | None, state: StackState | None
     ) -> tuple[Encoding | None, Tensor | None]:
         """Returns the encoding of new tokens that follow a state, and the positions to remember."""
-        keys = positions
+        key_positions = positions
         past = None if state is None else state.positions
         if self._encoded_for == "softmax" and past is not None and positions is not None:
-            keys = torch.cat((past, positions), dim=1)  # linear attention needs only new keys
-        return self._evaluate(self._encoded_for, positions, keys), keys
+            # Linear attention needs only the new keys.
+            key_positions = torch.cat((past, positions), dim=1)
+        return self._evaluate(self._encoded_for, positions, key_positions), key_positions
 
     @property
     def decodes(self) -> bool:
@@ -308,12 +310,11 @@ def _refuse_misfits(attentions: Sequence[Attention], position: Position | None) 
     if position is not None and not attentions:
         raise ValueError(f"{name} needs attention, which no block has; remove it")
     for number, attention in enumerate(attentions):
-        if attention.position is not position:
-            own = attention.position
-            built = f"with a different {type(own).__name__}" if own else "without a position"
-            wanted = f"the {name} of the stack" if position else "no position"
+        if (other := attention.position) is not position:
+            actual = f"with a different {type(other).__name__}" if other else "without a position"
+            expected = f"the {name} of the stack" if position else "no position"
             raise ValueError(
-                f"attention of block {number} was built {built}; expected {wanted}; pass the "
+                f"attention of block {number} was built {actual}; expected {expected}; pass the "
                 "same object to Attention(position=...) and Stack.of(blocks, position)"
             )
     kinds = sorted({a.mixing if a.mixing in (SOFTMAX, TRITON) else "linear" for a in attentions})
@@ -325,18 +326,19 @@ def _refuse_misfits(attentions: Sequence[Attention], position: Position | None) 
 
 
 def _make_mixer(name: str, dim: int, options: Mapping[str, Any]) -> Mixer:
-    make = TOKEN_MIXERS[name]
-    known_names(make, options)
-    if make.bounded and "max_tokens" not in options:
+    mixer_class = TOKEN_MIXERS[name]
+    known_names(mixer_class, options)
+    if mixer_class.bounded and "max_tokens" not in options:
         raise ValueError(f"mixer={name!r} needs mixer_options max_tokens, the longest sequence")
-    return make(dim, **options)
+    return mixer_class(dim, **options)
 
 
-def _mixed_layers(
+def _count_mixers(
     layers: int,
     mixer: str,
     mixer_options: Mapping[str, object] | None,
     attention_layers: int | None,
+    attention_dropout: float,
     attention: Mapping[str, object],
 ) -> int:
     """Returns the number of initial layers that use the mixer instead of attention."""
@@ -345,18 +347,17 @@ def _mixed_layers(
         why = f"with mixer={ATTENTION!r}"
         no_effect(why, mixer_options=mixer_options, attention_layers=attention_layers)
         return 0
-    last = attention_layers or 0
-    if not 0 <= last < layers:
-        raise ValueError(f"attention_layers must be 0 to {layers - 1} for {layers=}; got {last}")
+    count = attention_layers or 0
+    if not 0 <= count < layers:
+        raise ValueError(f"attention_layers must be 0 to {layers - 1} for {layers=}; got {count}")
     if attention.get("causal"):
         raise ValueError(f"mixer={mixer!r} mixes all tokens; expected causal=False; got True")
-    if not last:
+    if not count:
         defaults = signature(Attention).parameters
-        named = {"dropout": "attention_dropout"}  # name in the stack
-        idle = {
-            named.get(name, name): value
-            for name, value in attention.items()
-            if value != defaults[name].default
-        }
-        no_effect(f"with mixer={mixer!r} and no attention_layers", **idle)
-    return layers - last
+        changed = {name: x for name, x in attention.items() if x != defaults[name].default}
+        no_effect(
+            f"with mixer={mixer!r} and no attention_layers",
+            **changed,
+            attention_dropout=attention_dropout or None,
+        )
+    return layers - count

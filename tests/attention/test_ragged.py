@@ -188,17 +188,17 @@ from triton.compiler import ASTSource
 from molflt.attention.mixing import triton_kernels as kernels
 
 real, whole = "*fp32", "*i64"
-state = {"phi": real, "w": "*bf16", "where": real, "xi": real, "counts": whole, "pieces": whole}
-tokens = {**state, "state": real, "to_w": real, "to_phi": real, "to_where": real, "to_xi": real}
+state = {"phi": real, "w": "*bf16", "pos": real, "xi": real, "counts": whole, "pieces": whole}
+tokens = {**state, "state": real, "to_w": real, "to_phi": real, "to_pos": real, "to_xi": real}
 sizes = {"BLOCK": 16, "M": 16, "N": 16, "L": 4}
-no_w = dict.fromkeys(("w", "to_phi", "to_where", "to_xi"))
-no_turns = dict.fromkeys(("to_w", "to_where", "to_xi"))
+no_w = dict.fromkeys(("w", "to_phi", "to_pos", "to_xi"))
+no_turns = dict.fromkeys(("to_w", "to_pos", "to_xi"))
 for function, types, constants in (
     (kernels.sum_kernel, {"x": real, "ends": whole, "out": real}, {"BLOCK": 1024}),
     (kernels.state_kernel, {**state, "out": real}, {"ONES": True, **sizes}),
-    (kernels.token_kernel, tokens, {"ONES": True, "TURNS": True, **sizes}),
-    (kernels.token_kernel, tokens, {"ONES": False, "TURNS": False, **no_w, **sizes}),
-    (kernels.token_kernel, tokens, {"ONES": False, "TURNS": False, **no_turns, **sizes}),
+    (kernels.token_kernel, tokens, {"ONES": True, "PHASES": True, **sizes}),
+    (kernels.token_kernel, tokens, {"ONES": False, "PHASES": False, **no_w, **sizes}),
+    (kernels.token_kernel, tokens, {"ONES": False, "PHASES": False, **no_turns, **sizes}),
 ):
     signature = {
         name: "constexpr" if name in constants else types.get(name, "i32")

@@ -1,6 +1,7 @@
 """Features, the base class for feature maps, and the inputs of feature maps."""
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple, Self, cast
 
 import torch
@@ -27,26 +28,27 @@ class Features(NamedTuple):
 
     @property
     def width(self) -> int:
-        return self._given.shape[-1]
+        return self._either.shape[-1]
 
     @property
     def tokens(self) -> int:
-        return self._given.shape[-2]
+        return self._either.shape[-2]
 
     @property
-    def _given(self) -> Tensor:
+    def _either(self) -> Tensor:
+        """The values or, if they are 1, the log scale; one of the two always exists."""
         tensor = self.log_scale if self.values is None else self.values
         assert tensor is not None
         return tensor
 
     def materialize(self) -> Tensor:
         """Returns phi itself, without stabilization."""
-        return self.shifted(self._given.new_zeros(()))
+        return self.shifted(self._either.new_zeros(()))
 
     def shifted(self, shift: Tensor) -> Tensor:
         """Returns values * exp(log_scale - shift)."""
         if self.log_scale is None:
-            return self._given
+            return self._either
         scale = (self.log_scale - shift.to(self.log_scale)).exp_()  # in place, to save memory
         return scale if self.values is None else self.values * scale
 
@@ -54,11 +56,11 @@ class Features(NamedTuple):
         """Sets features to 0 where `mask`, broadcastable to (batch, heads, tokens), is False."""
         if mask is None:
             return self
-        out = ~mask[..., None]
+        masked = ~mask[..., None]
         values, log_scale = self
         return Features(
-            None if values is None else values.masked_fill(out, 0.0),
-            None if log_scale is None else log_scale.masked_fill(out, -torch.inf),
+            None if values is None else values.masked_fill(masked, 0.0),
+            None if log_scale is None else log_scale.masked_fill(masked, -torch.inf),
         )
 
     def scaled(self, log_factor: Tensor) -> "Features":
@@ -71,14 +73,13 @@ class Features(NamedTuple):
 
         The inner product of two results is (phi_i . phi_j) (factors_i . factors_j).
         """
-        p = factors.shape[-1]
         values, log_scale = self
-        ones = factors.new_ones(()).expand(*factors.shape[:-1], self.width)
-        values = ones if values is None else values
-        outer = (values[..., :, None] * factors[..., None, :]).flatten(-2)
+        if values is None:
+            values = factors.new_ones(()).expand(*factors.shape[:-1], self.width)
+        products = (values[..., :, None] * factors[..., None, :]).flatten(-2)
         if log_scale is not None and log_scale.shape[-1] > 1:
-            log_scale = log_scale.repeat_interleave(p, dim=-1)
-        return Features(outer, log_scale)
+            log_scale = log_scale.repeat_interleave(factors.shape[-1], dim=-1)
+        return Features(products, log_scale)
 
     def bounded(self) -> "Features":
         """Raises small features to a lower bound, relative to the largest feature of the token.
@@ -90,8 +91,8 @@ class Features(NamedTuple):
         if self.log_scale is None or self.log_scale.shape[-1] == 1:
             return self
         largest = self.log_scale.detach().amax(dim=-1, keepdim=True)
-        reach = 0.7 * math.log(torch.finfo(self.log_scale.dtype).tiny)
-        return Features(self.values, torch.maximum(self.log_scale, largest + reach))
+        log_bound = 0.7 * math.log(torch.finfo(self.log_scale.dtype).tiny)
+        return Features(self.values, torch.maximum(self.log_scale, largest + log_bound))
 
 
 class Projected(NamedTuple):
@@ -106,17 +107,18 @@ Columns = Tensor | Projected
 
 def _joined(*columns: Columns) -> Tensor:
     """Concatenates columns along the last axis; a single part is not copied."""
-    whole = cast(tuple[Tensor, ...], columns)  # `GraphEncoding` rejects projections for other maps
-    return whole[0] if len(whole) == 1 else torch.cat(whole, dim=-1)
+    parts = cast(tuple[Tensor, ...], columns)  # `GraphEncoding` rejects projections for other maps
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
 
 
 def _squared_norm(*columns: Columns) -> Tensor:
-    # `vecdot` does not store the squares of x.
-    first, *others = (
+    """Returns |x|^2 of the concatenated columns: (batch, heads, tokens, 1)."""
+    squares = [
+        # `vecdot` does not store the squares of x.
         x.square if isinstance(x, Projected) else torch.linalg.vecdot(x, x).unsqueeze(-1)
         for x in columns
-    )
-    return sum(others, first)
+    ]
+    return sum(squares[1:], squares[0])
 
 
 class FeatureMap(nn.Module):
@@ -159,10 +161,11 @@ class FeatureMap(nn.Module):
         degree: int | None = None,
     ) -> None:
         super().__init__()
+        name = type(self).__name__.strip("_")
         if not self.degrees:
-            no_effect(f"in {type(self).__name__.strip('_')}, not a polynomial", degree=degree)
+            no_effect(f"in {name}, not a polynomial", degree=degree)
         if not (self.random or self.learned):
-            why = f"in {type(self).__name__.strip('_')}, which projects nothing"
+            why = f"in {name}, which projects nothing"
             no_effect(why, num_features=num_features, projection=projection)
         rows = NUM_FEATURES if num_features is None else num_features
         projection = projection or "orthogonal"
@@ -236,19 +239,21 @@ class Operand(NamedTuple):
 
         Slices are avoided, because their gradients would have the size of the whole tensor.
         """
-        x = self.x.split(size, dim=-2)
-        mask, weight = (cut(y, size, len(x), dim=-1) for y in (self.mask, self.log_weight))
+        xs = self.x.split(size, dim=-2)
+        masks = cut(self.mask, size, len(xs), dim=-1)
+        log_weights = cut(self.log_weight, size, len(xs), dim=-1)
+        columns: Sequence[Columns | None]
         if isinstance(self.columns, Projected):
-            pairs = zip(*(part.split(size, dim=-2) for part in self.columns), strict=True)
-            columns: list[Columns | None] = [Projected(*pair) for pair in pairs]
+            products, squares = (x.split(size, dim=-2) for x in self.columns)
+            columns = list(map(Projected, products, squares))
         else:
-            columns = [*cut(self.columns, size, len(x))]
-        rest = zip(x, columns, mask, weight, strict=True)
-        return [self._replace(x=a, columns=b, mask=c, log_weight=d) for a, b, c, d in rest]
+            columns = cut(self.columns, size, len(xs))
+        parts = zip(xs, columns, masks, log_weights, strict=True)
+        return [Operand(self.feature_map, *part) for part in parts]
 
 
 def cut(x: Tensor | None, size: int, pieces: int, dim: int = -2) -> tuple[Tensor | None, ...]:
     """Splits x along an axis; if x is None or the axis has size 1, every part is x itself."""
-    if x is None or x.shape[dim] == 1 != pieces:
+    if x is None or (x.shape[dim] == 1 and pieces != 1):
         return (x,) * pieces
     return x.split(size, dim=dim)

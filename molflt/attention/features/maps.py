@@ -12,6 +12,12 @@ from molflt.attention.features.projections import PROJECTIONS
 from molflt.attention.numerics import by_head, rand64, unit
 
 
+def _waves(projected: Tensor) -> Tensor:
+    """Returns [sin(x), cos(x)] / sqrt(m): (..., m) -> (..., 2m)."""
+    waves = torch.cat((projected.sin(), projected.cos()), dim=-1)
+    return waves * (1 / projected.shape[-1]) ** 0.5
+
+
 class _PositiveFeatures(FeatureMap):
     """Unbiased positive random features: phi(x) = exp(w_s . x - |x|^2 / 2) / sqrt(m)."""
 
@@ -44,17 +50,14 @@ class _TrigonometricFeatures(FeatureMap):
     per_row = 2
 
     def forward(self, *columns: Columns) -> Features:
-        projected = self.project(*columns)
-        waves = torch.cat((projected.sin(), projected.cos()), dim=-1)
-        return Features(waves * (2 / self.width) ** 0.5, _squared_norm(*columns) / 2)
+        return Features(_waves(self.project(*columns)), _squared_norm(*columns) / 2)
 
 
 class _Favor2020Features(_TrigonometricFeatures):
     """FAVOR as first published: phi(x) = D_x sqrt(2 / m) cos(w_s . x + b_s).
 
     In terms of the unscaled query q, D_x = exp(|x|^2 / 2) is exp(|q|^2 / (2 sqrt(d))), the D_Q or
-    D_K of FAVOR. The phases b_s are uniform in [0, 2 pi). The estimate of exp(x . y) is
-    unbiased; features are signed.
+    D_K of FAVOR. The phases b_s are uniform in [0, 2 pi). The estimate of exp(x . y) is unbiased.
     """
 
     paper = "2006.03555, eqs. 5-12"
@@ -139,13 +142,11 @@ class _IdentityFeatures(_SignedFeatures):
     function = staticmethod(lambda x: x)
 
 
-class _ExpFeatures(FeatureMap):
+class _ExpFeatures(_GeneralizedFeatures):
     """Generalized attention with f = exp: phi(x) = exp(w_s . x), returned as its logarithm."""
 
     paper = "2006.03555, sec. 4.3"
     smooth = True
-    random = True
-    takes_projected = True
 
     def forward(self, *columns: Columns) -> Features:
         return Features(None, self.project(*columns))
@@ -230,9 +231,7 @@ class _RfaGaussianFeatures(_RfaFeatures):
     per_row = 2
 
     def forward(self, *columns: Columns) -> Features:
-        projected = self.project(*columns)
-        waves = torch.cat((projected.sin(), projected.cos()), dim=-1)
-        return Features(waves * (2 / self.width) ** 0.5)
+        return Features(_waves(self.project(*columns)))
 
 
 class _RfaArccosFeatures(_RfaFeatures):

@@ -18,7 +18,7 @@ from molflt.attention.features.base import Columns, FeatureMap, Features, _joine
 
 _WIDEST = 2**14  # largest number of features per head; with fewer tokens, softmax is faster
 _TERMS = 6  # levels of the continued fraction
-_LEAST = 0.04  # relative margin of the conditions on the weights; see `harmonics`
+_MARGIN = 0.04  # relative margin of the conditions on the weights; see `harmonics`
 
 
 class _PolynomialFeatures(FeatureMap):
@@ -54,43 +54,45 @@ class _PolynomialFeatures(FeatureMap):
         self.degree = 2 if degree is None else degree
         if self.degree not in self.degrees:
             raise ValueError(f"degree must be 2 or 3; got {degree}; omit it for 2")
-        lower, whole = (math.comb(dim + p, p) for p in (self.degree - 1, self.degree))
+        lower = math.comb(dim + self.degree - 1, self.degree - 1)  # monomials of lower degrees
+        total = math.comb(dim + self.degree, self.degree)
         if num_features is None:
             no_effect("without num_features: nothing is drawn", projection=projection)
-        elif not lower < num_features < whole:
+        elif not lower < num_features < total:
             raise ValueError(
                 f"num_features={num_features} of a polynomial of degree {self.degree} in {dim} "
-                f"dimensions; expected {lower + 1} to {whole - 1}; omit it for all {whole}"
+                f"dimensions; expected {lower + 1} to {total - 1}; omit it for all {total}"
             )
         self.random = num_features is not None
         self.draws_per_head = self.degree  # the factors of one product must be independent
         self.positive_kernel = self.degree == 2 and not self.random
-        width = num_features or whole
+        width = num_features or total
         if width > _WIDEST:
             raise ValueError(
-                f"a polynomial of degree {self.degree} in {dim} dimensions has {whole} features; "
+                f"a polynomial of degree {self.degree} in {dim} dimensions has {total} features; "
                 f"expected at most {_WIDEST}; use more heads, degree=2 or num_features"
             )
         super().__init__(dim, heads, width - lower if self.random else None, projection)
         self.width = width
-        for power in range(2, self.degree + (not self.random)):
+        exact_degree = self.degree - 1 if self.random else self.degree
+        for power in range(2, exact_degree + 1):
             self.register_buffer(f"power_{power}", _monomials(dim, power), persistent=False)
         self.register_load_state_dict_post_hook(_restore)
 
     def forward(self, *columns: Columns) -> Features:
         x, square = _joined(*columns), _squared_norm(*columns)
         log_mean, weights = harmonics(square, self.dim, self.degree)
-        constant, *roots = (weight.sqrt() for weight in weights)
-        powers = [constant, roots[0] * x]
-        for power, root in enumerate(roots[1:], start=2):
+        roots = [weight.sqrt() for weight in weights]
+        powers = [roots[0], roots[1] * x]
+        for power in range(2, self.degree + 1):
             # The weight multiplies one factor, which is narrower than the product.
-            powers.append(self._power(power, root * x, x))
+            powers.append(self._power(power, roots[power] * x, x))
         return Features(torch.cat(powers, dim=-1), log_mean / 2)
 
     def _power(self, power: int, first: Tensor, other: Tensor) -> Tensor:
         """Returns features whose products are (first . first') (other . other')^(power - 1)."""
         if power == self.degree and self.projection is not None:
-            inputs = torch.stack((first, *(power - 1) * (other,)), dim=2).flatten(1, 2)
+            inputs = torch.stack([first] + [other] * (power - 1), dim=2).flatten(1, 2)
             factors = self.project(inputs).unflatten(1, (self.heads, power)).unbind(2)
             scale = factors[0].shape[-1] ** -0.5
         else:
@@ -114,25 +116,25 @@ def harmonics(square: Tensor, dim: int, degree: int) -> tuple[Tensor, list[Tenso
     these conditions (above 3 for d = 8, 4 for d = 16 and 5.7 for d = 32), the smallest w_0 and the
     largest r_3 that satisfy both are used.
     """
-    nu, above = dim / 2 - 1, dim / 2 - 1 + _TERMS
+    nu, order = dim / 2 - 1, dim / 2 - 1 + _TERMS
     square = square.square()  # the weights depend only on rho^2
     # I_(nu+k) / (rho I_(nu+k-1)) by recursion from k + 1 to k, starting from the asymptotic bound.
-    ratio = 1 / (above - 1 + (square + (above + 1) ** 2).sqrt())
-    log_mean, ratios = _log_mean(square, above - 1), [ratio]
+    ratios = [1 / (order - 1 + (square + (order + 1) ** 2).sqrt())]
+    log_mean = _log_mean(square, order - 1)
     for k in range(_TERMS - 1, 0, -1):
         ratios.append(1 / (2 * (nu + k) + square * ratios[-1]))
         log_mean = log_mean - (2 * (nu + k) * ratios[-1]).log()
     first, second, third = ratios[-1], ratios[-2], ratios[-3]
-    two = first * second
-    weights = [1 - (nu + 2) * square * two, 2 * (nu + 1) * first, 2 * (nu + 1) * (nu + 2) * two]
+    r2 = first * second  # r_2 / rho^2
+    weights = [1 - (nu + 2) * square * r2, 2 * (nu + 1) * first, 2 * (nu + 1) * (nu + 2) * r2]
     if degree == 3:
         # Above this value, the weight of degree 1 would be negative; rho^2 is then far above 1.
-        largest = (1 - _LEAST) / ((nu + 3) * square.clamp(min=1.0) * second)
-        three = two * torch.minimum(third, largest)
-        weights[1] = weights[1] - 2 * (nu + 1) * (nu + 3) * square * three
-        weights.append(4 / 3 * (nu + 1) * (nu + 2) * (nu + 3) * three)
-    least = weights[1].square() / (4 * (1 - _LEAST) * weights[2])
-    weights[0] = torch.maximum(weights[0], least)
+        largest = (1 - _MARGIN) / ((nu + 3) * square.clamp(min=1.0) * second)
+        r3 = r2 * torch.minimum(third, largest)  # r_3 / rho^3
+        weights[1] = weights[1] - 2 * (nu + 1) * (nu + 3) * square * r3
+        weights.append(4 / 3 * (nu + 1) * (nu + 2) * (nu + 3) * r3)
+    smallest = weights[1].square() / (4 * (1 - _MARGIN) * weights[2])
+    weights[0] = torch.maximum(weights[0], smallest)
     return log_mean, weights
 
 
@@ -145,16 +147,16 @@ def _log_mean(square: Tensor, order: float) -> Tensor:
 
 def _restore(module: torch.nn.Module, _: object) -> None:
     """Computes buffers that are not saved, and that have no values after use of "meta"."""
-    for name, old in list(module.named_buffers(recurse=False)):
-        device = "cpu" if old.is_meta else old.device
+    for name, buffer in list(module.named_buffers(recurse=False)):
+        device = "cpu" if buffer.is_meta else buffer.device
         rows = _monomials(cast(int, module.dim), int(name[-1]))
-        module.register_buffer(name, rows.to(device, old.dtype), persistent=False)
+        module.register_buffer(name, rows.to(device, buffer.dtype), persistent=False)
 
 
 def _monomials(dim: int, power: int) -> Tensor:
     """Returns matrices (power, dim, features) that select the factors of each monomial of x."""
-    chosen = torch.tensor([*combinations_with_replacement(range(dim), power)], device="cpu")
-    rows = torch.nn.functional.one_hot(chosen, dim).double()  # [features, power, dim]
+    factors = torch.tensor([*combinations_with_replacement(range(dim), power)], device="cpu")
+    rows = torch.nn.functional.one_hot(factors, dim).double()  # [features, power, dim]
     orders = math.lgamma(power + 1) - torch.lgamma(rows.sum(dim=1) + 1).sum(dim=-1)
     rows[:, 0] *= orders.exp().round()[:, None]  # the number of orderings of the factors
     rows = rows.permute(1, 2, 0).contiguous()

@@ -65,14 +65,14 @@ def causal_linear(
     if tokens <= span:
         return _scan(query, key, value, log_decay, state, chunk)
     count = -(-tokens // span)
-    cuts = [cut(x, span, count) for x in (*query, *key, value)]
-    cuts.append(cut(log_decay, span, count, dim=-1))
-    pieces = []
-    for q, q_scale, k, k_scale, v, decay in zip(*cuts, strict=True):
-        own = Features(q, q_scale), Features(k, k_scale)
-        sums, state = recomputed(_scan, *own, v, decay, state, chunk)
-        pieces.append(sums)
-    joined = (torch.cat(parts, dim=-2) for parts in zip(*pieces, strict=True))
+    spans = [cut(x, span, count) for x in (*query, *key, value)]
+    spans.append(cut(log_decay, span, count, dim=-1))
+    sums = []
+    for q, q_scale, k, k_scale, v, decay in zip(*spans, strict=True):
+        phi_q, phi_k = Features(q, q_scale), Features(k, k_scale)
+        span_sums, state = recomputed(_scan, phi_q, phi_k, v, decay, state, chunk)
+        sums.append(span_sums)
+    joined = (torch.cat(parts, dim=-2) for parts in zip(*sums, strict=True))
     assert state is not None
     return Sums(*joined), state
 
@@ -97,10 +97,10 @@ def _step(
     sums = past.addcmul(added, torch.cat((value, zero + 1), dim=-1))
 
     log_q = (zero if query.log_scale is None else query.log_scale) + log_max.mT
-    row = log_q.detach().amax(dim=-1, keepdim=True)
-    row = row.where(row > _EMPTY / 2, 0.0)  # no key at all so far
-    out = Features(query.values, log_q - row).materialize() @ sums
-    return Sums(out[..., :-1], out[..., -1:], row), State(log_max, sums)
+    row_max = log_q.detach().amax(dim=-1, keepdim=True)
+    row_max = row_max.where(row_max > _EMPTY / 2, 0.0)  # no key at all so far
+    out = Features(query.values, log_q - row_max).materialize() @ sums
+    return Sums(out[..., :-1], out[..., -1:], row_max), State(log_max, sums)
 
 
 def _scan(
@@ -111,17 +111,17 @@ def _scan(
     state: State | None,
     chunk: int,
 ) -> tuple[Sums, State]:
+    """Computes `causal_linear` for all chunks at once."""
     tokens = value.shape[-2]
     length = max(1, min(chunk, tokens))
-    parts = _Chunks.cut(query.bounded(), key.bounded(), value, log_decay, length)
-    before, last = parts.carry(state or parts.empty_state())
-    return Sums(*(part.flatten(2, 3)[:, :, :tokens] for part in parts.mix(before))), last
+    chunks = _Chunks.cut(query.bounded(), key.bounded(), value, log_decay, length)
+    before, last = chunks.carry(state or chunks.empty_state())
+    return Sums(*(x.flatten(2, 3)[:, :, :tokens] for x in chunks.mix(before))), last
 
 
 class _Chunks(NamedTuple):
     """Sequence cut into chunks; tensors have the shape (batch, heads, chunks, length, ...)."""
 
-    query: Tensor  # values exp(log_q - query_max)
     log_q: Tensor  # log_q - query_max, (..., m or 1)
     query_max: Tensor  # (..., 1)
     query_values: Tensor | None
@@ -134,25 +134,21 @@ class _Chunks(NamedTuple):
     def cut(
         cls, query: Features, key: Features, value: Tensor, log_decay: Tensor | None, length: int
     ) -> "_Chunks":
-        extra = -value.shape[-2] % length
+        padding = -value.shape[-2] % length
 
         def split(x: Tensor, fill: float = 0.0) -> Tensor:
-            padded = F.pad(x, (0, 0, 0, extra), value=fill) if extra else x
+            padded = F.pad(x, (0, 0, 0, padding), value=fill) if padding else x
             return padded.unflatten(-2, (-1, length))
 
         zero = value.new_zeros(*value.shape[:-1], 1)
         log_q = split(zero if query.log_scale is None else query.log_scale)
         query_max = log_q.detach().amax(dim=-1, keepdim=True)
-        log_q = log_q - query_max
-        query_values = None if query.values is None else split(query.values)
-        scale = log_q.exp()
         log_k = split(zero if key.log_scale is None else key.log_scale, _EMPTY)
         decay = zero if log_decay is None else log_decay[..., None]
         return cls(
-            scale if query_values is None else query_values * scale,
-            log_q,
+            log_q - query_max,
             query_max,
-            query_values,
+            None if query.values is None else split(query.values),
             None if key.values is None else split(key.values),
             log_k.clamp(min=_EMPTY),
             split(torch.cat((value, torch.ones_like(zero)), dim=-1)),
@@ -180,28 +176,26 @@ class _Chunks(NamedTuple):
             before.append(State(log_max, sums))
             decayed = log_max + total[:, :, c]
             log_max = torch.maximum(decayed.detach(), highest[:, :, c])
-            sums = (
-                sums * (decayed - log_max).exp()
-                + added[:, :, c] * (highest[:, :, c] - log_max).exp()
-            )
+            new = added[:, :, c] * (highest[:, :, c] - log_max).exp()
+            sums = sums * (decayed - log_max).exp() + new
         if not before:  # no token at all
             return State(*(x.unsqueeze(2)[:, :, :0] for x in state)), state
         stacked = (torch.stack(parts, dim=2) for parts in zip(*before, strict=True))
         return State(*stacked), State(log_max, sums)
 
     def mix(self, before: State) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns the fields of `Sums` for the state before each chunk."""
         key_max = self.log_k.detach().amax(dim=-1, keepdim=True)
-        own = (key_max - self.decay.detach()).cummax(dim=-2).values  # largest exponent in the chunk
-        past = self.log_q + before.log_max.transpose(-1, -2)
-        row = torch.maximum(own, past.detach().amax(dim=-1, keepdim=True))
-        row = torch.where(row > _EMPTY / 2, row, 0.0)  # no key at all so far
-
+        chunk_max = (key_max - self.decay.detach()).cummax(dim=-2).values  # over keys so far
+        log_past = self.log_q + before.log_max.mT
+        row_max = torch.maximum(chunk_max, log_past.detach().amax(dim=-1, keepdim=True))
+        row_max = torch.where(row_max > _EMPTY / 2, row_max, 0.0)  # no key at all so far
         key = Features(self.key_values, self.log_k).shifted(key_max)
-        inside = self.query @ key.transpose(-1, -2)
-        scale = (key_max - self.decay).transpose(-1, -2) - row  # [b, h, c, query, key]
-        seen = _causal_mask(inside.shape[-2], inside.shape[-1], inside.device)
-        inside = inside * scale.masked_fill(~seen, -torch.inf).exp()
-        carried = Features(self.query_values, past - row)
-        sums = inside @ self.value + carried.materialize() @ before.sums
+        weights = Features(self.query_values, self.log_q).materialize() @ key.mT
+        log_scale = (key_max - self.decay).mT - row_max  # [b, h, c, query, key]
+        visible = _causal_mask(weights.shape[-2], weights.shape[-1], weights.device)
+        weights = weights * log_scale.masked_fill(~visible, -torch.inf).exp()
+        past_query = Features(self.query_values, log_past - row_max).materialize()
+        sums = weights @ self.value + past_query @ before.sums
         # The running decay of the query multiplies both parts.
-        return sums[..., :-1], sums[..., -1:], self.query_max + row + self.decay
+        return sums[..., :-1], sums[..., -1:], self.query_max + row_max + self.decay

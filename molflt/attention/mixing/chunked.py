@@ -11,7 +11,7 @@ from molflt.attention.mixing.sums import Sums, _stable_query
 from molflt.attention.numerics import at_least_float32, decided, finite, recomputed
 
 _AT_ONCE = 2**22  # maximum number of elements in a chunk of tokens
-_LONG = 2**24  # chunks are used if all tokens together need more elements
+_LONG = 2**24  # chunks are used if all tokens together need this many elements
 _LEAST = 1024  # minimum number of tokens per chunk
 
 
@@ -21,13 +21,13 @@ def chunk_size(query: Operand, key: Operand, value: Tensor, columns: int = 0) ->
     `columns` is the number of columns p of the kernel, if any.
     """
     graphs, heads, queries, _ = query.x.shape
+    keys = key.x.shape[2]
     widths = query.feature_map.width, columns * (value.shape[-1] + 1)
-    sizes = (width * n * graphs * heads for width in widths for n in (queries, key.x.shape[2]))
+    sizes = (width * n * graphs * heads for width in widths for n in (queries, keys))
     if all(decided(size < _LONG, True) for size in sizes):
         return 0
-    each = max(1, graphs * heads * max(widths))
-    tokens, size = max(queries, key.x.shape[2]), max(_LEAST, _AT_ONCE // each)
-    return size if tokens > size else 0
+    size = max(_LEAST, _AT_ONCE // max(1, graphs * heads * max(widths)))
+    return size if max(queries, keys) > size else 0
 
 
 def linear_in_chunks(
@@ -42,29 +42,26 @@ def linear_in_chunks(
     Features and products of values and kernel are recomputed in the backward pass.
     """
     left, right = kernel or (None, None)
-    queries, keys = query.split(size), key.split(size)
-    rights = cut(right, size, len(keys))
-    carried: KeySums | None = None
-    for operand, v, values in zip(keys, rights, value.split(size, dim=-2), strict=True):
-        added = recomputed(key_sums, operand, values, v)
-        carried = added if carried is None else carried.plus(added)
-    assert carried is not None
-    answers = [
-        recomputed(query_sums, operand, carried, u)
-        for operand, u in zip(queries, cut(left, size, len(queries)), strict=True)
+    queries, keys, values = query.split(size), key.split(size), value.split(size, dim=-2)
+    total: KeySums | None = None
+    for k, v, r in zip(keys, values, cut(right, size, len(keys)), strict=True):
+        added = recomputed(key_sums, k, v, r)
+        total = added if total is None else total.plus(added)
+    assert total is not None
+    chunks = [
+        recomputed(query_sums, q, total, u)
+        for q, u in zip(queries, cut(left, size, len(queries)), strict=True)
     ]
-    joined = (
-        torch.cat(parts, dim=-2) if parts[0].ndim else parts[0]
-        for parts in zip(*answers, strict=True)
-    )
-    return Sums(*joined)
+    numerators, normalizers, log_scales = zip(*chunks, strict=True)
+    scalar = log_scales[0].ndim == 0  # without logarithms, every chunk has the log scale 0
+    log_scale = log_scales[0] if scalar else torch.cat(log_scales, dim=-2)
+    return Sums(torch.cat(numerators, dim=-2), torch.cat(normalizers, dim=-2), log_scale)
 
 
 class KeySums(NamedTuple):
     """Sums over the keys of linear attention: sum_j phi(k_j) [v_j, 1] = context exp(log_max).
 
-    log_max is the maximum over keys of the logarithm of each feature. It cancels in ratios, as in
-    `_stabilize`.
+    log_max is the maximum over keys of the logarithm of each feature. It cancels in ratios.
     """
 
     context: Tensor  # (batch, heads, m, dv + 1); (dv + 1) p columns with a positional kernel
@@ -74,11 +71,10 @@ class KeySums(NamedTuple):
         """Returns the sums over the keys of both `self` and `added`."""
         if self.log_max is None or added.log_max is None:
             return KeySums(self.context + added.context, None)
-        peak = torch.maximum(self.log_max, added.log_max)
-        before, own = (
-            (x - finite(peak)).exp().transpose(-1, -2) for x in (self.log_max, added.log_max)
-        )
-        return KeySums(self.context * before + added.context * own, peak)
+        log_max = torch.maximum(self.log_max, added.log_max)
+        scale = (self.log_max - finite(log_max)).exp().mT
+        added_scale = (added.log_max - finite(log_max)).exp().mT
+        return KeySums(self.context * scale + added.context * added_scale, log_max)
 
 
 def key_sums(key: Operand, value: Tensor, right: Tensor | None = None) -> KeySums:
@@ -89,9 +85,9 @@ def key_sums(key: Operand, value: Tensor, right: Tensor | None = None) -> KeySum
         if right is not None:
             value = (right.to(value.dtype)[..., :, None] * value[..., None, :]).flatten(-2)
         if phi.log_scale is None or not phi.tokens:
-            return KeySums(phi.materialize().transpose(-1, -2) @ value, None)
-        own = phi.log_scale.detach().amax(dim=-2, keepdim=True)
-        return KeySums(phi.shifted(finite(own)).transpose(-1, -2) @ value, own)
+            return KeySums(phi.materialize().mT @ value, None)
+        log_max = phi.log_scale.detach().amax(dim=-2, keepdim=True)
+        return KeySums(phi.shifted(finite(log_max)).mT @ value, log_max)
 
 
 def query_sums(query: Operand, keys: KeySums, left: Tensor | None = None) -> Sums:

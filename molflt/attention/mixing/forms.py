@@ -32,8 +32,8 @@ def softmax(
         key: (batch, heads, keys, d), scaled.
         value: (batch, heads, keys, dv).
         bias: f(r_i - r_j), broadcastable to (batch, heads, queries, keys).
-        key_mask: broadcastable to (batch, heads, keys), True where a key exists. The result is 0
-            for queries without any key.
+        key_mask: broadcastable to (batch, heads, keys), True where a key exists. The result
+            is 0 for queries without keys.
         dropout: probability of dropping an attention weight.
         causal: each query attends to keys up to its position, and the last query to all keys.
     """
@@ -108,7 +108,8 @@ def quadratic(
         shift = phi_q.new_zeros(()) if top is None else finite(top)
         past = _causal_mask(query.tokens, key.tokens, value.device)
         logs.append(torch.zeros_like(past, dtype=phi_q.dtype).masked_fill(~past, -torch.inf))
-        logs += [] if key_log is None else [key_log.mT]
+        if key_log is not None:
+            logs.append(key_log.mT)
     else:
         phi_q, phi_k, shift = _stabilize(query, key)
     weights = phi_q @ phi_k.mT
@@ -116,8 +117,9 @@ def quadratic(
         weights = weights * kernel.to(weights.dtype)
     if logs and key.tokens:
         log_scale = sum(logs[1:], logs[0])
-        row = finite(log_scale.detach().amax(dim=-1, keepdim=True))
-        weights, shift = weights * (log_scale - row).exp(), shift + row
+        row_max = finite(log_scale.detach().amax(dim=-1, keepdim=True))
+        weights = weights * (log_scale - row_max).exp()
+        shift = shift + row_max
     normalizer = weights.sum(dim=-1, keepdim=True)
     return Sums(weights @ value, normalizer, shift.expand_as(normalizer))
 
@@ -141,8 +143,7 @@ def linear_with_kernel(
 
     With few columns, the outer sum runs over the columns of U and V, sum_s U_is phi(q_i) . [sum_j
     V_js v_j phi(k_j)]. With many columns, it runs over the features, sum_a phi_a(q_i) U_i . [sum_j
-    V_j phi_a(k_j) v_j]. The (N, m p) Kronecker product is never formed. Chunks are recomputed in
-    the backward pass.
+    V_j phi_a(k_j) v_j]. Chunks of this sum are recomputed in the backward pass.
 
     Args:
         query, key, value: see `quadratic`.
@@ -154,14 +155,16 @@ def linear_with_kernel(
     left, right = (factor.to(value.dtype) for factor in kernel)
     sums = torch.zeros_like(phi_q[..., :1]).expand(*phi_q.shape[:-1], value.shape[-1])
     # Multiplies values by features or by columns, whichever are fewer, and then uses matmul.
-    by_feature = decided(left.shape[-1] > phi_q.shape[-1], True)
-    parts, rest = ((phi_q, phi_k), (left, right))[:: 1 if by_feature else -1]
+    if decided(left.shape[-1] > phi_q.shape[-1], True):
+        outer_q, outer_k, inner_q, inner_k = phi_q, phi_k, left, right
+    else:
+        outer_q, outer_k, inner_q, inner_k = left, right, phi_q, phi_k
     # Compiled code has the same number of chunks for all sizes.
     compiling = torch.compiler.is_compiling()
     chunk = _COMPILED if compiling else max(1, _TRANSIENT // max(1, value.numel()))
-    for u, v in zip(*(part.split(chunk, dim=-1) for part in parts), strict=True):
-        several = chunk < parts[0].shape[-1]
-        sums = sums + recomputed(_grouped, *rest, value, u, v, several=several)
+    several = chunk < outer_q.shape[-1]
+    for u, v in zip(outer_q.split(chunk, dim=-1), outer_k.split(chunk, dim=-1), strict=True):
+        sums = sums + recomputed(_grouped, inner_q, inner_k, value, u, v, several=several)
     if pairs is not None:
         sums = sums + _pair_sums(phi_q, phi_k, value, pairs)
     return Sums(sums[..., :-1], sums[..., -1:], shift)
@@ -169,12 +172,10 @@ def linear_with_kernel(
 
 def _grouped(query: Tensor, key: Tensor, value: Tensor, left: Tensor, right: Tensor) -> Tensor:
     """Returns sum_s left_is query_i . [sum_j key_j right_js v_j]: (batch, heads, queries, dv)."""
-    columns = right.shape[-1]
-    waves = (right[..., :, None] * value[..., None, :]).flatten(-2)  # [b, h, key, s dv]
-    mixed = query @ (key.transpose(-1, -2) @ waves)
-    return torch.einsum(
-        "bhns,bhnsv->bhnv", left.expand(*mixed.shape[:-1], -1), mixed.unflatten(-1, (columns, -1))
-    )
+    products = (right[..., :, None] * value[..., None, :]).flatten(-2)  # [b, h, key, s dv]
+    mixed = query @ (key.transpose(-1, -2) @ products)
+    left = left.expand(*mixed.shape[:-1], -1)
+    return torch.einsum("bhns,bhnsv->bhnv", left, mixed.unflatten(-1, (right.shape[-1], -1)))
 
 
 def cheaper(queries: int, keys: int, features: int, dim: int, columns: int | None = None) -> str:
@@ -185,8 +186,10 @@ def cheaper(queries: int, keys: int, features: int, dim: int, columns: int | Non
     p for "linear". The number for "linear" is doubled if p > m, because products are then
     recomputed in the backward pass.
     """
-    kernel, columns = columns is not None, 1 if columns is None else columns
+    has_kernel = columns is not None
+    columns = 1 if columns is None else columns
     by_matrix = queries * keys * (features + dim + columns)
     by_sums = (queries + keys) * features * dim * columns
-    by_sums = 2 * by_sums if decided(columns > features, True) else by_sums
-    return "quadratic" if decided(by_matrix < by_sums, kernel) else "linear"
+    if decided(columns > features, True):
+        by_sums *= 2
+    return "quadratic" if decided(by_matrix < by_sums, has_kernel) else "linear"

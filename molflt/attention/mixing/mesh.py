@@ -40,26 +40,26 @@ class MeshKernel(NamedTuple):
         head = min(head, self.heads - 1)
         weight = self.weight.to(x.dtype)
         grids = spread(weight, x, self.pattern).split([mesh.points for mesh in self.meshes])
-        parts = zip(self.meshes, grids, self.coefficients, strict=True)
-        convolved = [mesh.convolve(part, c[head].to(x.dtype)) for mesh, part, c in parts]
-        # torch.cat would copy a single part
-        out = convolved[0] if len(convolved) == 1 else torch.cat(convolved)
-        return gather(weight, out, self.pattern)
+        graphs = zip(self.meshes, grids, self.coefficients, strict=True)
+        convolved = [mesh.convolve(grid, c[head].to(x.dtype)) for mesh, grid, c in graphs]
+        # torch.cat would copy a single grid
+        joined = convolved[0] if len(convolved) == 1 else torch.cat(convolved)
+        return gather(weight, joined, self.pattern)
 
     @uncompiled
     def dense(self, tokens: int) -> Tensor:
         """Returns the matrix of the kernel, of shape (batch, heads or 1, tokens, tokens)."""
-        graph, place = self.rows // tokens, self.rows % tokens
-        with torch.autocast(place.device.type, enabled=False):
-            one = torch.zeros(len(place), tokens, dtype=self.weight.dtype, device=place.device)
-            one[torch.arange(len(place), device=place.device), place] = 1.0
-            parts = one.split(_CHANNELS, dim=1)
-            found = [
-                torch.cat([recomputed(self.apply, part, head) for part in parts], dim=1)
+        graph, token = self.rows // tokens, self.rows % tokens
+        with torch.autocast(token.device.type, enabled=False):
+            identity = self.weight.new_zeros(len(token), tokens)  # that of each graph
+            identity[torch.arange(len(token), device=token.device), token] = 1.0
+            chunks = identity.split(_CHANNELS, dim=1)
+            by_head = [
+                torch.cat([recomputed(self.apply, chunk, head) for chunk in chunks], dim=1)
                 for head in range(self.heads)
             ]
-            out = one.new_zeros(len(self.meshes), tokens, self.heads, tokens)
-            return out.index_put((graph, place), torch.stack(found, dim=1)).transpose(1, 2)
+            out = identity.new_zeros(len(self.meshes), tokens, self.heads, tokens)
+            return out.index_put((graph, token), torch.stack(by_head, dim=1)).transpose(1, 2)
 
 
 @uncompiled
@@ -81,21 +81,22 @@ def linear_with_mesh(
     points = sum(mesh.points for mesh in kernel.meshes)
     features = max(1, min(_CHANNELS, _ON_MESH // max(1, points)) // width)
     several = heads > 1 or features < phi_q.shape[-1]
-    found, by_head = [], (x.unbind(1) for x in (phi_q, phi_k, value))
+    by_head = []
     # without slices, whose gradients would have the size of the whole tensor
-    for head, (q, k, v) in enumerate(zip(*by_head, strict=True)):
-        parts = zip(q.split(features, dim=-1), k.split(features, dim=-1), strict=True)
-        sums = (recomputed(_part, *x, v, kernel, head, several=several) for x in parts)
-        found.append(reduce(torch.add, sums))
+    operands = zip(phi_q.unbind(1), phi_k.unbind(1), value.unbind(1), strict=True)
+    for head, (q, k, v) in enumerate(operands):
+        chunks = zip(q.split(features, dim=-1), k.split(features, dim=-1), strict=True)
+        sums = (recomputed(_head_sums, *x, v, kernel, head, several=several) for x in chunks)
+        by_head.append(reduce(torch.add, sums))
     out = value.new_zeros(batch * tokens, heads, width)
-    out = out.index_copy(0, kernel.rows, torch.stack(found, dim=1))
+    out = out.index_copy(0, kernel.rows, torch.stack(by_head, dim=1))
     out = out.unflatten(0, (batch, tokens)).transpose(1, 2)
     if pairs is not None:
         out = out + _pair_sums(phi_q, phi_k, value, pairs)
     return Sums(out[..., :-1], out[..., -1:], shift)
 
 
-def _part(query: Tensor, key: Tensor, value: Tensor, kernel: MeshKernel, head: int) -> Tensor:
+def _head_sums(query: Tensor, key: Tensor, value: Tensor, kernel: MeshKernel, head: int) -> Tensor:
     """Returns the sums of one head over the given features: (tokens of the kernel, dv)."""
     q, k, v = (x.flatten(0, 1).index_select(0, kernel.rows) for x in (query, key, value))
     products = (k[:, :, None] * v[:, None, :]).flatten(1)

@@ -58,33 +58,35 @@ def _pair_sums(phi_q: Tensor, phi_k: Tensor, value: Tensor, pairs: Pairs | Sorte
     weight = at_least_float32(pairs.weight).expand(heads, -1).T  # [pair, h]
     chunk = max(1, _TRANSIENT // (heads * (m + value.shape[-1])))
     parts = pieces(pairs.query.shape[0], chunk)
+    several = len(parts) > 1
     for part in parts:
-        places = pairs.batch[part], pairs.query[part], pairs.key[part]
-        rest = weight[part], *places
-        added = recomputed(_messages, phi_q, phi_k, value, *rest, several=len(parts) > 1)
-        out = out.index_add(0, places[0] * queries + places[1], added)
+        b, i, j, w = pairs.batch[part], pairs.query[part], pairs.key[part], weight[part]
+        messages = recomputed(_messages, phi_q, phi_k, value, w, b, i, j, several=several)
+        out = out.index_add(0, b * queries + i, messages)
     return out.unflatten(0, (batch, queries)).transpose(1, 2)
 
 
 def _sparse_sums(phi_q: Tensor, phi_k: Tensor, value: Tensor, pairs: SortedPairs) -> Tensor:
     """Computes `_pair_sums` one head at a time, without gathering features for each pair."""
     weight = at_least_float32(pairs.weight).expand(phi_q.shape[1], -1)
-    found = []
-    for *tokens, w in zip(
-        *(x.unbind(1) for x in (phi_q, phi_k, value)), weight.unbind(0), strict=True
-    ):
-        arguments = *(x.flatten(0, 1) for x in tokens), w, pairs.pattern
-        found.append(recomputed(_sparse_sum, *arguments, several=len(w) > _MANY))
-    return torch.stack(found, dim=1).unflatten(0, (phi_q.shape[0], -1)).transpose(1, 2)
+    several = weight.shape[1] > _MANY
+    by_head = []
+    heads = zip(phi_q.unbind(1), phi_k.unbind(1), value.unbind(1), weight, strict=True)
+    for *tokens, w in heads:
+        q, k, v = (x.flatten(0, 1) for x in tokens)
+        by_head.append(recomputed(_sparse_sum, q, k, v, w, pairs.pattern, several=several))
+    return torch.stack(by_head, dim=1).unflatten(0, (phi_q.shape[0], -1)).transpose(1, 2)
 
 
 def _sparse_sum(query: Tensor, key: Tensor, value: Tensor, w: Tensor, pattern: Pattern) -> Tensor:
+    """Returns the sums of one head over the pairs: (batch queries, dv)."""
     return gather(correlate(query, key, pattern) * w.to(value.dtype), value, pattern)
 
 
 def _messages(
     phi_q: Tensor, phi_k: Tensor, value: Tensor, weight: Tensor, b: Tensor, i: Tensor, j: Tensor
 ) -> Tensor:
+    """Returns w_ij phi_i . phi_j v_j for pairs (b, i, j): (pairs, heads, dv)."""
     product = (phi_q[b, :, i] * phi_k[b, :, j]).sum(dim=-1)  # [pair, h]
     return (product * weight)[..., None] * value[b, :, j]
 
@@ -96,33 +98,38 @@ def with_exact_pairs(sums: Sums, query: Operand, key: Operand, value: Tensor, pa
     """
     assert pairs.exact is not None
     f, switch = (at_least_float32(x) for x in pairs.exact)
-    logit = (products(at_least_float32(query.x), at_least_float32(key.x), pairs) + f).T  # [pair, h]
+    logits = _exact_logits(query, key, f, pairs)  # [pair, h]
     batch, heads, queries, _ = query.x.shape
-    if key.log_weight is not None:
-        logit = logit + key.log_weight.expand(batch, -1, -1)[pairs.batch, :, pairs.key]
-    if key.mask is not None:
-        seen = key.mask.expand(batch, -1, -1)[pairs.batch, :, pairs.key]  # [pair, h or 1]
-        logit = logit.masked_fill(~seen, -torch.inf)
     row = pairs.batch * queries + pairs.query
-    before = sums.log_scale.expand(batch, heads, queries, 1).transpose(1, 2).flatten(0, 1)
+    old_shift = sums.log_scale.expand(batch, heads, queries, 1).transpose(1, 2).flatten(0, 1)
     index = row[:, None].expand(-1, heads)
-    highest = before[..., 0].scatter_reduce(0, index, logit.detach(), "amax")  # [b n, h]
-    weight = (logit - highest[row]).exp() * switch[:, None]
+    shift = old_shift[..., 0].scatter_reduce(0, index, logits.detach(), "amax")  # [b n, h]
+    weight = (logits - shift[row]).exp() * switch[:, None]
     value = torch.cat((value, torch.ones_like(value[..., :1])), dim=-1)
     added = value.new_zeros(batch * queries, heads, value.shape[-1])
-    chunk = max(1, _TRANSIENT // (heads * value.shape[-1]))
-    parts = pieces(row.shape[0], chunk)
+    parts = pieces(row.shape[0], max(1, _TRANSIENT // (heads * value.shape[-1])))
+    several = len(parts) > 1
     for part in parts:
-        rest = weight[part], pairs.batch[part], pairs.key[part]
-        messages = recomputed(_weighted, value, *rest, several=len(parts) > 1)
+        b, j = pairs.batch[part], pairs.key[part]
+        messages = recomputed(_weighted, value, weight[part], b, j, several=several)
         added = added.index_add(0, row[part], messages)
-    added, shift = (
-        x.unflatten(0, (batch, queries)).transpose(1, 2) for x in (added, highest[..., None])
-    )
+    added = added.unflatten(0, (batch, queries)).transpose(1, 2)
+    shift = shift[..., None].unflatten(0, (batch, queries)).transpose(1, 2)
     scale = (sums.log_scale - shift).exp()
-    return Sums(
-        sums.numerator * scale + added[..., :-1], sums.normalizer * scale + added[..., -1:], shift
-    )
+    numerator = sums.numerator * scale + added[..., :-1]
+    return Sums(numerator, sums.normalizer * scale + added[..., -1:], shift)
+
+
+def _exact_logits(query: Operand, key: Operand, f: Tensor, pairs: Pairs) -> Tensor:
+    """Returns q_i . k_j + f_ij plus the log weight of key j, (pairs, heads); -inf if masked."""
+    logits = (products(at_least_float32(query.x), at_least_float32(key.x), pairs) + f).T
+    batch = len(query.x)
+    if key.log_weight is not None:
+        logits = logits + key.log_weight.expand(batch, -1, -1)[pairs.batch, :, pairs.key]
+    if key.mask is not None:
+        valid = key.mask.expand(batch, -1, -1)[pairs.batch, :, pairs.key]  # [pair, h or 1]
+        logits = logits.masked_fill(~valid, -torch.inf)
+    return logits
 
 
 def _weighted(value: Tensor, weight: Tensor, b: Tensor, j: Tensor) -> Tensor:
@@ -136,13 +143,14 @@ def products(left: Tensor, right: Tensor, pairs: Pairs) -> Tensor:
         # For few tokens, this is cheaper than gathering the factors.
         matrix = products_of_all(left, right)
         return matrix.expand(batch, -1, -1, -1)[pairs.batch, :, pairs.query, pairs.key].T
-    found = []
     chunk = max(1, _TRANSIENT // (left.shape[1] * left.shape[-1]))
     parts = pieces(pairs.query.shape[0], chunk)
+    several = len(parts) > 1
+    chunks = []
     for part in parts:
-        places = pairs.batch[part], pairs.query[part], pairs.key[part]
-        found.append(recomputed(_products, left, right, *places, several=len(parts) > 1))
-    return torch.cat(found).T if found else left.new_zeros(left.shape[1], 0)
+        b, i, j = pairs.batch[part], pairs.query[part], pairs.key[part]
+        chunks.append(recomputed(_products, left, right, b, i, j, several=several))
+    return torch.cat(chunks).T if chunks else left.new_zeros(left.shape[1], 0)
 
 
 def _products(left: Tensor, right: Tensor, b: Tensor, i: Tensor, j: Tensor) -> Tensor:

@@ -24,6 +24,9 @@ _PIECE, _PIECES = 512, 128  # minimum tokens per piece; maximum pieces per graph
 _STATE = 2**26  # nodes are summed in chunks if the states of all pieces have more elements
 
 
+_Phases = tuple[Tensor, Tensor, Tensor]  # positions, nodes xi, number of nodes of each graph
+
+
 def expect_triton() -> None:
     """Raises ValueError unless Triton kernels can run, on a GPU or in Triton's interpreter."""
     if importlib.util.find_spec("triton") is None:
@@ -45,27 +48,19 @@ def _interpreted() -> bool:
 class Waves(NamedTuple):
     """Nodes of a positional kernel h(z) = Re sum_s c_s exp(2 pi i xi_s . z)."""
 
-    xi: Tensor
-    """(graphs or 1, heads or 1, r, l)"""
-    coefficients: Tensor
-    """c (graphs or 1, heads, r), real or complex"""
-    counts: Tensor | None = None
-    """(graphs,), number of nodes of each graph; None if all have r nodes"""
+    xi: Tensor  # (graphs or 1, heads or 1, r, l)
+    coefficients: Tensor  # c (graphs or 1, heads, r), real or complex
+    counts: Tensor | None = None  # (graphs,), nodes of each graph; None if all have r nodes
 
 
 class Ragged(NamedTuple):
     """Tokens of consecutive graphs; rows of `pieces` are (graph, first token, end)."""
 
-    graph: Tensor
-    """(tokens,), graph of each token, ascending"""
-    pieces: Tensor
-    """(pieces, 3), for sums over tokens"""
-    ends: Tensor
-    """(graphs + 1,), index of the first piece of each graph, followed by the number of pieces"""
-    blocks: Tensor
-    """(blocks, 3), pieces of at most `_BLOCK` tokens"""
-    block_ends: Tensor
-    """(graphs + 1,), like `ends`, for blocks"""
+    graph: Tensor  # (tokens,), graph of each token, ascending
+    pieces: Tensor  # (pieces, 3), for sums over tokens
+    ends: Tensor  # (graphs + 1,), index of the first piece of each graph, then the number of pieces
+    blocks: Tensor  # (blocks, 3), pieces of at most `_BLOCK` tokens
+    block_ends: Tensor  # (graphs + 1,), like `ends`, for blocks
 
     @classmethod
     def of(cls, first: list[int], device: torch.device) -> "Ragged":
@@ -75,9 +70,16 @@ class Ragged(NamedTuple):
         """
         counts = [stop - start for start, stop in itertools.pairwise(first)]
         graph = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts, dtype=torch.long))
-        pieces = _cut(first, [max(_PIECE, -(-count // _PIECES)) for count in counts])
-        found = graph, *pieces, *_cut(first, [_BLOCK] * len(counts))
-        return cls(*(x.to(device) for x in found))
+        pieces, ends = _cut(first, [max(_PIECE, -(-count // _PIECES)) for count in counts])
+        blocks, block_ends = _cut(first, [_BLOCK] * len(counts))
+        fields = graph, pieces, ends, blocks, block_ends
+        return cls(*(x.to(device) for x in fields))
+
+    @classmethod
+    def of_rows(cls, positions: Tensor) -> "Ragged":
+        """Cuts the rows of a batch with positions (batch, tokens, l), each of which is a graph."""
+        batch, tokens, _ = positions.shape
+        return cls.of([row * tokens for row in range(batch + 1)], positions.device)
 
 
 def _cut(first: list[int], sizes: list[int]) -> tuple[Tensor, Tensor]:
@@ -85,7 +87,7 @@ def _cut(first: list[int], sizes: list[int]) -> tuple[Tensor, Tensor]:
     rows: list[tuple[int, int, int]] = []
     ends = [0]
     for graph, (start, stop, size) in enumerate(zip(first[:-1], first[1:], sizes, strict=True)):
-        rows += [(graph, cut, min(cut + size, stop)) for cut in range(start, stop, size)]
+        rows += [(graph, begin, min(begin + size, stop)) for begin in range(start, stop, size)]
         ends.append(len(rows))
     return torch.tensor(rows, dtype=torch.long).view(-1, 3), torch.tensor(ends)
 
@@ -116,26 +118,19 @@ def ragged(
             f"mixing='triton' runs on a GPU; got tensors on {value.device}; use mixing='auto' there"
         )
     batch, heads, _, width = value.shape
-    query, key = (
-        Features(*(None if part is None else _one_row(part) for part in x)) for x in (query, key)
-    )
-    phi_q, phi_k, shift = _stabilize(query, key, *tokens)
-    value, graphs, dtype = _one_row(value), len(tokens[0].ends) - 1, phi_q.dtype
-    xi, c, counts = waves
-    r, exact = xi.shape[2], torch.promote_types(dtype, torch.complex64)
-    xi = xi.to(dtype).contiguous().expand(graphs, heads, -1, -1)
-    c = c.to(exact if c.is_complex() else dtype).expand(graphs, -1, -1)
-    counts = torch.full((graphs,), r, device=xi.device) if counts is None else counts
-    places = [x.to(dtype).contiguous() for x in positions]
+    phi_q, phi_k, shift = _stabilize(_join_rows(query), _join_rows(key), *tokens)
+    value, dtype = _one_row(value), phi_q.dtype
+    xi, c, counts = _per_graph(waves, len(tokens[0].ends) - 1, heads, dtype)
+    r_q, r_k = (x.to(dtype).contiguous() for x in positions)
     states = max(len(x.pieces) for x in tokens) * heads * 2 * phi_q.shape[-1] * (width + 1)
     chunk = max(1, _STATE // max(1, states))
+    several = chunk < xi.shape[2]
     sums = phi_q.new_zeros(heads, phi_q.shape[2], width + 1)
-    for first in range(0, r, chunk):
+    for first in range(0, xi.shape[2], chunk):
         part = slice(first, first + chunk)
         nodes = xi[:, :, part], c[..., part], (counts - first).clamp(0, chunk)
-        features = phi_q[0], phi_k[0], value[0]
-        added = recomputed(_by_nodes, *features, *places, *nodes, *tokens, several=chunk < r)
-        sums = sums + added
+        inputs = phi_q[0], phi_k[0], value[0], r_q, r_k, *nodes, *tokens
+        sums = sums + recomputed(_node_sums, *inputs, several=several)
     sums = sums[None]
     if pairs is not None:
         value = F.pad(value, (0, 1), value=1.0)
@@ -143,6 +138,20 @@ def ragged(
     shift = shift.expand(1, heads, phi_q.shape[2], 1)
     sums, shift = (x[0].unflatten(1, (batch, -1)).transpose(0, 1) for x in (sums, shift))
     return Sums(sums[..., :-1], sums[..., -1:], shift)
+
+
+def _per_graph(waves: Waves, graphs: int, heads: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """Returns the fields of `Waves` for each graph; xi and real coefficients are in `dtype`."""
+    xi, c, counts = waves
+    xi = xi.to(dtype).contiguous().expand(graphs, heads, -1, -1)
+    c = c.to(torch.promote_types(dtype, torch.complex64) if c.is_complex() else dtype)
+    if counts is None:
+        counts = torch.full((graphs,), xi.shape[2], device=xi.device)
+    return xi, c.expand(graphs, -1, -1), counts
+
+
+def _join_rows(features: Features) -> Features:
+    return Features(*(None if x is None else _one_row(x) for x in features))
 
 
 def _one_row(x: Tensor) -> Tensor:
@@ -159,18 +168,18 @@ def _stabilize(
         phi_q, shift = _stable_query(query, None)
         return phi_q, key.materialize(), shift
     index = keys.graph[:, None].expand_as(log_k)
-    most = log_k.new_full((*log_k.shape[:2], len(keys.ends) - 1, log_k.shape[-1]), -torch.inf)
-    most = finite(most.scatter_reduce(2, index, log_k.detach(), "amax"))
-    phi_q, shift = _stable_query(query, most.index_select(2, queries.graph))
-    return phi_q, key.shifted(most.index_select(2, keys.graph)), shift
+    key_max = log_k.new_full((*log_k.shape[:2], len(keys.ends) - 1, log_k.shape[-1]), -torch.inf)
+    key_max = finite(key_max.scatter_reduce(2, index, log_k.detach(), "amax"))
+    phi_q, shift = _stable_query(query, key_max.index_select(2, queries.graph))
+    return phi_q, key.shifted(key_max.index_select(2, keys.graph)), shift
 
 
-def _by_nodes(
+def _node_sums(
     phi_q: Tensor,
     phi_k: Tensor,
     value: Tensor,
-    place_q: Tensor,
-    place_k: Tensor,
+    r_q: Tensor,
+    r_k: Tensor,
     xi: Tensor,
     c: Tensor,
     counts: Tensor,
@@ -178,15 +187,15 @@ def _by_nodes(
     keys: Ragged,
 ) -> Tensor:
     """Returns the weighted sums of [v, 1] over keys: (heads, tokens, dv + 1)."""
-    state = _State.apply(phi_k, value, place_k, xi, counts, keys)  # [g, h, r, 2, m, dv + 1]
+    state = _State.apply(phi_k, value, r_k, xi, counts, keys)  # [g, h, r, 2, m, dv + 1]
     c = c[..., None, None]
     if c.is_complex():
         cosines, sines = state.unbind(3)
-        turned = c.real * cosines + c.imag * sines, c.real * sines - c.imag * cosines
-        state = torch.stack(turned, dim=3)
+        cosines, sines = c.real * cosines + c.imag * sines, c.real * sines - c.imag * cosines
+        state = torch.stack((cosines, sines), dim=3)
     else:
         state = c[..., None] * state
-    return _Output.apply(phi_q, state, place_q, xi, counts, queries)
+    return _Output.apply(phi_q, state, r_q, xi, counts, queries)
 
 
 class _State(torch.autograd.Function):
@@ -194,19 +203,20 @@ class _State(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, phi: Tensor, v: Tensor, place: Tensor, xi: Tensor, counts: Tensor, tokens: Ragged
+        ctx: Any, phi: Tensor, v: Tensor, pos: Tensor, xi: Tensor, counts: Tensor, tokens: Ragged
     ) -> Tensor:
-        ctx.save_for_backward(phi, v, place, xi, counts)
+        ctx.save_for_backward(phi, v, pos, xi, counts)
         ctx.tokens = tokens
-        return _state(phi, v, place, xi, counts, tokens, ones=True)
+        return _graph_sums(phi, v, (pos, xi, counts), tokens, ones=True)
 
     @staticmethod
     def backward(ctx: Any, by_state: Tensor) -> Any:
         _expect_first_derivative()
-        phi, v, place, xi, counts = ctx.saved_tensors
-        turns, nodes = any(ctx.needs_input_grad[2:4]), (place, xi, counts, ctx.tokens)
-        by_v, by_phi, *others = _tokens(phi, v, by_state, *nodes, ones=True, turns=turns)
-        return by_phi, by_v[..., :-1].to(v.dtype), *others, None, None
+        phi, v, pos, xi, counts = ctx.saved_tensors
+        waves, phases = (pos, xi, counts), any(ctx.needs_input_grad[2:4])
+        grads = _token_sums(phi, v, by_state, waves, ctx.tokens, ones=True, phases=phases)
+        by_v, by_phi, by_pos, by_xi = grads
+        return by_phi, by_v[..., :-1].to(v.dtype), by_pos, by_xi, None, None
 
 
 class _Output(torch.autograd.Function):
@@ -214,19 +224,20 @@ class _Output(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, phi: Tensor, state: Tensor, place: Tensor, xi: Tensor, counts: Tensor, tokens: Any
+        ctx: Any, phi: Tensor, state: Tensor, pos: Tensor, xi: Tensor, counts: Tensor, tokens: Any
     ) -> Tensor:
-        ctx.save_for_backward(phi, state, place, xi, counts)
+        ctx.save_for_backward(phi, state, pos, xi, counts)
         ctx.tokens = tokens
-        return _tokens(phi, None, state, place, xi, counts, tokens)[0]
+        return _token_sums(phi, None, state, (pos, xi, counts), tokens)[0]
 
     @staticmethod
     def backward(ctx: Any, by_out: Tensor) -> Any:
         _expect_first_derivative()
-        phi, state, place, xi, counts = ctx.saved_tensors
-        turns, nodes = any(ctx.needs_input_grad[2:4]), (place, xi, counts, ctx.tokens)
-        _, by_phi, *others = _tokens(phi, by_out, state, *nodes, turns=turns)
-        return by_phi, _state(phi, by_out, *nodes), *others, None, None
+        phi, state, pos, xi, counts = ctx.saved_tensors
+        waves, phases = (pos, xi, counts), any(ctx.needs_input_grad[2:4])
+        grads = _token_sums(phi, by_out, state, waves, ctx.tokens, phases=phases)
+        by_state = _graph_sums(phi, by_out, waves, ctx.tokens)
+        return grads[1], by_state, *grads[2:], None, None
 
 
 def _expect_first_derivative() -> None:
@@ -237,72 +248,67 @@ def _expect_first_derivative() -> None:
         )
 
 
-def _state(
-    phi: Tensor,
-    w: Tensor,
-    place: Tensor,
-    xi: Tensor,
-    counts: Tensor,
-    tokens: Ragged,
-    ones: bool = False,
+def _graph_sums(
+    phi: Tensor, w: Tensor, waves: _Phases, tokens: Ragged, ones: bool = False
 ) -> Tensor:
+    """Returns the gradient with respect to the state of each graph: (g, h, r, 2, m, width)."""
     from molflt.attention.mixing import triton_kernels as kernels
 
-    width, given = w.shape[-1] + ones, _arguments(phi, w, xi, w.shape[-1], ones)
+    pos, xi, counts = waves
+    width, arguments = w.shape[-1] + ones, _arguments(phi, w, xi, w.shape[-1], ones)
     heads, _, m = phi.shape
     out = phi.new_empty(len(tokens.pieces), heads, xi.shape[2], 2, m, width)
     if out.numel():
-        grid = len(out), heads, xi.shape[2] * -(-m // given["M"])
-        where = {"where": place, "counts": counts, "pieces": tokens.pieces}
-        kernels.state_kernel[grid](**given, **where, out=out)
+        grid = len(out), heads, xi.shape[2] * -(-m // arguments["M"])
+        inputs = {"pos": pos, "counts": counts, "pieces": tokens.pieces}
+        kernels.state_kernel[grid](**arguments, **inputs, out=out)
     return _summed(out, tokens.ends)
 
 
-def _tokens(
+def _token_sums(
     phi: Tensor,
     w: Tensor | None,
     state: Tensor,
-    place: Tensor,
-    xi: Tensor,
-    counts: Tensor,
+    waves: _Phases,
     tokens: Ragged,
     ones: bool = False,
-    turns: bool = False,
+    phases: bool = False,
 ) -> tuple[Any, ...]:
-    """Returns the gradients with respect to w, phi, positions and nodes; None if not requested."""
+    """Returns gradients for w, phi and, with `phases`, positions and nodes; others are None."""
     from molflt.attention.mixing import triton_kernels as kernels
 
-    (heads, count, m), axes, blocks = phi.shape, place.shape[1], tokens.blocks
-    width, given = state.shape[-1], _arguments(phi, w, xi, state.shape[-1] - ones, ones)
+    pos, xi, counts = waves
+    (heads, count, m), axes, blocks = phi.shape, pos.shape[1], tokens.blocks
+    width, arguments = state.shape[-1], _arguments(phi, w, xi, state.shape[-1] - ones, ones)
     to_w = phi.new_empty(heads, count, width) if w is None or ones else None
     to_phi = None if w is None else phi.new_empty(phi.shape)
-    to_place = to_xi = None
-    if turns:
-        to_place = phi.new_empty(heads, count, axes)
-        to_xi = phi.new_zeros(len(blocks), heads, -(-m // given["M"]), xi.shape[2], axes)
+    to_pos = to_xi = None
+    if phases:
+        to_pos = phi.new_empty(heads, count, axes)
+        to_xi = phi.new_zeros(len(blocks), heads, -(-m // arguments["M"]), xi.shape[2], axes)
     if phi.numel():
-        out = {"to_w": to_w, "to_phi": to_phi, "to_where": to_place, "to_xi": to_xi}
-        where = {"where": place, "counts": counts, "pieces": blocks, "state": state.contiguous()}
+        out = {"to_w": to_w, "to_phi": to_phi, "to_pos": to_pos, "to_xi": to_xi}
+        inputs = {"pos": pos, "counts": counts, "pieces": blocks, "state": state.contiguous()}
         kernels.token_kernel[len(blocks), heads](
-            **given, **where, **out, all_tokens=count, TURNS=turns
+            **arguments, **inputs, **out, all_tokens=count, PHASES=phases
         )
-    if to_place is None or to_xi is None:
+    if to_pos is None or to_xi is None:
         return to_w, to_phi, None, None
-    return to_w, to_phi, to_place.sum(dim=0), _summed(to_xi.sum(dim=2), tokens.block_ends)
+    return to_w, to_phi, to_pos.sum(dim=0), _summed(to_xi.sum(dim=2), tokens.block_ends)
 
 
 def _arguments(phi: Tensor, w: Tensor | None, xi: Tensor, n: int, ones: bool) -> dict[str, Any]:
-    given: dict[str, Any] = {"xi": xi, "xi_graph": xi.stride(0), "xi_head": xi.stride(1)}
-    given |= {"xi_node": xi.stride(2), "nodes": xi.shape[2], "axes": xi.shape[3]}
+    arguments: dict[str, Any] = {"xi": xi, "xi_graph": xi.stride(0), "xi_head": xi.stride(1)}
+    arguments |= {"xi_node": xi.stride(2), "nodes": xi.shape[2], "axes": xi.shape[3]}
     for name, x in {"phi": phi, "w": w}.items():
         x = x if x is None or x.stride(-1) == 1 else x.contiguous()
         strides = (0, 0) if x is None else x.stride()
-        given |= {name: x, f"{name}_head": strides[0], f"{name}_token": strides[1]}
+        arguments |= {name: x, f"{name}_head": strides[0], f"{name}_token": strides[1]}
     m, width = phi.shape[-1], max(16, _power(n + ones))
     features = max(16, _power(min(m, _FEATURES if width <= 64 else _FEATURES // 2)))
-    given |= {"m": m, "n": n, "ONES": ones, "BLOCK": _BLOCK, "M": features, "N": width}
+    arguments |= {"m": m, "n": n, "ONES": ones, "BLOCK": _BLOCK, "M": features, "N": width}
     # With one stage, blocks fit into 99 KiB of shared memory for values of up to 63 columns.
-    return given | {"L": _power(xi.shape[3]), "num_stages": 1}
+    return arguments | {"L": _power(xi.shape[3]), "num_stages": 1}
 
 
 def _power(size: int) -> int:

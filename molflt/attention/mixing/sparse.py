@@ -26,8 +26,8 @@ class Pattern(NamedTuple):
     def of(cls, row: Tensor, column: Tensor, rows: int, columns: int) -> "Pattern":
         """Builds the pattern from int64 row and column indices, each (n,), sorted by row."""
         order = column.argsort(stable=True)
-        starts = _begin(row, rows), _begin(column, columns)
-        return cls(starts[0], column.int(), order.int(), starts[1], row[order].int())
+        begin, begin_sorted = _begin(row, rows), _begin(column, columns)
+        return cls(begin, column.int(), order.int(), begin_sorted, row[order].int())
 
     @property
     def size(self) -> tuple[int, int]:
@@ -36,11 +36,12 @@ class Pattern(NamedTuple):
 
     def rows(self) -> Tensor:
         """Returns the row of each entry as an int32 tensor (n,)."""
-        number = torch.arange(self.size[0], dtype=torch.int32, device=self.begin.device)
-        return number.repeat_interleave(self.begin.diff(), output_size=len(self.places))
+        row = torch.arange(self.size[0], dtype=torch.int32, device=self.begin.device)
+        return row.repeat_interleave(self.begin.diff(), output_size=len(self.places))
 
 
 def _begin(index: Tensor, size: int) -> Tensor:
+    """Returns the start of each run of 0 to size - 1 in sorted indices: (size + 1,) int32."""
     return F.pad(torch.bincount(index, minlength=size).cumsum(0), (1, 0)).int()
 
 
@@ -72,6 +73,7 @@ def gather(weight: Tensor, y: Tensor, pattern: Pattern) -> Tensor:
 
 
 def _plain(weight: Tensor, x: Tensor, source: Tensor, target: Tensor, size: int) -> Tensor:
+    """Adds w_n x_source(n) to row target(n) of the result (size, c), for each entry n."""
     out = x.new_zeros(size, x.shape[1])
     step = max(1, _TRANSIENT // max(1, x.shape[1]))
     for start in range(0, len(source), step):
@@ -116,8 +118,8 @@ class _Product(Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         weight, x = ctx.saved_tensors
-        sides = (x, grad) if ctx.spreads else (grad, x)
-        by_weight = None if x is None else correlate(sides[0], sides[1], ctx.pattern)
+        of_rows, of_columns = (x, grad) if ctx.spreads else (grad, x)
+        by_weight = None if x is None else correlate(of_rows, of_columns, ctx.pattern)
         transposed = gather if ctx.spreads else spread
         by_x = None if weight is None else transposed(weight, grad, ctx.pattern)
         return by_weight, by_x, None, None

@@ -47,9 +47,9 @@ class Sums(NamedTuple):
         # A quotient, because the gradient of a reciprocal overflows below 1e-19.
         return (numerator / normalizer.masked_fill(empty, 1.0)).masked_fill(empty, 0.0)
 
-    def extensive(self, kept: float = 1.0) -> Tensor:
-        """Returns sum_j A_ij v_j, divided by the share of keys that dropout keeps; can overflow."""
-        return self.numerator * self.log_scale.exp() / kept
+    def extensive(self, retained: float = 1.0) -> Tensor:
+        """Returns sum_j A_ij v_j, divided by the fraction of retained keys; can overflow."""
+        return self.numerator * self.log_scale.exp() / retained
 
 
 def _stabilize(query: Features, key: Features) -> tuple[Tensor, Tensor, Tensor]:
@@ -98,5 +98,5 @@ def drop_keys(key: Tensor, mask: Tensor | None, rate: float) -> Tensor:
 
     Values are not multiplied by 1 / (1 - rate), because this factor cancels in ratios.
     """
-    kept = torch.rand(key.shape[:-1], device=key.device) >= rate
-    return kept if mask is None else kept & mask
+    retained = torch.rand(key.shape[:-1], device=key.device) >= rate
+    return retained if mask is None else retained & mask

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from molflt.attention.checks import one_of
+from molflt.attention.checks import one_of, readable
 from molflt.attention.features import Features
 from molflt.attention.mixing.sums import Sums, _per_token, _stabilize
-from molflt.attention.numerics import finite, in_transform, recomputed
+from molflt.attention.numerics import finite, recomputed
 
 METHODS = ("auto", "fft", "blocks")
 _BLOCK = 128  # queries per block: fastest of 64..512 on a CPU
@@ -57,8 +57,8 @@ def toeplitz(
     one_of("method", method, METHODS)
     layout = _Layout.of(log_kernel, queries, keys)
     if 0 in (queries, keys, len(value)):
-        nothing = value.new_zeros(*value.shape[:2], queries, value.shape[-1] + 1)
-        return Sums(nothing[..., :-1], nothing[..., -1:], nothing.new_zeros(()))
+        zeros = value.new_zeros(*value.shape[:2], queries, value.shape[-1] + 1)
+        return Sums(zeros[..., :-1], zeros[..., -1:], zeros.new_zeros(()))
     if method == "auto":
         method = "blocks" if causal else _faster(layout, query.width, value.shape[-1])
     kernel = layout.cut(log_kernel.to(value.dtype))
@@ -138,16 +138,18 @@ class _Layout(NamedTuple):
     def spectrum(self, kernel: Tensor) -> Tensor:
         """Returns the Fourier transform, for `convolve`, of a kernel in the format of `cut`."""
         axes = tuple(range(1, kernel.ndim))
-        missing = [n - size for n, size in zip(self.lengths, kernel.shape[1:], strict=True)]
-        kernel = F.pad(kernel.flip(axes), [x for n in missing[::-1] for x in (0, n)])
+        padding: list[int] = []
+        for n, size in zip(self.lengths, kernel.shape[1:], strict=True):
+            padding = [0, n - size, *padding]  # `F.pad` begins with the last axis
+        kernel = F.pad(kernel.flip(axes), padding)
         return torch.fft.rfftn(kernel.roll([1 - k for k in self.key], axes), dim=axes)
 
     def convolve(self, x: Tensor, spectrum: Tensor) -> Tensor:
         """Multiplies by the Toeplitz matrix: (..., keys) -> (..., queries), padded to full rows."""
         axes = tuple(range(-len(self.key), 0))
-        extra = math.prod(self.key) - x.shape[-1]
-        x = (F.pad(x, (0, extra)) if extra else x).unflatten(-1, self.key)
-        x = torch.fft.rfftn(x, s=self.lengths, dim=axes) * spectrum
+        if padding := math.prod(self.key) - x.shape[-1]:
+            x = F.pad(x, (0, padding))
+        x = torch.fft.rfftn(x.unflatten(-1, self.key), s=self.lengths, dim=axes) * spectrum
         x = torch.fft.irfftn(x, s=self.lengths, dim=axes)
         for axis, n in zip(axes, self.query, strict=True):
             x = x.narrow(axis, 0, n)
@@ -158,7 +160,8 @@ def _by_fft(
     query: Features, key: Features, value: Tensor, kernel: Tensor, layout: _Layout
 ) -> tuple[Tensor, Tensor]:
     phi_q, phi_k, shift = _stabilize(query, key)
-    top = finite(kernel.detach().flatten(1).amax(dim=1)).view(-1, *(1,) * len(layout.query))
+    offsets = tuple(range(1, kernel.ndim))
+    top = finite(kernel.detach().amax(dim=offsets, keepdim=True))
     spectrum = layout.spectrum((kernel - top).exp())[:, None, None]
     columns = value.transpose(-1, -2)  # transforms are fastest along the last axis
     limit = _TRANSIENT.get(value.device.type, _TRANSIENT_ELSEWHERE)
@@ -181,8 +184,8 @@ def _by_fft(
     # Transforms leave rounding noise in empty sums. The terms of each row are therefore counted in
     # float64, where rounding errors stay below 1/2.
     valid = (phi_k.detach() != 0).any(dim=-1).double()
-    seen = layout.spectrum((kernel.detach() > -torch.inf).double())
-    terms = layout.convolve(valid, seen)[..., : phi_q.shape[-2], None]
+    visible = layout.spectrum((kernel.detach() > -torch.inf).double())
+    terms = layout.convolve(valid, visible)[..., : phi_q.shape[-2], None]
     return sums.masked_fill(terms < 0.5, 0.0), shift + top.view(1, -1, 1, 1)
 
 
@@ -195,63 +198,58 @@ def _by_blocks(
     phi_k, key_log = _per_token(key)
     rows, width = layout.query[0], layout.width
     step = max(1, _BLOCK // width)
-    moderate = _moderate(kernel, key_log)
-    if moderate:
+    one_scale = _share_scale(kernel, key_log)
+    if one_scale:
         kernel = kernel.exp()
-        phi_k, key_log = phi_k if key_log is None else phi_k * key_log.exp(), None
+        if key_log is not None:
+            phi_k, key_log = phi_k * key_log.exp(), None
 
     def product(
         phi_q: Tensor, phi_k: Tensor, key_log: Tensor | None, value: Tensor, window: Tensor
     ) -> tuple[Tensor, Tensor]:
         n, k = phi_q.shape[-2], phi_k.shape[-2]
         grid = (-(-k // width), *layout.key[1:]) if len(layout.key) == 2 else (k,)
-        scale, row = _reversed(window, grid)[:, -n:, :k], window.new_zeros(())
-        if not moderate:
-            scale = scale if key_log is None else scale + key_log.transpose(-1, -2)
-            row = finite(scale.detach().amax(dim=-1, keepdim=True))
-            scale = (scale - row).exp()
-        weights = (phi_q.flip(2) @ phi_k.transpose(-1, -2)) * scale
-        return (weights @ value).flip(2), row.expand(*weights.shape[:-1], 1).flip(2)
+        scale, row_max = _reversed(window, grid)[:, -n:, :k], window.new_zeros(())
+        if not one_scale:
+            scale = scale if key_log is None else scale + key_log.mT
+            row_max = finite(scale.detach().amax(dim=-1, keepdim=True))
+            scale = (scale - row_max).exp()
+        weights = (phi_q.flip(2) @ phi_k.mT) * scale
+        return (weights @ value).flip(2), row_max.expand(*weights.shape[:-1], 1).flip(2)
 
     parts = []
     for start in range(0, rows, step):
         stop = min(start + step, rows)
         # Uses at least one key; for queries before all keys, the kernel is 0.
-        seen = min(keys, max(1, stop * width + keys - queries)) if causal else keys
-        window = kernel[:, rows - stop : rows - 1 - start - (-seen // width)]
-        parts.append(
-            recomputed(
-                product,
-                phi_q[:, :, start * width : stop * width],
-                phi_k[:, :, :seen],
-                None if key_log is None else key_log[:, :, :seen],
-                value[:, :, :seen],
-                window,
-                several=step < rows,
-            )
-        )
+        visible = min(keys, max(1, stop * width + keys - queries)) if causal else keys
+        window = kernel[:, rows - stop : rows - 1 - start - (-visible // width)]
+        block = phi_q[:, :, start * width : stop * width]
+        logs = None if key_log is None else key_log[:, :, :visible]
+        inputs = block, phi_k[:, :, :visible], logs, value[:, :, :visible], window
+        parts.append(recomputed(product, *inputs, several=step < rows))
     sums, log_scale = (torch.cat(part, dim=2) for part in zip(*parts, strict=True))
     return sums, log_scale if query_log is None else log_scale + finite(query_log)
 
 
 def _faster(layout: _Layout, m: int, dv: int) -> str:
+    """Returns the faster method for m features and values of width dv."""
     # Fitted to times of a forward and backward pass in float32 (one CPU thread, m = 16, 64, 128,
     # dv = 16, 64, N = 1024, 2048): "fft" takes 1.6 ns m (dv + 1) L log2 L for transforms of length
     # L, and "blocks" takes 5.3 ns N^2 (1 + (m + dv) / 59). For dv = 64 and the three m, the times
     # are equal at N = 3400, 11000 and 17000.
-    lengths = math.prod(layout.lengths)
-    by_fft = m * (dv + 1) * lengths * math.log2(max(lengths, 2))
+    length = math.prod(layout.lengths)
+    by_fft = m * (dv + 1) * length * math.log2(max(length, 2))
     pairs = math.prod(layout.query) * math.prod(layout.key)
     by_blocks = 3.3 * pairs * (1 + (m + dv) / 59)
     return "fft" if by_fft < by_blocks else "blocks"
 
 
-def _moderate(*logs: Tensor | None) -> bool:
+def _share_scale(kernel: Tensor, key_log: Tensor | None) -> bool:
     """Returns True if rows do not need separate scales; False if unknown, as in compiled code."""
-    given = [log.detach() for log in logs if log is not None and log.numel()]
-    if given[0].device.type != "cpu" or in_transform() or torch.compiler.is_compiling():
+    if not readable(kernel):
         return False
-    largest = (log.masked_fill(log == -torch.inf, 0.0).abs().amax() for log in given)
+    logs = [x.detach() for x in (kernel, key_log) if x is not None and x.numel()]
+    largest = (log.masked_fill(log == -torch.inf, 0.0).abs().amax() for log in logs)
     return bool(sum(largest) < _LARGEST_LOG)
 
 
@@ -264,6 +262,7 @@ def _reversed(kernel: Tensor, key: tuple[int, ...]) -> Tensor:
 
 
 def _move_maximum(query: Features, key: Features) -> tuple[Features, Features]:
+    """Moves the maximum over keys of each feature from the keys to the queries."""
     if key.log_scale is None:
         return query, key
     top = finite(key.log_scale.detach().amax(dim=-2, keepdim=True))
@@ -274,10 +273,10 @@ def _move_maximum(query: Features, key: Features) -> tuple[Features, Features]:
 def _fast_length(n: int) -> int:
     """Returns the smallest integer >= n that has no prime factor above 5."""
     while True:
-        rest = n
+        cofactor = n
         for prime in (2, 3, 5):
-            while rest % prime == 0:
-                rest //= prime
-        if rest == 1:
+            while cofactor % prime == 0:
+                cofactor //= prime
+        if cofactor == 1:
             return n
         n += 1

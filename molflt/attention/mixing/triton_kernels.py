@@ -17,25 +17,25 @@ import triton.language as tl
 
 
 @triton.jit
-def _phase(where, xi):
+def _phase(pos, xi):
     """Computes cos and sin of 2 pi r . xi, of shape (block,), from r (block, l) and xi (l,)."""
-    turns = tl.sum(where * xi[None, :], axis=1)
+    turns = tl.sum(pos * xi[None, :], axis=1)
     angle = (turns - tl.floor(turns + 0.5)) * 6.283185307179586
     return tl.cos(angle), tl.sin(angle)
 
 
 @triton.jit
-def _values(w, w_token, tokens, there, column, n, dtype: tl.constexpr, ONES: tl.constexpr):
-    inside = there[:, None] & (column < n)[None, :]
-    found = tl.load(w + tokens[:, None] * w_token + column[None, :], inside, 0.0).to(dtype)
+def _values(w, w_token, tokens, valid, column, n, dtype: tl.constexpr, ONES: tl.constexpr):
+    inside = valid[:, None] & (column < n)[None, :]
+    value = tl.load(w + tokens[:, None] * w_token + column[None, :], inside, 0.0).to(dtype)
     if ONES:
-        found = tl.where(there[:, None] & (column == n)[None, :], 1.0, found)
-    return found
+        value = tl.where(valid[:, None] & (column == n)[None, :], 1.0, value)
+    return value
 
 
 @triton.jit
 def state_kernel(
-    phi, w, where, xi, counts, pieces, out,
+    phi, w, pos, xi, counts, pieces, out,
     phi_head, phi_token, w_head, w_token, xi_graph, xi_head, xi_node,
     m, n, axes, nodes, ONES: tl.constexpr,
     BLOCK: tl.constexpr, M: tl.constexpr, N: tl.constexpr, L: tl.constexpr,
@@ -56,35 +56,35 @@ def state_kernel(
     sines = tl.zeros((M, N), dtype)
     for first in range(start, stop, BLOCK):
         tokens = first + tl.arange(0, BLOCK)
-        there = tokens < stop
-        inside = there[:, None] & (feature < m)[None, :]
+        valid = tokens < stop
+        inside = valid[:, None] & (feature < m)[None, :]
         rows = phi + head * phi_head + tokens[:, None] * phi_token
         x = tl.load(rows + feature[None, :], inside, 0.0)
-        value = _values(w + head * w_head, w_token, tokens, there, column, n, dtype, ONES)
-        known = there[:, None] & (axis < axes)[None, :]
-        place = tl.load(where + tokens[:, None] * axes + axis[None, :], known, 0.0)
-        cos, sin = _phase(place, frequency)
+        value = _values(w + head * w_head, w_token, tokens, valid, column, n, dtype, ONES)
+        pos_mask = valid[:, None] & (axis < axes)[None, :]
+        position = tl.load(pos + tokens[:, None] * axes + axis[None, :], pos_mask, 0.0)
+        cos, sin = _phase(position, frequency)
         cosines += tl.dot(tl.trans(x * cos[:, None]), value, input_precision=precision)
         sines += tl.dot(tl.trans(x * sin[:, None]), value, input_precision=precision)
     width = n + 1 if ONES else n
-    at = out + ((piece * tl.num_programs(1) + head) * nodes + node) * 2 * m * width
-    at += feature[:, None] * width + column[None, :]
+    address = out + ((piece * tl.num_programs(1) + head) * nodes + node) * 2 * m * width
+    address += feature[:, None] * width + column[None, :]
     inside = (feature < m)[:, None] & (column < width)[None, :]
-    tl.store(at, cosines, inside)
-    tl.store(at + m * width, sines, inside)
+    tl.store(address, cosines, inside)
+    tl.store(address + m * width, sines, inside)
 
 
 @triton.jit
 def token_kernel(
-    phi, w, where, xi, counts, pieces, state, to_w, to_phi, to_where, to_xi,
+    phi, w, pos, xi, counts, pieces, state, to_w, to_phi, to_pos, to_xi,
     phi_head, phi_token, w_head, w_token, xi_graph, xi_head, xi_node, all_tokens,
-    m, n, axes, nodes, ONES: tl.constexpr, TURNS: tl.constexpr,
+    m, n, axes, nodes, ONES: tl.constexpr, PHASES: tl.constexpr,
     BLOCK: tl.constexpr, M: tl.constexpr, N: tl.constexpr, L: tl.constexpr,
 ):  # fmt: skip
     """Computes the gradients with respect to w, phi, r and xi for one piece and head.
 
     Outputs that are None are skipped. Shapes: to_w (heads, tokens, width), to_phi (heads, tokens,
-    m), to_where (heads, tokens, l) and to_xi (pieces, heads, parts, r, l).
+    m), to_pos (heads, tokens, l) and to_xi (pieces, heads, parts, r, l).
     """
     piece, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     parts = tl.cdiv(m, M)
@@ -96,30 +96,30 @@ def token_kernel(
     column, axis = tl.arange(0, N), tl.arange(0, L)
     width = n + 1 if ONES else n
     tokens = start + tl.arange(0, BLOCK)
-    there = tokens < stop
+    valid = tokens < stop
     row = head * all_tokens + tokens[:, None]  # row of the outputs
-    place_inside = there[:, None] & (axis < axes)[None, :]
-    place = tl.load(where + tokens[:, None] * axes + axis[None, :], place_inside, 0.0)
+    pos_mask = valid[:, None] & (axis < axes)[None, :]
+    position = tl.load(pos + tokens[:, None] * axes + axis[None, :], pos_mask, 0.0)
     if w is not None:
-        value = _values(w + head * w_head, w_token, tokens, there, column, n, dtype, ONES)
+        value = _values(w + head * w_head, w_token, tokens, valid, column, n, dtype, ONES)
     by_w = tl.zeros((BLOCK, N), dtype)
-    by_place = tl.zeros((BLOCK, L), dtype)
+    by_position = tl.zeros((BLOCK, L), dtype)
     for part in range(parts):
         feature = part * M + tl.arange(0, M)
-        inside = there[:, None] & (feature < m)[None, :]
+        inside = valid[:, None] & (feature < m)[None, :]
         rows = phi + head * phi_head + tokens[:, None] * phi_token
         x = tl.load(rows + feature[None, :], inside, 0.0)
         by_phi = tl.zeros((BLOCK, M), dtype)
         for node in range(count):
             wave = xi + graph * xi_graph + head * xi_head + node * xi_node
             frequency = tl.load(wave + axis, axis < axes, 0.0)
-            cos, sin = _phase(place, frequency)
+            cos, sin = _phase(position, frequency)
             cos, sin = cos[:, None], sin[:, None]
-            known = (feature < m)[:, None] & (column < width)[None, :]
-            at = state + ((graph * tl.num_programs(1) + head) * nodes + node) * 2 * m * width
-            at += feature[:, None] * width + column[None, :]
-            cosines = tl.load(at, known, 0.0)
-            sines = tl.load(at + m * width, known, 0.0)
+            state_mask = (feature < m)[:, None] & (column < width)[None, :]
+            address = state + ((graph * tl.num_programs(1) + head) * nodes + node) * 2 * m * width
+            address += feature[:, None] * width + column[None, :]
+            cosines = tl.load(address, state_mask, 0.0)
+            sines = tl.load(address + m * width, state_mask, 0.0)
             if to_w is not None:
                 by_w += tl.dot(x * cos, cosines, input_precision=precision)
                 by_w += tl.dot(x * sin, sines, input_precision=precision)
@@ -127,29 +127,29 @@ def token_kernel(
                 cosines = tl.dot(value, tl.trans(cosines), input_precision=precision)
                 sines = tl.dot(value, tl.trans(sines), input_precision=precision)
                 by_phi += cos * cosines + sin * sines
-                if TURNS:
-                    by_turn = 6.283185307179586 * tl.sum(x * (cos * sines - sin * cosines), axis=1)
-                    by_place += by_turn[:, None] * frequency[None, :]
-                    by_node = tl.sum(by_turn[:, None] * place, axis=0)
-                    own = ((piece * tl.num_programs(1) + head) * parts + part) * nodes + node
-                    tl.store(to_xi + own * axes + axis, by_node, axis < axes)
+                if PHASES:
+                    by_phase = 6.283185307179586 * tl.sum(x * (cos * sines - sin * cosines), axis=1)
+                    by_position += by_phase[:, None] * frequency[None, :]
+                    by_node = tl.sum(by_phase[:, None] * position, axis=0)
+                    index = ((piece * tl.num_programs(1) + head) * parts + part) * nodes + node
+                    tl.store(to_xi + index * axes + axis, by_node, axis < axes)
         if to_phi is not None:
             tl.store(to_phi + row * m + feature[None, :], by_phi, inside)
     if to_w is not None:
-        inside = there[:, None] & (column < width)[None, :]
+        inside = valid[:, None] & (column < width)[None, :]
         tl.store(to_w + row * width + column[None, :], by_w, inside)
-    if TURNS:
-        tl.store(to_where + row * axes + axis[None, :], by_place, place_inside)
+    if PHASES:
+        tl.store(to_pos + row * axes + axis[None, :], by_position, pos_mask)
 
 
 @triton.jit
 def sum_kernel(x, ends, out, size, BLOCK: tl.constexpr):
     """Sums over the pieces of each graph, in order: (pieces, size) -> (graphs, size)."""
     graph = tl.program_id(0).to(tl.int64)
-    place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = place < size
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < size
     start, stop = tl.load(ends + graph), tl.load(ends + graph + 1)
     total = tl.zeros((BLOCK,), x.dtype.element_ty)
     for piece in range(start, stop):
-        total += tl.load(x + piece * size + place, inside, 0.0)
-    tl.store(out + graph * size + place, total, inside)
+        total += tl.load(x + piece * size + column, inside, 0.0)
+    tl.store(out + graph * size + column, total, inside)

@@ -56,25 +56,24 @@ def free_extent(
         graph: (n,), index of the graph of each atom.
         cell, pbc: see `reciprocal_nodes`.
         smooth: replace the largest and smallest coordinates, whose slopes jump when a different
-            atom becomes the outermost, with logarithms of mean exponentials. These are analytic and
-            the same in supercells. On each side, they lie at most log(n) / 4 Å inside the outermost
-            of n atoms.
+            atom becomes the outermost, with logarithms of mean exponentials, analytic and the same
+            in supercells. At each end, they lie up to log(n) / 4 Å inside the outermost of n atoms.
     """
     rows, periodic = _sorted_rows(cell, pbc)
     along = (positions[:, None] * rows[graph].to(positions.dtype)).sum(dim=-1)  # [n, 3]
     count = counts_of(graph, rows.shape[0])[:, None]
-    none = periodic | (count == 0)
+    no_extent = periodic | (count == 0)
     if not smooth:
         span = _largest(along, graph, rows.shape[0]) + _largest(-along, graph, rows.shape[0])
-        return torch.where(none, 0.0, span)
-    span = torch.zeros_like(none, dtype=along.dtype)
+        return torch.where(no_extent, 0.0, span)
+    span = torch.zeros_like(no_extent, dtype=along.dtype)
     for sign in (1.0, -1.0):
         scaled = sign * _SHARPNESS * along
         top = finite(_largest(scaled.detach(), graph, rows.shape[0]))
         terms = (scaled - top[graph]).exp()
         mean = torch.zeros_like(span).index_add(0, graph, terms) / count.clamp(min=1)
-        span = span + (top + torch.where(none, 1.0, mean).log()) / _SHARPNESS
-    return torch.where(none, 0.0, span.clamp(min=0.0))  # may be negative due to rounding
+        span = span + (top + torch.where(no_extent, 1.0, mean).log()) / _SHARPNESS
+    return torch.where(no_extent, 0.0, span.clamp(min=0.0))  # may be negative due to rounding
 
 
 def _largest(x: Tensor, graph: Tensor, graphs: int) -> Tensor:
@@ -87,17 +86,17 @@ def _sorted_rows(cell: Tensor, pbc: Tensor) -> tuple[Tensor, Tensor]:
     """Returns periodic lattice vectors, then unit normals (b, 3, 3), and a mask of the vectors."""
     cell = _reduced(at_least_float32(cell), pbc)  # cross products of skewed cells lose digits
     order = (~pbc).to(torch.uint8).argsort(dim=1, stable=True)
-    given = cell.gather(1, order[..., None].expand(-1, -1, 3))
+    cell = cell.gather(1, order[..., None].expand(-1, -1, 3))
     periodic = pbc.gather(1, order)
-    own = periodic[..., None]
-    first = torch.where(own[:, 0], given[:, 0], given.new_tensor([1.0, 0.0, 0.0]))
+    from_cell = periodic[..., None]
+    first = torch.where(from_cell[:, 0], cell[:, 0], cell.new_tensor([1.0, 0.0, 0.0]))
     size = first.detach().abs()
     tie = size.amax(dim=1, keepdim=True) * size.new_tensor([0.0, 1e-3, 2e-3])
     axis = F.one_hot((size + tie).argmin(dim=1), 3).to(first.dtype)
     normal = F.normalize(torch.linalg.cross(first, axis), dim=-1)
-    second = torch.where(own[:, 1], given[:, 1], normal)
+    second = torch.where(from_cell[:, 1], cell[:, 1], normal)
     normal = F.normalize(torch.linalg.cross(first, second), dim=-1)
-    third = torch.where(own[:, 2], given[:, 2], normal)
+    third = torch.where(from_cell[:, 2], cell[:, 2], normal)
     rows = torch.stack((first, second, third), dim=1)
     if not torch.compiler.is_compiling():
         _check_rows(rows.detach(), periodic)
@@ -109,8 +108,8 @@ def _reduced(cell: Tensor, pbc: Tensor) -> Tensor:
     rows = cell.masked_fill(~pbc[..., None], 0.0)
     combination, dependent = _reduction(rows.detach().double())
     # Elementwise products and sums leave a reduced cell bitwise unchanged.
-    found = (combination.to(rows.dtype)[..., None] * rows[:, None]).sum(dim=2)
-    return found.masked_fill(dependent[..., None], 0.0)
+    reduced = (combination.to(rows.dtype)[..., None] * rows[:, None]).sum(dim=2)
+    return reduced.masked_fill(dependent[..., None], 0.0)
 
 
 @opaque(lambda cell: (torch.empty_like(cell), cell.new_empty(cell.shape[:2], dtype=torch.bool)))
@@ -120,17 +119,16 @@ def _reduction(cell: Tensor) -> tuple[Tensor, Tensor]:
     combination = combination.repeat(len(cell), 1, 1)
     short = cell.clone()
     for _ in range(_MOST_REDUCTIONS):
-        moved = False
+        shortened = False
         for i, j in itertools.permutations(range(3), 2):
             product = (short[:, i] * short[:, j]).sum(dim=-1) / short[:, j].square().sum(dim=-1)
-            # Rounding 1/2 would not shorten the vector. Zero vectors give NaN, for which the
-            # comparison is False.
+            # Rounding 1/2 would not shorten the vector. NaN, from zero vectors, fails.
             times = torch.where(product.abs() > 0.501, product.round(), 0.0)[:, None]
             if bool((times != 0).any()):
-                moved = True
+                shortened = True
                 for x in (short, combination):
                     x[:, i] -= times * x[:, j]
-        if not moved:
+        if not shortened:
             break
     # Linearly dependent vectors are reduced to zero up to rounding errors.
     longest = cell.norm(dim=-1).amax(dim=1, keepdim=True)

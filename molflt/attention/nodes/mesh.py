@@ -5,9 +5,8 @@ token as there are nodes G, whose number grows with the cell. Instead, B-splines
 the points of a mesh, which is convolved with the kernel, and the same splines interpolate the
 result at the tokens, as in smooth particle mesh Ewald sums (Essmann et al., J. Chem. Phys. 103,
 8577 (1995)). Only low frequencies are needed; products with three small matrices of waves replace
-fast Fourier transforms. Shifting all tokens, choosing a different cell, or using a supercell
-changes the result by up to the interpolation error; the result of `reciprocal_nodes` does not
-change.
+fast Fourier transforms. Unlike with `reciprocal_nodes`, shifting all tokens, choosing a different
+cell, or using a supercell changes the result by up to the interpolation error.
 """
 
 import math

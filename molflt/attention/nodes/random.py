@@ -25,8 +25,7 @@ class GaussianNodes(Nodes):
     and OC20 experiment. The paper's language models use `sigma=1.0, learn_sigma=False`.
 
     The variance is finite only if g falls faster than sqrt(p). For a Gaussian mask of width w, this
-    requires sigma > 1 / (2 sqrt(2) pi w). For spectra with power-law tails, the variance is never
-    finite.
+    requires sigma > 1 / (2 sqrt(2) pi w). With power-law tails, it is never finite.
 
     Args:
         heads: number of heads; each has separate nodes and a separate sigma.
@@ -90,8 +89,7 @@ class OrthogonalNodes(_StructuredNodes):
     """Unbiased Gaussian nodes whose eps are orthogonal within each block of l nodes.
 
     The norms of eps follow the chi distribution. In three dimensions, the error is hardly smaller
-    than that of `GaussianNodes`, because a block contains only three nodes. Takes the same
-    arguments as `GaussianNodes`.
+    than that of `GaussianNodes`, whose arguments it takes: a block contains only three nodes.
     """
 
     _rows = OrthogonalProjection

@@ -7,8 +7,7 @@ Poisson's summation formula, with positions in Å and frequencies in cycles/Å,
 turns a decaying mask f into the mask of a crystal. The result does not depend on the choice of the
 cell or on the periodic image of an atom. Along directions that are not periodic, the lattice is
 virtual: its vectors are perpendicular to the periodic vectors. Their length is the width of the
-graph plus the reach of the mask, which keeps copies out of reach. The error is the part of the mask
-beyond its reach.
+graph plus the reach of the mask. The error is the part of the mask beyond its reach.
 """
 
 import math
@@ -57,8 +56,7 @@ def reciprocal_nodes(
         cell: (b, 3, 3), lattice vectors as rows, in Å; rows of nonperiodic axes are ignored.
         pbc: (b, 3) bool, True for periodic lattice vectors.
         max_frequency: k, in cycles/Å.
-        extent: (b, 3), widths of the graphs in Å, from `free_extent`; required unless all axes are
-            periodic.
+        extent: (b, 3), widths of the graphs in Å, from `free_extent`; not needed for crystals.
         reach: distance in Å beyond which the mask is negligible, for nonperiodic axes. For
             Gaussians and a reach of 4, 5.5 and 7 widths, the error relative to the height of the
             mask is 4e-4, 4e-7 and 3e-11. If the taper truncates the spectrum, the error is about
@@ -73,7 +71,8 @@ def reciprocal_nodes(
     nodes = (index.to(dual.dtype)[..., None] * dual[:, None]).sum(dim=2)
     weights = _TAPERS[taper](distances(nodes) / max_frequency) / volume[:, None]
     weights = torch.where(valid, weights, 0.0)
-    return nodes, weights * (1 + (torch.arange(nodes.shape[1], device=nodes.device) > 0))
+    multiplicity = 1 + (torch.arange(nodes.shape[1], device=nodes.device) > 0)
+    return nodes, weights * multiplicity
 
 
 def tapered_mask(
@@ -114,9 +113,9 @@ def _half_space_indices(bounds: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _unknown_indices(lattice: Tensor, dual: Tensor, max_frequency: float) -> tuple[Tensor, Tensor]:
-    most = torch.library.get_ctx().new_dynamic_size()
-    index = lattice.new_empty(lattice.shape[0], most, 3, dtype=torch.long)
-    return index, index.new_empty(lattice.shape[0], most, dtype=torch.bool)
+    width = torch.library.get_ctx().new_dynamic_size()
+    index = lattice.new_empty(lattice.shape[0], width, 3, dtype=torch.long)
+    return index, index.new_empty(lattice.shape[0], width, dtype=torch.bool)
 
 
 @opaque(_unknown_indices)
@@ -127,16 +126,16 @@ def _indices(lattice: Tensor, dual: Tensor, max_frequency: float) -> tuple[Tenso
     bounds = (max_frequency * lattice.norm(dim=-1)).floor()  # n_i = G . a_i
     candidates = (2 * bounds + 1).prod(dim=1) / 2
     if not float(candidates.sum()) <= _MOST_CANDIDATES:  # or NaN
-        most = int(candidates.argmax())
+        largest = int(candidates.argmax())
         raise ValueError(
             f"too many reciprocal lattice vectors below {max_frequency} cycles/Å; got sides "
-            f"{lattice[most].norm(dim=-1).tolist()} Å of graph {most}; reduce max_frequency, set "
-            "pbc to False along axes with vacuum, or train a potential with far_field=False"
+            f"{lattice[largest].norm(dim=-1).tolist()} Å of graph {largest}; reduce max_frequency, "
+            "set pbc to False along axes with vacuum, or train a potential with far_field=False"
         )
     graph, index = _half_space_indices(bounds.long())
     square = (index[..., None] * dual[graph]).sum(dim=1).square().sum(dim=-1)
-    kept = square < max_frequency**2
-    graph, index = graph[kept], index[kept]
+    below = square < max_frequency**2
+    graph, index = graph[below], index[below]
     counts = counts_of(graph, len(lattice))
     width = int(counts.max()) if len(counts) else 0
     column = torch.arange(len(graph), device=graph.device) - (counts.cumsum(0) - counts)[graph]

@@ -52,14 +52,15 @@ def suggest_nodes(
         raise ValueError(f"tol must be at least 1e-6; got {tol}")
     ratio = 2 * radius / width
     distance, share = _ball_pairs(ratio)
-    zero = ((-distance.square()).exp() @ share).sqrt().item()
-    if tol > 0.5 * zero:
+    without_nodes = ((-distance.square()).exp() @ share).sqrt().item()
+    if tol > 0.5 * without_nodes:
         raise ValueError(
-            f"tol must be at most half of {zero:.2g}, the error without nodes; got {tol:g}"
+            f"tol must be at most half of {without_nodes:.2g}, the error without nodes; got {tol:g}"
         )
-    between = 1 if widest == width else 2 + int(math.log2(widest / width))
-    widths = torch.logspace(0, math.log10(widest / width), between, **_DOUBLE)[:, None]
-    rules = [_prune(ratio, widths, tol, *each) for each in _radial_candidates(ratio, widths, tol)]
+    num_widths = 1 if widest == width else 2 + int(math.log2(widest / width))
+    widths = torch.logspace(0, math.log10(widest / width), num_widths, **_DOUBLE)[:, None]
+    radial_rules = _radial_candidates(ratio, widths, tol)
+    rules = [_prune(ratio, widths, tol, *radial) for radial in radial_rules]
     if not any(rules):
         raise ValueError(f"no shells reach tol={tol:g} for 2 radius / width = {ratio:.3g}")
     best = min(filter(None, rules), key=lambda rule: (rule.size, rule.error))
@@ -94,7 +95,7 @@ def _radial_candidates(
     """Returns (maximum frequency, radii, rule) with small errors, sorted by number of nodes."""
     distance, share = _ball_pairs(ratio)
     exact = (-0.5 * (distance / widths).square()).exp()  # [w, n]
-    found = []
+    candidates = []
     rules: tuple[_Radial, ...] = ("trapezoid", "midpoint")
     for max_frequency in (0.03 * step for step in range(5, 34)):
         if 2 * math.pi * max_frequency * ratio > _DEGREES[-1]:
@@ -106,8 +107,8 @@ def _radial_candidates(
             error = measure * _density(radius, widths) @ waves.T - exact
             if (error.square() @ share).max().sqrt() < 0.8 * tol:  # the rest is for directions
                 guess = (2 * math.pi * 0.7 * radius * ratio + 3).square().sum().item()
-                found.append((guess, max_frequency, count, radial))
-    return [rule[1:] for rule in sorted(found)[:12]]
+                candidates.append((guess, max_frequency, count, radial))
+    return [rule[1:] for rule in sorted(candidates)[:12]]
 
 
 def _prune(
@@ -118,42 +119,42 @@ def _prune(
     Each step changes the shell and the degree that remove the most error per additional node.
     """
     distance, share = _ball_pairs(ratio)
-    each = 64
+    per_distance = 64
     # With the same directions for all distances, the degrees would be fitted to these directions.
-    unit = _even_directions(each * len(distance)).unflatten(0, (each, len(distance)))
+    unit = _even_directions(per_distance * len(distance)).unflatten(0, (per_distance, -1))
     z = (distance[:, None] * unit).flatten(0, 1)
-    share = share.repeat(each) / each
+    share = share.repeat(per_distance) / per_distance
     error = -(-0.5 * z.square().sum(dim=-1) / widths.square()).exp()  # [w, n]
     radius, measure = shells(max_frequency, count, 3, radial)
     choices: list[list[tuple[int, int, Tensor]]] = []  # degree, number of nodes, values
     for k, weight in zip(radius, (measure * _density(radius, widths)).T, strict=True):
-        own = []
+        of_shell = []
         for degree in (1, *_DEGREES):
             unit, shares = _directions(3, degree)
             values = weight[:, None] * ((2 * math.pi * k * z @ unit.T).cos() @ shares)
-            own.append((degree, len(unit), values))
+            of_shell.append((degree, len(unit), values))
             if degree > 2 * math.pi * k * ratio + 6:  # exact in practice
                 break
-        choices.append(own)
-        error = error + own[0][2]
+        choices.append(of_shell)
+        error = error + of_shell[0][2]
     chosen = [0] * count
     while (excess := _excess(error, share, tol)) > 0:
         steps = []
-        for j, own in enumerate(choices):
-            _, nodes, values = own[chosen[j]]
-            for i in range(chosen[j] + 1, len(own)):
-                new = error + own[i][2] - values
-                gain = (excess - _excess(new, share, tol)) / (own[i][1] - nodes)
-                steps.append((gain, j, i))
+        for j, of_shell in enumerate(choices):
+            _, nodes, values = of_shell[chosen[j]]
+            for i, (_, more_nodes, new_values) in enumerate(of_shell):
+                if i > chosen[j]:
+                    removed = excess - _excess(error + new_values - values, share, tol)
+                    steps.append((removed / (more_nodes - nodes), j, i))
         gain, j, i = max(steps, default=(0.0, 0, 0))
         if gain <= 0:
             return None
         error = error + choices[j][i][2] - choices[j][chosen[j]][2]
         chosen[j] = i
-    picked = [own[i] for own, i in zip(choices, chosen, strict=True)]
-    size = sum(nodes for _, nodes, _ in picked)
-    reached = (error.square() @ share).max().sqrt().item()
-    return _Pruned(size, reached, max_frequency, radial, [degree for degree, _, _ in picked])
+    final = [of_shell[i] for of_shell, i in zip(choices, chosen, strict=True)]
+    size = sum(nodes for _, nodes, _ in final)
+    largest = (error.square() @ share).max().sqrt().item()
+    return _Pruned(size, largest, max_frequency, radial, [degree for degree, _, _ in final])
 
 
 def _excess(error: Tensor, share: Tensor, tol: float) -> float:

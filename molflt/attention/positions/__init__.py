@@ -60,8 +60,9 @@ def make_position(
     known = inspect.signature(build).parameters
     sizes = {"heads": heads, "head_dim": head_dim, "sampled": mixing != "softmax"}
     options = {**known_options(name, **sizes), **options}
-    free = any(p.kind is p.VAR_KEYWORD for p in known.values())
-    if unknown := [] if free else sorted(set(options) - set(known)):
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in known.values())
+    unknown = sorted(set(options) - set(known))
+    if unknown and not takes_any:
         raise ValueError(
             f"position={name!r} does not take {', '.join(unknown)}; expected one or more of "
             f"{', '.join(sorted(set(known) - set(sizes)))}"

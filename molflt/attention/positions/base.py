@@ -44,10 +44,10 @@ class Position(nn.Module):
 
     def width(self, head_dim: int) -> int:
         """Returns the input width of the feature map for heads of width `head_dim`."""
-        built = getattr(self, "head_dim", head_dim)
-        if head_dim != built:
+        expected = getattr(self, "head_dim", head_dim)
+        if head_dim != expected:
             raise ValueError(
-                f"{type(self).__name__} was built for head_dim={built}; got queries and keys of "
+                f"{type(self).__name__} was built for head_dim={expected}; got queries and keys of "
                 f"width {head_dim}; use the same width"
             )
         return head_dim
@@ -82,11 +82,11 @@ class Position(nn.Module):
 
     def check_axes(self, *positions: Tensor) -> None:
         """Raises ValueError unless positions have the shape (batch, tokens, l)."""
-        for given in positions:
-            if given.ndim != 3 or given.shape[-1] != self.dim:
+        for x in positions:
+            if x.ndim != 3 or x.shape[-1] != self.dim:
                 raise ValueError(
                     f"positions of {type(self).__name__} must have shape (batch, tokens, "
-                    f"{self.dim}); got {tuple(given.shape)}; add the last axis, or change dim"
+                    f"{self.dim}); got {tuple(x.shape)}; add the last axis, or change dim"
                 )
 
     def check_range(self, positions: Tensor, max_tokens: int, integers: bool = False) -> None:
@@ -141,8 +141,7 @@ class Positioned(nn.Module):
     def share_position(self) -> None:
         """Transfers the parameters of the position to the enclosing module.
 
-        The position remains accessible here but is not registered, because a parameter has only one
-        name in a checkpoint.
+        It remains accessible here but unregistered: a parameter has one name in a checkpoint.
         """
         position = self.position
         if position is not None:
@@ -150,11 +149,11 @@ class Positioned(nn.Module):
             object.__setattr__(self, "position", position)
 
 
-def check_tokens(places: int, x: Tensor) -> None:
+def check_tokens(count: int, x: Tensor) -> None:
     """Raises ValueError unless x, (batch, heads, tokens, d), has one token per position."""
-    if x.shape[2] != places:
+    if x.shape[2] != count:
         raise ValueError(
-            f"the encoding has {places} positions; got {x.shape[2]} tokens; in decoding, pass the "
+            f"the encoding has {count} positions; got {x.shape[2]} tokens; in decoding, pass the "
             "key_positions of all tokens so far"
         )
 

@@ -20,8 +20,7 @@ class ToeplitzPosition(Position):
 
     Softmax adds b to its logits. Kernelized attention multiplies phi(q_i) . phi(k_j) by
     exp(b_(j-i)) (NPRF, arXiv:2106.12566, section 3.2). As in Swin (arXiv:2103.14030), a
-    two-dimensional table has one number for each pair of offsets (dy, dx), not a sum of two
-    numbers.
+    two-dimensional table has one number for each pair of offsets (dy, dx).
 
     Softmax looks up differences of positions, rounded to integers, and tokens can be in any order.
     Linear and quadratic mixing compute offsets from the order of tokens and check that positions
@@ -30,8 +29,7 @@ class ToeplitzPosition(Position):
     first query. Padding must continue these positions and is also checked.
 
     Args:
-        max_tokens: length L of the longest sequence, for a table of 2L - 1 offsets; ignored with
-            `shape`.
+        max_tokens: length L of the longest sequence, for 2L - 1 offsets; ignored with `shape`.
         shape: rows H and columns W of a two-dimensional grid with positions (row, column).
         std: standard deviation of the initial b.
         method: algorithm of linear mixing: "fft", "blocks" or "auto" (the faster of the two).
@@ -70,12 +68,12 @@ class ToeplitzPosition(Position):
             return Bias(self.bias(positions, key_positions))
         _expect_grid(self, positions, key_positions, *self.shape[1:])
         queries, keys = positions.shape[1], key_positions.shape[1]
-        most = math.prod(self.shape)
-        if max(queries, keys) > most:
-            raise ValueError(f"{max(queries, keys)} tokens exceed the {most} places of the table")
+        capacity = math.prod(self.shape)
+        if (tokens := max(queries, keys)) > capacity:
+            raise ValueError(f"{tokens} tokens exceed the {capacity} places of the table")
         if self.dim == 2:
             return Toeplitz(self.table, self.method)
-        start = most - queries
+        start = capacity - queries
         table = self.table[:, start : start + max(0, queries + keys - 1)]
         return Toeplitz(table, self.method)
 
@@ -126,22 +124,21 @@ class BucketedPosition(Position):
         at_least_one(heads=heads)
         directions = 2 if bidirectional else 1
         size = num_buckets // directions
-        single = size // 2
-        if num_buckets % directions or size < 2 or max_distance <= single:
+        exact = size // 2  # number of buckets that contain a single distance
+        if num_buckets % directions or size < 2 or max_distance <= exact:
             raise ValueError(
                 "expected equally many buckets per direction, at least 2, and max_distance above "
                 f"half of them; got {num_buckets=}, {max_distance=}, {bidirectional=}"
             )
         self.bidirectional = bidirectional
         self.table = nn.Parameter(std * torch.randn(heads, num_buckets))
-        # A table makes rounding at the edges of buckets the same on every device. As in T5, it is
-        # computed in float32. It is not a buffer, because buffers on the meta device have no
-        # values.
+        # A table makes rounding at the edges of buckets the same on every device; float32 as in T5.
+        # It is not a buffer, because buffers on the meta device have no values.
         distance = torch.arange(max_distance + 1, device="cpu")
-        log_distance = torch.log(distance.clamp(min=1).float() / single)
-        steps = log_distance / math.log(max_distance / single) * (size - single)
-        far = single + steps.long()
-        self.buckets = torch.where(distance < single, distance, far.clamp(max=size - 1)).tolist()
+        log_distance = torch.log(distance.clamp(min=1).float() / exact)
+        steps = log_distance / math.log(max_distance / exact) * (size - exact)
+        far = exact + steps.long()
+        self.buckets = torch.where(distance < exact, distance, far.clamp(max=size - 1)).tolist()
 
     def forward(self, mixing: str, positions: Tensor, key_positions: Tensor) -> Encoding:
         if mixing == "softmax":
@@ -169,8 +166,7 @@ class LowRankPosition(ToeplitzPosition):
     vectors, and an orthonormal basis Q of the products gives N ~= Q (Q^T N) (Halko et al.,
     arXiv:0909.4061, algorithms 4.1 and 4.4). Products with N are computed by FFT in O(L r log L),
     once for all sequences. The paper's variant could not be trained because of Gram-Schmidt
-    orthogonalization. The Householder reflections used here yield a basis even for masks of rank
-    below r.
+    orthogonalization; Householder reflections yield a basis even for masks of rank below r.
 
     Q is treated as a constant in each evaluation. The gradient is computed for Q Q^T N with the
     current Q. This expression is linear in N, and its gradient is finite for every mask; for r = L,
@@ -256,13 +252,14 @@ def _look_up(table: Tensor, index: Tensor) -> Tensor:
 def _expect_grid(
     position: Position, positions: Tensor, key_positions: Tensor, width: int | None = None
 ) -> None:
+    """Raises ValueError unless tokens are in order on a grid with rows of `width` tokens."""
     if torch.compiler.is_compiling():
         return
     name = type(position).__name__
-    for given in (positions, key_positions):
-        index = torch.arange(given.shape[1], device=given.device)
+    for r in (positions, key_positions):
+        index = torch.arange(r.shape[1], device=r.device)
         axes = (index,) if width is None else (index // width, index % width)
-        error = (given - given[:, :1] - torch.stack(axes, dim=-1)).abs()
+        error = (r - r[:, :1] - torch.stack(axes, dim=-1)).abs()
         if not (error <= _TOLERANCE).all():  # NaN also fails
             raise ValueError(
                 f"{name} needs tokens in order on a grid, positions 0, 1, 2, ... or row by row, in "

@@ -55,12 +55,9 @@ class MultiplicativePosition(SpectralPosition):
         if mixing == "softmax":
             return Bias(self.bias(differences(positions, key_positions)))
         if mixing == TRITON:
-            queries, keys = (
-                Ragged.of([row * x.shape[1] for row in range(len(x) + 1)], x.device)
-                for x in (positions, key_positions)
-            )
-            where = positions.flatten(0, 1), key_positions.flatten(0, 1)
-            return RaggedKernel(self.waves(), where, (queries, keys))
+            joined = positions.flatten(0, 1), key_positions.flatten(0, 1)
+            tokens = Ragged.of_rows(positions), Ragged.of_rows(key_positions)
+            return RaggedKernel(self.waves(), joined, tokens)
         return Kernel(*self.factors(positions, key_positions))
 
     def bias(self, delta: Tensor) -> Tensor:
@@ -108,24 +105,25 @@ class MultiplicativePosition(SpectralPosition):
         """
         dtype = torch.promote_types(positions.dtype, torch.float32)
         meshes = [Mesh.of(lattice, graph, max_frequency, order) for graph in range(len(mask))]
-        rows, places, weight, coefficients, before = [], [], [], [], 0
+        rows, points, weights, coefficients = [], [], [], []
+        num_points = 0  # of the meshes of earlier graphs
         for graph, mesh in enumerate(meshes):
-            number = mask[graph].nonzero()[:, 0]
-            tokens = positions[graph, number].to(lattice.dual.dtype)
-            near, w = mesh.stencil((tokens[:, None] * lattice.dual[graph]).sum(dim=-1), order)
-            by_place = near[:, 0].argsort()  # faster: spatial neighbors are close in memory
-            rows.append(number[by_place] + graph * mask.shape[1])
-            places.append(near[by_place] + before)
-            weight.append(w[by_place].to(dtype))
-            before += mesh.points
+            token = mask[graph].nonzero()[:, 0]
+            r = positions[graph, token].to(lattice.dual.dtype)
+            near, w = mesh.stencil((r[:, None] * lattice.dual[graph]).sum(dim=-1), order)
+            order_in_space = near[:, 0].argsort()  # faster: neighbors are close in memory
+            rows.append(token[order_in_space] + graph * mask.shape[1])
+            points.append(near[order_in_space] + num_points)
+            weights.append(w[order_in_space].to(dtype))
+            num_points += mesh.points
             with torch.autocast(positions.device.type, enabled=False):
                 c = self.coefficients(GraphNodes(mesh.xi[None], mesh.weights[None]))[0]
-            zero = (mesh.xi == 0).all(dim=-1)
-            coefficients.append((c + self.background * zero).to(dtype))
-        place, w = torch.cat(places), torch.cat(weight).flatten()
-        row = torch.arange(len(place), device=place.device).repeat_interleave(place.shape[1])
-        pattern = Pattern.of(row, place.flatten(), len(place), before)
-        return MeshKernel(torch.cat(rows), pattern, w, tuple(meshes), tuple(coefficients))
+            is_zero = (mesh.xi == 0).all(dim=-1)
+            coefficients.append((c + self.background * is_zero).to(dtype))
+        point, weight = torch.cat(points), torch.cat(weights).flatten()
+        row = torch.arange(len(point), device=point.device).repeat_interleave(point.shape[1])
+        pattern = Pattern.of(row, point.flatten(), len(point), num_points)
+        return MeshKernel(torch.cat(rows), pattern, weight, tuple(meshes), tuple(coefficients))
 
 
 class NearField(nn.Module):

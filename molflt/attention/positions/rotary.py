@@ -17,8 +17,7 @@ class RotaryPosition(Position):
 
     Pair p of axis a is rotated by theta_p r_a, where theta_p = base^(-p / P) for P pairs per axis.
     This is RoFormer (arXiv:2104.09864), section 3.2.2, with adjacent pairs as in its eq. 34. In
-    several dimensions, the pairs are divided evenly among the axes; the remaining coordinates do
-    not rotate.
+    several dimensions, axes have equally many pairs; the remaining coordinates do not rotate.
 
     The product of a rotated query and key depends only on r_i - r_j, and so does softmax attention.
     Feature maps receive queries and keys separately. Maps that estimate exp(q . k) without bias
@@ -65,9 +64,8 @@ class RotaryPosition(Position):
 class CosinePosition(Position):
     """cosFormer's re-weighting: multiplies phi_i . phi_j by cos(pi (i - j) / 2M).
 
-    This is a positional kernel of rank 2 with U_i = V_i = [cos, sin](pi i / 2M). It is positive for
-    |i - j| < M. The authors' code sets M to the length of the batch, which makes outputs depend on
-    padding; here M is constant.
+    This is a positional kernel of rank 2 with U_i = V_i = [cos, sin](pi i / 2M), positive for
+    |i - j| < M. In the authors' code, M is the length of the batch, and outputs depend on padding.
 
     Args:
         max_tokens: M, in units of length (1 for tokens). Positions are in [0, M).

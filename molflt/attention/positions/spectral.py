@@ -91,27 +91,27 @@ class SpectralPosition(Position):
         family = SPECTRA[spectrum]
         name = nodes or family.nodes
         one_of("nodes", name, NODES)
-        mine = {key: options.pop(key) for key in list(options) if key in signature(cls).parameters}
-        own = {key: options.pop(key) for key in list(options) if key.startswith("node_")}
+        arguments = signature(cls).parameters
+        position_options = {key: options.pop(key) for key in list(options) if key in arguments}
+        node_options = {key: options.pop(key) for key in list(options) if key.startswith("node_")}
         if family.on_shells:  # the shells are built first
             if name != "shells" or num_nodes is not None:
                 raise ValueError(
                     f"spectrum={spectrum!r} is defined on shells, which determine num_nodes; "
                     f"expected nodes='shells' and num_nodes=None; got {name!r}, {num_nodes}"
                 )
-            shells = _made(ShellNodes, own, "node_", dim=dim, normalized=True)
-            g = _made(family, options, heads=heads, dim=dim, radii=shells.shell_radius)
-            return cls(g, shells, **mine)
-        g = _made(family, options, heads=heads, dim=dim)
+            shells = _make_part(ShellNodes, node_options, "node_", dim=dim, normalized=True)
+            g = _make_part(family, options, heads=heads, dim=dim, radii=shells.shell_radius)
+            return cls(g, shells, **position_options)
+        g = _make_part(family, options, heads=heads, dim=dim)
         if not sampled:
             why = "for softmax, which uses the exact mask, or where nodes come with each batch"
-            no_effect(why, nodes=nodes, num_nodes=num_nodes, **own)
-            # Draw and discard nodes; for a given seed, other weights are then the same with and
-            # without nodes.
-            _made(NODES[name], {}, "node_", **NODES[name].sizes(g, None))
-            return cls(g, None, **mine)
+            no_effect(why, nodes=nodes, num_nodes=num_nodes, **node_options)
+            # Drawing nodes gives other weights the same values for a seed with and without nodes.
+            _make_part(NODES[name], {}, "node_", **NODES[name].sizes(g, None))
+            return cls(g, None, **position_options)
         sizes = NODES[name].sizes(g, num_nodes)
-        return cls(g, _made(NODES[name], own, "node_", **sizes), **mine)
+        return cls(g, _make_part(NODES[name], node_options, "node_", **sizes), **position_options)
 
     def width(self, head_dim: int) -> int:
         return head_dim + (0 if self.nodes is None else 2 * self.nodes.num_nodes)
@@ -154,10 +154,10 @@ class SpectralPosition(Position):
         with torch.autocast(positions.device.type, enabled=False):
             xi, product, floor = self._sampled(nodes)
             # a b = product for any a; a = sqrt|product| minimizes the norms of both factors.
-            square = (product.abs() + floor)[..., None, :]
-            left = square.where(square > 0, 1.0).sqrt()
+            magnitude = (product.abs() + floor)[..., None, :]
+            left = magnitude.where(magnitude > 0, 1.0).sqrt()
             right = product[..., None, :] / left
-            left = left * (square > 0)
+            left = left * (magnitude > 0)
             cos, sin = _waves(positions, xi)
             same = key_positions is positions  # the usual case, except with images
             key_cos, key_sin = (cos, sin) if same else _waves(key_positions, xi)
@@ -167,10 +167,8 @@ class SpectralPosition(Position):
                 key_cos, key_sin = a * key_cos + b * key_sin, a * key_sin - b * key_cos
             else:
                 key_cos, key_sin = right * key_cos, right * key_sin
-            return (
-                torch.cat((left * cos, left * sin), dim=-1),
-                torch.cat((key_cos, key_sin), dim=-1),
-            )
+            query_factors = torch.cat((left * cos, left * sin), dim=-1)
+            return query_factors, torch.cat((key_cos, key_sin), dim=-1)
 
     def _sampled(self, nodes: GraphNodes | None) -> tuple[Tensor, Tensor, Tensor | float]:
         """Returns frequencies, coefficients c_s g(xi_s), and the amount to add to |c_s g(xi_s)|."""
@@ -207,7 +205,8 @@ def _waves(positions: Tensor, nodes: Tensor) -> tuple[Tensor, Tensor]:
     return phase.cos(), phase.sin()
 
 
-def _made(part: type[_T], options: dict[str, object], prefix: str = "", **fixed: object) -> _T:
+def _make_part(part: type[_T], options: dict[str, object], prefix: str = "", **fixed: object) -> _T:
+    """Builds a spectrum or nodes from `fixed` arguments and options whose keys have a prefix."""
     known = {
         prefix + name: parameter
         for name, parameter in signature(part).parameters.items()

@@ -73,9 +73,9 @@ class _StochasticPosition(Position):
         with torch.autocast(positions.device.type, enabled=False):
             query_code = self._code(positions[..., 0], query=True)
             key_code = self._code(key_positions[..., 0], query=False)
-        sides = (query_code, positions), (key_code, key_positions)
-        turns = (functools.partial(self._encode, code, r.shape[1]) for code, r in sides)
-        return Rotation(*turns)
+        encode_query = functools.partial(self._encode, query_code, positions.shape[1])
+        encode_key = functools.partial(self._encode, key_code, key_positions.shape[1])
+        return Rotation(encode_query, encode_key)
 
     def kernel(self, delta: Tensor) -> Tensor:
         """Returns delta_d + (1 - delta_d) P_d for lags i - j: (*shape) -> (heads, d, *shape)."""
@@ -98,20 +98,19 @@ class _StochasticPosition(Position):
         """Returns P_d: lags (m,) -> (heads, d, m)."""
         raise NotImplementedError(f"{type(self).__name__} must override _position_kernel(lags)")
 
-    def _encode(self, code: _Code, places: int, x: Tensor) -> Tensor:
+    def _encode(self, code: _Code, count: int, x: Tensor) -> Tensor:
         """Encodes queries or keys, in their dtype: (batch, heads, n, d) -> (batch, heads, n, R)."""
-        check_tokens(places, x)
+        check_tokens(count, x)
         with torch.autocast(x.device.type, enabled=False):
             full = at_least_float32(x)
             if self.gate is None:
                 out = code(full)
             else:
-                # Using the logarithm of the sigmoid keeps the gradient of its square root finite if
-                # the sigmoid saturates.
+                # Logarithms keep the gradient of the root of a saturated sigmoid finite.
                 gate = self.gate.to(full.dtype)[:, None]  # [h, 1, d]
-                shared = (0.5 * F.logsigmoid(gate)).exp()
-                dependent = (0.5 * F.logsigmoid(-gate)).exp()
-                out = code(full * dependent) + (full * shared) @ self.gate_noise.to(full.dtype)
+                constant = full * (0.5 * F.logsigmoid(gate)).exp()
+                positional = full * (0.5 * F.logsigmoid(-gate)).exp()
+                out = code(positional) + constant @ self.gate_noise.to(full.dtype)
             return (out * self.num_realizations**-0.5).to(x.dtype)
 
 
@@ -121,8 +120,7 @@ class SineSPE(_StochasticPosition):
     This is "sineSPE" of arXiv:2105.08399. Qbar has the phases theta_dk, and Kbar has zero phases.
     Each frequency is max_frequency times the sigmoid of a parameter and is initially low. Each
     lambda is the softplus of a parameter. Initially, all lambda are equal, with sum_k lambda^2 = 1;
-    the authors' code uses random values. Positions may be any real numbers. The cost is O(N d K R)
-    operations.
+    the authors' code uses random values. Positions may be any real numbers.
 
     Args:
         head_dim: width d of queries and keys.
@@ -165,8 +163,7 @@ class SineSPE(_StochasticPosition):
         scaled = self.noise.to(x.dtype) * torch.cat((gain, gain), dim=-1)[..., None]
         pulse = 2 * math.pi * self.max_frequency * self.frequency.sigmoid()
         out = x.new_zeros(())
-        # One wave at a time, recomputed in the backward pass, takes (b, h, n, d) numbers instead of
-        # K times as many.
+        # One wave at a time takes (b, h, n, d) numbers instead of K times as many.
         for k in range(self.num_sines):
             offset = self.offset[:, None, :, k] if query else None
             cos_noise, sin_noise = scaled[:, :, k], scaled[:, :, self.num_sines + k]
@@ -186,9 +183,8 @@ class ConvSPE(_StochasticPosition):
     This is "convSPE" of arXiv:2105.08399. White noise z_d on the grid of positions is filtered by
     one filter for queries and one for keys, Qbar_d(i) = sum_p phi^Q_d(p) z_d(i + p). Filters are
     initialized uniformly on [0, 2 / sqrt(P)]. The noise adds h d (max_tokens + P) R numbers to the
-    state, and filtering takes P times as many operations per forward pass. If all sequences of a
-    batch have the same positions, pass them in the shape (1, n, 1), which saves much time in
-    compiled code.
+    state, and filtering takes P times as many operations per forward pass. Positions that all
+    sequences share save much time in compiled code in the shape (1, n, 1).
 
     Args:
         head_dim, num_realizations, gated: see `SineSPE`.
@@ -224,36 +220,37 @@ class ConvSPE(_StochasticPosition):
         self.check_range(positions, self.max_tokens, integers=True)
         index = positions.long()
         kernel = self.query_filter if query else self.key_filter
-        bank = None  # Qbar at all positions, (h, d, max_tokens, R)
+        all_noise = None  # Qbar at all positions, (h, d, max_tokens, R)
         if index.shape[-1] * self.kernel_size > self.noise.shape[2]:
             full = at_least_float32(kernel).flatten(0, 1)[:, None, :, None]
             noise = self.noise.to(full.dtype).flatten(0, 1)[None]
-            # With a 2-D convolution and realizations last, the backward pass is several times
-            # faster.
-            bank = F.conv2d(noise, full, groups=len(full))[0].unflatten(0, kernel.shape[:2])
+            # A 2-D convolution with realizations last has a much faster backward pass.
+            filtered = F.conv2d(noise, full, groups=len(full))[0]
+            all_noise = filtered.unflatten(0, kernel.shape[:2])
         if not torch.compiler.is_compiling() and len(index) and (index == index[:1]).all():
             index = index[:1]  # e.g. consecutive tokens; compiled code takes the branch below
         if len(index) == 1:
-            return functools.partial(_product, self._at(index[0], kernel, bank))
-        return functools.partial(self._by_row, index, kernel, bank)
+            return functools.partial(_product, self._noise_at(index[0], kernel, all_noise))
+        return functools.partial(self._by_row, index, kernel, all_noise)
 
-    def _at(self, index: Tensor, kernel: Tensor, bank: Tensor | None) -> Tensor:
-        if bank is not None:
-            return bank[:, :, index]
+    def _noise_at(self, index: Tensor, kernel: Tensor, all_noise: Tensor | None) -> Tensor:
+        """Returns Qbar at positions (n,): (h, d, n, R)."""
+        if all_noise is not None:
+            return all_noise[:, :, index]
         full = at_least_float32(kernel)
         steps = torch.arange(self.kernel_size, device=index.device)
         windows = self.noise[:, :, index[:, None] + steps].to(full.dtype)  # [h, d, n, p, r]
         return torch.einsum("hdnpr,hdp->hdnr", windows, full)
 
-    def _by_row(self, index: Tensor, kernel: Tensor, bank: Tensor | None, x: Tensor) -> Tensor:
+    def _by_row(self, index: Tensor, kernel: Tensor, noise: Tensor | None, x: Tensor) -> Tensor:
         # One row of the batch at a time, because the noise of a row is (h, d, n, R).
-        def product(index: Tensor, kernel: Tensor, bank: Tensor | None, x: Tensor) -> Tensor:
-            return _product(self._at(index, kernel, bank), x)
+        def product(index: Tensor, kernel: Tensor, noise: Tensor | None, x: Tensor) -> Tensor:
+            return _product(self._noise_at(index, kernel, noise), x)
 
         rows = [x.new_zeros(0, *x.shape[1:-1], self.num_realizations)]
         for b, i in enumerate(index):
-            part = x[b : b + 1]
-            rows.append(recomputed(product, i, kernel, bank, part, several=len(index) > 1))
+            row = x[b : b + 1]
+            rows.append(recomputed(product, i, kernel, noise, row, several=len(index) > 1))
         return torch.cat(rows)
 
     def _position_kernel(self, lags: Tensor) -> Tensor:

@@ -19,8 +19,7 @@ from molflt.attention.numerics import options_of
 class Spectrum(nn.Module):
     """Base class for families g(xi) with one learnable function per head.
 
-    A new family overrides `spectrum` and `mask`, which must be a Fourier pair, and is registered in
-    `SPECTRA`.
+    A new family overrides `spectrum` and `mask`, a Fourier pair, and is registered in `SPECTRA`.
 
     Args:
         heads: number of heads.

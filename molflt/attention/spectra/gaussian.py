@@ -28,8 +28,7 @@ class GaussianBasis(Spectrum):
             logarithmic scale.
         amplitude: standard deviation of the initial a_ht, or their typical value if `positive`.
         positive: learn the logarithms of a_ht. The mask is then positive everywhere; it can serve
-            as a multiplicative kernel (`MultiplicativePosition`) and can be summed over the images
-            of a crystal.
+            as a multiplicative kernel (`MultiplicativePosition`) or be summed over images.
     """
 
     paper: ClassVar[str] = "2302.01925, app. B.3"

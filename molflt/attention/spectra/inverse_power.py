@@ -21,8 +21,7 @@ class InversePower(Spectrum):
         f(r) = gamma(p/2, x) / (Gamma(p/2) r^p),   1 / r^p = f + Gamma(p/2, x) / (Gamma(p/2) r^p),
 
     where the last term is negligible beyond a few multiples of the length 1 / a (Ewald, Ann. Phys.
-    369, 253, 1921; Nijboer and De Wette, Physica 23, 309, 1957). The spectrum is fixed and shared
-    by all heads.
+    369, 253, 1921; Nijboer and De Wette, Physica 23, 309, 1957). All heads share the spectrum.
 
     Args:
         power: p, one of 1, 2, 4, 6, which have closed forms.
@@ -69,8 +68,7 @@ class InversePower(Spectrum):
         for n in reversed(range(_SERIES)):  # Horner: gamma(s, x) / x^s = sum (-x)^n / n! (s + n)
             series = series * -small + 1 / (math.factorial(n) * (half + n))
         closed = large**-half * (1 - self._share(large))
-        found = torch.where(low, series / math.gamma(half), closed)
-        return self.sharpness**self.power * found
+        return self.sharpness**self.power * torch.where(low, series / math.gamma(half), closed)
 
     def at_zero(self) -> float:
         """Returns f(0), the self-interaction of a charge, in units of length^-p."""

@@ -32,8 +32,7 @@ class SmoothLocal(Spectrum):
     g would not be even for even k. "sum" is eq. 10 with footnote 2. With "product", the mask at
     zero distance is (sum_t w_t)^l, which cannot be negative for even l.
 
-    g decays as |xi_j|^-k along each axis, more slowly than any Gaussian. Gaussian nodes therefore
-    have infinite variance.
+    g decays as |xi_j|^-k along each axis; Gaussian nodes therefore have infinite variance.
 
     Args:
         num_boxes: number of splines T.
@@ -101,9 +100,8 @@ class SmoothLocal(Spectrum):
 class Local(SmoothLocal):
     """Masks that are constant inside boxes and vanish outside: the paper's local RPE.
 
-    This is `SmoothLocal` of order 1, with B(z_j / 2 v_t) = 1[|z_j| <= v_t] and S_t(xi) = sin(2 pi
-    v_t xi) / (pi xi) (FLT, arXiv:2302.01925, eqs. 8-11 and 20-21). See `SmoothLocal` for the
-    arguments.
+    This is `SmoothLocal` of order 1, with the same arguments, B(z_j / 2 v_t) = 1[|z_j| <= v_t] and
+    S_t(xi) = sin(2 pi v_t xi) / (pi xi) (FLT, arXiv:2302.01925, eqs. 8-11 and 20-21).
 
     The exact mask is not differentiable with respect to v_t; radii are learned with sampled masks
     but not with softmax. g decays as 1 / |xi| and is not absolutely integrable. Estimates from

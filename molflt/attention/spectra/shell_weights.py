@@ -14,8 +14,7 @@ class ShellWeights(Spectrum):
     """Spectrum with one learned weight per head and shell: f_h(z) = sum_k a_hk j(2 pi k |z|).
 
     j is the average of a plane wave over all directions: sin(x) / x in three dimensions and cos(x)
-    in one dimension. g is a density relative to the measure of the shells; the weights of each
-    shell must be normalized.
+    in one dimension. g is a density relative to the measure of the shells.
 
     Args:
         radii: (shells,), radii k of the `ShellNodes` that sample the spectrum; the nodes must have
