@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import nn
 
+from molflt.data.batches import BatchedData
 from molflt.metrics import Metric
 from molflt.training.config import Config, absolute
 from molflt.training.recipes import Recipe
@@ -100,17 +101,7 @@ def _train(folder: RunFolder, config: Config) -> int:
     if folder.writes:  # making the files may read all data
         folder.write({**batches.files(), **trained.files(), **initializer.files()})
     initializer.say(trained.model, model)
-    items = batches.batch_size * trainer["devices"] * trainer["accumulate"]
-    epochs = "" if trainer["max_epochs"] is None else f" ({trainer['max_epochs']:,} epochs)"
-    folder.say(
-        f"{folder.path}: {_count_parameters(trained.model)}; {'; '.join(batches.describe())}; "
-        f"{steps:,} steps of {items} {batches.items}{epochs}"
-    )
-    if (folder.checkpoint or {}).get("global_step", 0) >= steps:
-        folder.say(
-            f"{folder.path}: finished, all {steps:,} steps are done; increase --trainer.max_steps "
-            "or --trainer.max_epochs to continue"
-        )
+    _say_begin(folder, trained.model, batches, trainer)
     begin = time.perf_counter()
     try:
         stopped = fit(trained, batches, folder, TrainerOptions(**trainer))
@@ -127,6 +118,24 @@ def _train(folder: RunFolder, config: Config) -> int:
         sys.stderr,
     )
     return 128 + signum
+
+
+def _say_begin(
+    folder: RunFolder, model: nn.Module, batches: BatchedData[Any], trainer: _Options
+) -> None:
+    """Prints the sizes of the model, the data and the run."""
+    steps, epochs = trainer["max_steps"], trainer["max_epochs"]
+    items = batches.batch_size * trainer["devices"] * trainer["accumulate"]
+    folder.say(
+        f"{folder.path}: {_count_parameters(model)}; {'; '.join(batches.describe())}; "
+        f"{steps:,} steps of {items} {batches.items}"
+        + ("" if epochs is None else f" ({epochs:,} epochs)")
+    )
+    if (folder.checkpoint or {}).get("global_step", 0) >= steps:
+        folder.say(
+            f"{folder.path}: finished, all {steps:,} steps are done; increase --trainer.max_steps "
+            "or --trainer.max_epochs to continue"
+        )
 
 
 def _say_end(folder: RunFolder, metrics: Mapping[str, Metric], steps: int, seconds: float) -> None:
