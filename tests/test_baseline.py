@@ -317,7 +317,7 @@ def test_relaxations_that_fail_give_no_baseline(monkeypatch):
     fails = EMT()
     fails.calculate = Mock(wraps=fails.calculate, side_effect=third)
     for made, finite in ((EMT(), True), (fails, False)):
-        monkeypatch.setitem(baseline._made, "calculator", made)
+        monkeypatch.setitem(baseline._cache, "calculator", made)
         energy, why = baseline._energy(slab.copy(), 0.001, 10)
         assert np.isfinite(energy) == finite and (finite or "no convergence" in why)
 

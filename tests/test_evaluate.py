@@ -108,7 +108,7 @@ def predictions(natoms, energy, target, adsorbate) -> Predictions:
 def test_missing_labels_do_not_count_as_zero() -> None:
     part = predictions([5, 6, 7], [-1.0, -2.0, -3.0], [-1.5, np.nan, -3.01], ["O", "O", "H"])
     errors = {"mae_eV": 0.255, "ewt_percent": 50.0, "baseline_mae_eV": (0.5 + 1.01) / 2}
-    assert _metrics(part, median=-2.0, added=False) == pytest.approx(errors | {"n": 2})
+    assert _metrics(part, median=-2.0, adds_baseline=False) == pytest.approx(errors | {"n": 2})
     groups = [one for one in _errors_by_group({"val_id": part}) if one.split == "all"]
     names = [(one.group, one.n) for one in groups if one.kind == "adsorbate"]
     assert names == [("H", 1), ("O", 1)]

@@ -75,72 +75,82 @@ def adsorb(
     expect_ending(out, ".extxyz")
     for ending in (".extxyz", ".csv", ".png"):
         expect_writable(out.with_suffix(ending), molecule, *files_of([*filter(exists, slabs)]))
-    given: dict[str, Atoms] = {}
-    for path in slabs:
-        there = facet is None or exists(path)
-        given |= _read(path) if there else {str(path): element(str(path))}
-    if facet is not None:
-        size = layers or 4, vacuum or 15.0
-        given = {name: cut(one, facet, *size) for name, one in given.items()}
-    repeated = [one.repeat((*repeat, 1)) for one in given.values()]
+    by_name = _slabs(slabs, facet, layers or 4, vacuum or 15.0)
+    repeated = [slab.repeat((*repeat, 1)) for slab in by_name.values()]
     model = load(run, device)
     if not isinstance(model, EnergyPredictor):
         raise ValueError(f"{run}: expected an energy model; got recipe {model.trained.recipe}")
     calculator: Any = None if relax is None else calculator_named(relax, device)
     share = None if model.domain is None else model.domain.surface
     placed = ranked(model, placements(repeated, str(molecule), rotation=rotation, share=share))
-    rows, frames = {}, []
+    rows, frames = {}, []  # rows of the table by id of the placement, placements to write
     for ranks in comparable(model, placed):
-        for place, (atoms, found) in enumerate(ranks, start=1):
-            atoms.info["slab"] = list(given)[atoms.info["slab"]]
-            energies = {"energy_eV": found.energy, "uncertainty_eV": found.uncertainty}
-            outside = "; ".join(found.outside) or None
-            rows[id(atoms)] = {"rank": place, **atoms.info, **energies, "outside": outside}
-            atoms.info |= {f"predicted_{k}": one for k, one in energies.items() if one is not None}
+        for rank, (atoms, predicted) in enumerate(ranks, start=1):
+            atoms.info["slab"] = list(by_name)[atoms.info["slab"]]
+            energies = {"energy_eV": predicted.energy, "uncertainty_eV": predicted.uncertainty}
+            outside = "; ".join(predicted.outside) or None
+            rows[id(atoms)] = {"rank": rank, **atoms.info, **energies, "outside": outside}
+            atoms.info |= {f"predicted_{k}": x for k, x in energies.items() if x is not None}
         print(_summary([rows[id(atoms)] for atoms, _ in ranks]))
         frames += [atoms for atoms, _ in varied(ranks, best)]
-    done: list[Relaxed] = []
+    relaxed: list[Relaxed] = []
     try:
         for atoms in with_bar(frames, "relaxing placements") if calculator is not None else ():
-            done += [one := relax_atoms(atoms, calculator, fmax=fmax or 0.05, steps=steps or 200)]
-            rows[id(atoms)] |= {"relaxed_energy_eV": one.after, "converged": one.converged}
+            result = relax_atoms(atoms, calculator, fmax=fmax or 0.05, steps=steps or 200)
+            relaxed.append(result)
+            rows[id(atoms)] |= {"relaxed_energy_eV": result.after, "converged": result.converged}
     finally:  # finished relaxations are also kept after Ctrl-C and errors of the calculator
-        order = sorted(done, key=lambda one: (one.atoms.info["slab"], one.after))
-        _write(out, [*(one.atoms for one in order), *frames[len(done) :]], list(rows.values()))
-    failed = [one.why for one in done if not one.converged]
+        relaxed.sort(key=lambda result: (result.atoms.info["slab"], result.after))
+        frames[: len(relaxed)] = [result.atoms for result in relaxed]
+        _write(out, frames, list(rows.values()))
+    failed = [result.why for result in relaxed if not result.converged]
     if failed:
         warn(f"{out}: {len(failed)} of {len(frames)} relaxations did not converge: {failed[0]}")
     return 3 if failed else 0
 
 
-def _read(path: Path) -> dict[str, Atoms]:
-    data = open_structures(path, False, ANY_TAGS._replace(keep_atoms=True))
-    return {f"{data.file(i)} {data.place(i)}": data.to_atoms(i) for i in range(len(data))}
+def _slabs(
+    paths: Sequence[Path], facet: tuple[int, int, int] | None, layers: int, vacuum: float
+) -> dict[str, Atoms]:
+    """Reads slabs by name; with `facet`, reads or builds crystals and cuts them."""
+    structures: dict[str, Atoms] = {}
+    for path in paths:
+        if facet is None or exists(path):
+            data = open_structures(path, False, ANY_TAGS._replace(keep_atoms=True))
+            for i in range(len(data)):
+                structures[f"{data.file(i)} {data.place(i)}"] = data.to_atoms(i)
+        else:
+            structures[str(path)] = element(str(path))
+    if facet is None:
+        return structures
+    return {name: cut(crystal, facet, layers, vacuum) for name, crystal in structures.items()}
 
 
 def _summary(rows: Sequence[dict[str, Any]]) -> str:
-    first, more = rows[0], " eV"
-    if (half := first["uncertainty_eV"]) is not None:
-        close = sum(row["energy_eV"] <= first["energy_eV"] + half for row in rows) - 1
-        more = f" ± {half:.3f} eV, an interval that contains {close:,} other{'s' * (close != 1)}"
+    first, interval = rows[0], ""
+    if (half_width := first["uncertainty_eV"]) is not None:
+        count = sum(row["energy_eV"] <= first["energy_eV"] + half_width for row in rows) - 1
+        others = "1 other" if count == 1 else f"{count:,} others"
+        interval = f" ± {half_width:.3f} eV, an interval that contains {others}"
     sites = len({(row["slab"], row["site"]) for row in rows})
-    best = f"{first['energy_eV']:.3f}{more}; {first['slab']}, {_place(first)}"
+    best = f"{first['energy_eV']:.3f}{interval or ' eV'}; {first['slab']}, {_site(first)}"
     return f"{len(rows):,} placements on {sites} sites; best: {best}"
 
 
-def _place(info: dict[str, Any]) -> str:
+def _site(info: dict[str, Any]) -> str:
     return f"{info['site']}, {info['orientation']}, {info['rotation']:g}°"
 
 
 def _write(out: Path, frames: Sequence[Atoms], rows: Sequence[dict[str, Any]]) -> None:
     from ase.io import write
 
-    with atomically(out) as part:
-        write(str(part), frames, format="extxyz")
+    with atomically(out) as file:
+        write(str(file), frames, format="extxyz")
     write_csv(out.with_suffix(".csv"), rows)
-    records, shown = StructuresInMemory(frames[:5], ANY_TAGS), {}
-    for number, (record, one) in enumerate(zip(records, frames, strict=False), start=1):
-        note = _place(one.info).replace(", ", "\n", 1)
-        shown[f"{number}: {one.info['predicted_energy_eV']:.3f} eV\n{note}"] = record
-    plots.structure_views(shown, out.with_suffix(".png"))
+    views = {}
+    for i, record in enumerate(StructuresInMemory(frames[:5], ANY_TAGS)):
+        info = frames[i].info
+        site = _site(info).replace(", ", "\n", 1)
+        views[f"{i + 1}: {info['predicted_energy_eV']:.3f} eV\n{site}"] = record
+    plots.structure_views(views, out.with_suffix(".png"))
     print(f"{out}: {len(frames)} placements; all are in {out.with_suffix('.csv')}")

@@ -35,7 +35,7 @@ from molflt.pretrained.calculator import calculator_named, is_class
 from molflt.training.checkpoint import find_weights, weights_digest
 
 _PARTS = ("whole", "slab", "adsorbate")
-_made: dict[str, Any] = {}  # calculator of this process, and energies of parts by digest
+_cache: dict[str, Any] = {}  # calculator of this process, and energies of parts by digest
 
 _Row = dict[str, str]
 _Job = tuple[_Row, Atoms]
@@ -92,22 +92,26 @@ def baseline(
     _refuse_splits([src] if isinstance(src, Path) else src)
     dataset = open_dataset(src, reading=Reading(energy_key, tags))
     make = partial(calculator_named, calculator, device or "auto")
-    _made.clear()
-    _made["calculator"] = make()  # errors are reported here, not in each process
-    totals = _total_energies(dataset)
-    steps = f"{relax_steps} steps" + f" to {fmax:g} eV/Å" * (relax_steps > 0)
-    label = f"{calculator} {_version(calculator)}, {steps}"
+    _cache.clear()
+    _cache["calculator"] = make()  # errors are reported here, not in each process
+    totals = _count_totals(dataset)
+    label = f"{calculator} {_version(calculator)}, {relax_steps} steps"
+    label += f" to {fmax:g} eV/Å" if relax_steps else ""
     label += "" if subtract_adsorbate else ", adsorbates not subtracted"
-    rows = _known(table, dataset, label)
-    compute = partial(_row, _PARTS[: 2 + subtract_adsorbate], fmax, relax_steps)
+    rows = _finished(table, dataset, label)
+    subtracted = ("slab", "adsorbate") if subtract_adsorbate else ("slab",)
+    compute = partial(_row, subtracted, fmax, relax_steps)
     jobs = _jobs(dataset, [i for i in range(len(dataset)) if i not in rows])
     with tqdm(initial=len(rows), total=len(dataset), unit=" structures", disable=None) as bar:
-        for row in map(compute, jobs) if workers == 1 else _shared(workers, make, compute, jobs):
+        computed = (
+            map(compute, jobs) if workers == 1 else _in_processes(workers, make, compute, jobs)
+        )
+        for row in computed:
             row["calculator"] = label
             add_row(table, row, first=not rows)
             rows[int(row["index"])] = row
             bar.update()
-    _made.clear()
+    _cache.clear()
     energies = [float(rows[i]["baseline_eV"] or math.nan) for i in range(len(dataset))]
     if absent := [rows[i] for i in range(len(dataset)) if not rows[i]["baseline_eV"]]:
         warn(
@@ -120,8 +124,8 @@ def baseline(
         for record, energy in zip(one_pass(dataset), energies, strict=True)
     )
     count = write_store(dst, records, source=f"{dataset.path.name}{BASELINE}{label}")
-    of = f"; total energies: {totals:,}" if totals else ""
-    print(f"{dst}: {count:,} structures with y_baseline from {label}{of}; table in {table}")
+    note = f"; total energies: {totals:,}" if totals else ""
+    print(f"{dst}: {count:,} structures with y_baseline from {label}{note}; table in {table}")
 
 
 def _refuse_splits(paths: Sequence[Path]) -> None:
@@ -133,21 +137,22 @@ def _refuse_splits(paths: Sequence[Path]) -> None:
             )
 
 
-def _total_energies(dataset: Structures) -> int:
+def _count_totals(dataset: Structures) -> int:
     """Counts baselines that are total energies; rejects untagged structures among adsorbates."""
-    untagged, divided = [], 0
+    untagged, differences = [], 0
     for index, record in enumerate(with_bar(dataset, "reading tags")):
         tags = set(record.tags.tolist())
-        divided += len(tags) > 1 and Tag.ADSORBATE in tags
+        if len(tags) > 1 and Tag.ADSORBATE in tags:
+            differences += 1
         if tags == {Tag.SUBSURFACE}:
             untagged.append(index)
-    if divided and untagged:
+    if differences and untagged:
         raise ValueError(
             f"{dataset.where(untagged[0])}: expected tags, because other structures are adsorbates "
             "on slabs, whose baselines are energy differences; got only tag 0, which would give a "
             "total energy; add tags, or compute these structures separately"
         )
-    return len(dataset) - divided
+    return len(dataset) - differences
 
 
 def _version(calculator: str) -> str:
@@ -157,15 +162,15 @@ def _version(calculator: str) -> str:
     return version(packages[0]) if packages else "(version unknown)"
 
 
-def _known(table: Path, dataset: Structures, label: str) -> dict[int, dict[str, str]]:
+def _finished(table: Path, dataset: Structures, label: str) -> dict[int, _Row]:
     """Reads the table of an interrupted computation; returns the rows with energies by index."""
     if not table.exists():
         return {}
     try:
         text = table.read_text(encoding="utf-8")
-        found = csv_rows(text[: text.rfind("\n") + 1])  # the last row may be incomplete
-        rows = {int(row["index"]): row for row in found if row["baseline_eV"]}
-        labels = {row["calculator"] for row in found} - {label}
+        complete = csv_rows(text[: text.rfind("\n") + 1])  # the last row may be incomplete
+        rows = {int(row["index"]): row for row in complete if row["baseline_eV"]}
+        labels = {row["calculator"] for row in complete} - {label}
         changed = [i for i, row in rows.items() if row["digest"] != _digest(to_atoms(dataset[i]))]
     except (KeyError, IndexError, ValueError, csv.Error):
         raise ValueError(f"{table}: not a table from this command; choose another DST") from None
@@ -183,7 +188,7 @@ def _known(table: Path, dataset: Structures, label: str) -> dict[int, dict[str, 
 def _digest(atoms: Atoms) -> str:
     """Returns a digest of all properties on which the energy and a relaxation depend."""
     arrays = (atoms.numbers, atoms.positions, atoms.cell.array, atoms.pbc, atoms.get_tags())
-    content = [np.ascontiguousarray(one).tobytes() for one in (*arrays, fixed_atoms(atoms))]
+    content = [np.ascontiguousarray(x).tobytes() for x in (*arrays, fixed_atoms(atoms))]
     charge = str(atoms.info.get("charge", 0)).encode()
     return hashlib.sha256(b"".join([*content, charge])).hexdigest()[:16]
 
@@ -201,17 +206,17 @@ def _jobs(dataset: Structures, indices: Sequence[int]) -> Iterator[_Job]:
         yield {"index": str(index), "sid": sid, "digest": _digest(atoms)}, atoms
 
 
-def _shared(
+def _in_processes(
     workers: int, make: Callable[[], Any], compute: Callable[[_Job], _Row], jobs: Iterator[_Job]
 ) -> Iterator[_Row]:
     """Computes rows in several processes."""
-    _made.clear()  # each process loads its own calculator
+    _cache.clear()  # each process loads its own calculator
     threads = max(1, torch.get_num_threads() // workers)
     spawn = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(workers, spawn, initializer=_begin, initargs=(make, threads))
     try:
-        while some := list(islice(jobs, 4 * workers)):
-            yield from pool.map(compute, some)
+        while batch := list(islice(jobs, 4 * workers)):
+            yield from pool.map(compute, batch)
     finally:
         pool.shutdown(cancel_futures=True)
 
@@ -219,34 +224,38 @@ def _shared(
 def _begin(make: Callable[[], Any], threads: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the main process ends the computation
     torch.set_num_threads(threads)
-    _made["calculator"] = make()
+    _cache["calculator"] = make()
 
 
-def _row(names: Sequence[str], fmax: float, steps: int, job: _Job) -> _Row:
-    """Computes the energies of the parts `names`; each process computes equal parts once."""
+def _row(subtracted: Sequence[str], fmax: float, steps: int, job: _Job) -> _Row:
+    """Computes E(whole) minus the energies of the parts in `subtracted`, which are cached."""
     row, atoms = job
     adsorbed = atoms.get_tags() == Tag.ADSORBATE
-    found = {"whole": _energy(atoms, fmax, steps)}
+    energies = {"whole": _energy(atoms, fmax, steps)}
     if 0 < adsorbed.sum() < len(atoms):
-        for name in names[1:]:
+        for name in subtracted:
             part = atoms[adsorbed if name == "adsorbate" else ~adsorbed]
             key = _digest(part)
-            found[name] = _made[key] = _made.get(key) or _energy(part, fmax, steps)
-    whole, *others = (energy for energy, _ in found.values())
-    energies = {f"{name}_eV": str(found[name][0]) if name in found else "" for name in _PARTS}
-    why = [reason for energy, reason in found.values() if not math.isfinite(energy)]
-    difference = "" if why else str(whole - sum(others))
-    return {**row, **energies, "baseline_eV": difference, "why": "".join(why[:1])}
+            if key not in _cache:
+                _cache[key] = _energy(part, fmax, steps)
+            energies[name] = _cache[key]
+    failures = [reason for energy, reason in energies.values() if not math.isfinite(energy)]
+    whole, *parts = (energy for energy, _ in energies.values())
+    for name in _PARTS:
+        row[f"{name}_eV"] = str(energies[name][0]) if name in energies else ""
+    row["baseline_eV"] = "" if failures else str(whole - sum(parts))
+    row["why"] = failures[0] if failures else ""
+    return row
 
 
 def _energy(atoms: Atoms, fmax: float, steps: int) -> tuple[float, str]:
     """Returns the energy in eV (NaN if the calculator fails) and the reason if it is not finite."""
     try:
         if not steps:
-            atoms.calc = _made["calculator"]
+            atoms.calc = _cache["calculator"]
             return float(atoms.get_potential_energy()), "not finite"
-        done = relax_atoms(atoms, _made["calculator"], fmax=fmax, steps=steps)
-        stopped = not done.converged and done.steps < steps  # because of an error
-        return math.nan if stopped else done.after, done.why
+        relaxed = relax_atoms(atoms, _cache["calculator"], fmax=fmax, steps=steps)
+        failed = not relaxed.converged and relaxed.steps < steps
+        return math.nan if failed else relaxed.after, relaxed.why
     except Exception as error:  # calculators can raise anything
         return math.nan, " ".join(f"{type(error).__name__}: {error}".split())

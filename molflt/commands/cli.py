@@ -26,22 +26,17 @@ from molflt.version import __version__
 if TYPE_CHECKING:
     from jsonargparse import ArgumentParser
 
-
 _LONGEST = 1000  # maximum number of characters in an error message
 
 
 class Command(NamedTuple):
     """A command of ``molflt``."""
 
-    summary: str
-    """description of the command in ``molflt --help``"""
+    summary: str  # description of the command in ``molflt --help``
+    # ``module:function``, where {0} is the last word of the command; its arguments are the options
     function: str = "molflt.commands.{0}:{0}"
-    """``module:function``, where {0} stands for the last word of the command; the arguments of the
-    function are the options"""
-    has_parser: bool = False
-    """True if `build_parser` in the module of the function returns the parser"""
-    places: Mapping[str, str] = {}
-    """help texts of the positional arguments by name; the first may take several values"""
+    has_parser: bool = False  # True if `build_parser` in that module returns the parser
+    places: Mapping[str, str] = {}  # help of positional arguments; the first may have many values
 
 
 COMMANDS: dict[tuple[str, ...], Command] = {
@@ -181,21 +176,22 @@ def parser_of(path: tuple[str, ...], words: Sequence[str] = ()) -> ArgumentParse
     if command.has_parser:
         parser = pkgutil.resolve_name(f"{function.__module__}:build_parser")(words)
     else:
-        for count, (place, text) in enumerate(command.places.items()):
-            parser.add_argument(place, nargs=None if count else "+", type=Path, help=text)
+        for i, (argument, text) in enumerate(command.places.items()):
+            parser.add_argument(argument, nargs="+" if i == 0 else None, type=Path, help=text)
         parser.add_function_arguments(
             function, as_group=False, as_positional=not command.places, skip={*command.places}
         )
     if command.has_parser or command.places:
-        shown = [name, *map(str.upper, command.places), "[--OPTION VALUE ...]"]
-        parser.usage = parser.usage or " ".join(shown)  # instead of a full page
-    recipe = next((each.default for each in parser._actions if each.dest == "recipe"), None)
+        usage = [name, *map(str.upper, command.places), "[--OPTION VALUE ...]"]
+        parser.usage = parser.usage or " ".join(usage)  # instead of a full page
+    recipe = next((action.default for action in parser._actions if action.dest == "recipe"), None)
     parser.prog = name if recipe in (None, DEFAULT) else f"{name} --recipe {recipe}"
     parser.description = re.split(r"\n+(?:Args|Returns):\n", inspect.getdoc(function) or "")[0]
     return parser
 
 
 def _report(error: Exception) -> int:
+    """Prints an error and returns the exit status: 2 for bad input, 1 for unexpected errors."""
     status = 2
     if isinstance(error, OSError) and error.strerror:
         names = [str(name) for name in (error.filename, error.filename2) if name is not None]

@@ -40,27 +40,28 @@ def compare(
     """
     if pictures and out is None:
         raise ValueError("--pictures: expected --out FOLDER for the figures; got none")
-    found = read_runs(runs)
-    text = json_format.dumps(_as_json(found), indent=2, allow_nan=False)
-    print(text if json else _as_table(found))
+    contents = read_runs(runs)
+    text = json_format.dumps(_as_json(contents), indent=2, allow_nan=False)
+    print(text if json else _as_table(contents))
     if out is not None:
         written = [out / "comparison.json"]
         write_atomically(written[0], f"{text}\n".encode())
         with further_formats(pictures or []) as more:
-            written += _draw(found, out)
+            written += _draw(contents, out)
         written += more
         if not json:
             print(f"\nwritten: {', '.join(map(str, written))}")
 
 
 def _as_json(runs: Sequence[Run]) -> dict[str, object]:
-    found = {}
+    by_name = {}
     for run in runs:
-        errors = {
-            split: {n: error for n in row if (error := standard_error(run, split, n)) is not None}
-            for split, row in run.results.items()
-        }
-        found[run.name] = {
+        errors: dict[str, dict[str, float]] = {split: {} for split in run.results}
+        for split, row in run.results.items():
+            for name in row:
+                if (error := standard_error(run, split, name)) is not None:
+                    errors[split][name] = error
+        by_name[run.name] = {
             "path": str(run.path),
             "recipe": run.config["recipe"],
             "parameters": run.parameters,
@@ -72,24 +73,24 @@ def _as_json(runs: Sequence[Run]) -> dict[str, object]:
             "results": run.results,
             "standard_errors": errors,
         }
-    unlike = differences(runs).items()
+    different = differences(runs).items()
     return {
-        "runs": found,
-        "differences": {key: dict(zip(found, values, strict=True)) for key, values in unlike},
+        "runs": by_name,
+        "differences": {key: dict(zip(by_name, values, strict=True)) for key, values in different},
         "notes": notes(runs),
     }
 
 
 def _as_table(runs: Sequence[Run]) -> str:
     rows: list[list[str]] = [["", *(run.name for run in runs)]]
-    rows += [[key, *map(_cell, own)] for key, own in differences(runs).items()]
+    rows += [[key, *map(_cell, values)] for key, values in differences(runs).items()]
     rows.append(["parameters", *(f"{run.parameters:,}" for run in runs)])
     rows.append(["steps", *("-" if run.step is None else f"{run.step:,}" for run in runs)])
     rows.append(["time", *(run.time for run in runs)])
     for measure in dict.fromkeys(run.measure for run in runs):
         best = [run.best if run.measure == measure else None for run in runs]
-        ends = ["" if one is None else f" at {one[1]:,}" for one in best]
-        values = [None if one is None else one[0] for one in best]
+        ends = ["" if pair is None else f" at {pair[1]:,}" for pair in best]
+        values = [None if pair is None else pair[0] for pair in best]
         rows.append([f"val {measure}, best", *_marked(runs, measure, values, ends)])
     for split, name in measures_of(runs):
         digits = _digits(runs, name)
@@ -113,6 +114,7 @@ def _digits(runs: Sequence[Run], name: str) -> str:
 def _marked(
     runs: Sequence[Run], name: str, values: Sequence[float | None], ends: Sequence[str]
 ) -> list[str]:
+    """Formats a row of values followed by `ends`; a star marks the best of several values."""
     metric, known = _metric(runs, name), [value for value in values if value is not None]
     largest = name in _LARGEST if metric is None else metric.largest_is_best
     best = None
@@ -120,14 +122,16 @@ def _marked(
         best = max(known) if largest else min(known)
     form = "," if all(isinstance(value, int) for value in known) else _digits(runs, name)
     return [
-        "-" if value is None else f"{value:{form}}" + "*" * (value == best) + end
+        "-" if value is None else f"{value:{form}}{'*' if value == best else ''}{end}"
         for value, end in zip(values, ends, strict=True)
     ]
 
 
 def _cell(value: object) -> str:
     """Formats a value; keeps only the end of a long text, because paths differ at the end."""
-    text = "-" if value is None else value if isinstance(value, str) else shown(value)
+    if value is None:
+        return "-"
+    text = value if isinstance(value, str) else shown(value)
     return text if len(text) <= _WIDEST else f"…{text[1 - _WIDEST :]}"
 
 

@@ -51,7 +51,7 @@ def evaluate(
     """
     run = Path(run)
     members = [run, *map(Path, also or [])]
-    provenance = provenance_of([weights_of(one, checkpoint) for one in members], checkpoint)
+    provenance = provenance_of([weights_of(path, checkpoint) for path in members], checkpoint)
     if also is None:
         model, config = load_run(run, checkpoint, device)
     else:
@@ -63,12 +63,12 @@ def evaluate(
     expect_writable(out / "results.json")
     recipe = Recipe.of(config)
     with tempfile.TemporaryDirectory() as folder, further_formats(pictures or []):
-        made = Path(folder)  # a failed evaluation keeps the files of an earlier one
-        report: Evaluation = recipe.load("evaluate")(run, model, config, made, **options)
+        created = Path(folder)  # a failed evaluation keeps the files of an earlier one
+        report: Evaluation = recipe.load("evaluate")(run, model, config, created, **options)
         if pictures and (run / "metrics.csv").is_file():
             task: Any = recipe.load("task")
-            draw_curve(run, made / "curve.png", task.metrics)
-        files = write_results(out, made, report.results, provenance, config, options)
+            draw_curve(run, created / "curve.png", task.metrics)
+        files = write_results(out, created, report.results, provenance, config, options)
     print(f"{' + '.join(map(str, members))}, checkpoint {checkpoint}{report.text}")
     print("written: " + ", ".join(map(str, files)))
     return report.results
@@ -76,10 +76,10 @@ def evaluate(
 
 def build_parser(words: Sequence[str] = ()) -> ArgumentParser:
     """Returns the parser for ``molflt evaluate`` with the recipe of the first run in `words`."""
+    # pairs of a word and its predecessor; values of options come last
     pairs = sorted(pairwise(["", *words]), key=lambda pair: pair[0].startswith("--"))
-    # values of options come last
-    runs = (Path(word) for _, word in pairs if Path(word, "config.yaml").is_file())
-    recipe = Recipe.of({} if (run := next(runs, None)) is None else read_config(run))
+    runs = [Path(word) for _, word in pairs if Path(word, "config.yaml").is_file()]
+    recipe = Recipe.of(read_config(runs[0]) if runs else {})
     parser = ArgumentParser()
     parser.add_function_arguments(evaluate, as_group=False, as_positional=True)
     parser.add_function_arguments(recipe.load("evaluate"), skip={"run", "model", "config", "out"})

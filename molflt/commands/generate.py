@@ -66,25 +66,26 @@ def generate(
         device: auto, cpu, cuda or cuda:N.
     """
     model = load(run, device, checkpoint=checkpoint)
-    drawing = {"temperature": temperature, "top_k": top_k, "seed": seed}
-    search = {"beam": beam, "length_penalty": length_penalty}
-    sheet = {"images": images, "rows": rows, "fit": fit or None, "out": out}
+    of_sampling = {"temperature": temperature, "top_k": top_k, "seed": seed}
+    of_search = {"beam": beam, "length_penalty": length_penalty}
+    of_images = {"images": images, "rows": rows, "fit": fit or None, "out": out}
     if isinstance(model, ImageWriter):
-        words = {"prompt": prompt or None, "tokens": tokens}
-        refuse_idle(run, "an image model", {**words, **search})
-        _draw(model, file, images, rows, fit, out, _given(drawing))
+        refuse_idle(
+            run, "an image model", {"prompt": prompt or None, "tokens": tokens, **of_search}
+        )
+        _draw(model, file, images, rows, fit, out, _without_none(of_sampling))
     elif isinstance(model, Translator):
-        refuse_idle(run, "a translation model", {**drawing, "tokens": tokens, **sheet})
+        refuse_idle(run, "a translation model", {**of_sampling, "tokens": tokens, **of_images})
         if bool(prompt) == (file is not None):
             got = "both" if prompt else "neither"
             raise ValueError(f"{run}: expected either --prompt TEXT or --file FILE; got {got}")
         sentences = [prompt] if file is None else read_lines(str(file))
-        for line in model.translate(sentences, **_given(search)):
+        for line in model.translate(sentences, **_without_none(of_search)):
             print(line)
     elif isinstance(model, TextWriter):
-        refuse_idle(run, "a language model", {"file": file, **search, **sheet})
+        refuse_idle(run, "a language model", {"file": file, **of_search, **of_images})
         _say_cost(model.model)
-        for piece in model.stream(prompt, **_given({**drawing, "tokens": tokens})):
+        for piece in model.stream(prompt, **_without_none({**of_sampling, "tokens": tokens})):
             print(piece, end="", flush=True)
         print()
     else:
@@ -94,7 +95,7 @@ def generate(
         )
 
 
-def _given(options: Mapping[str, Any]) -> dict[str, Any]:
+def _without_none(options: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in options.items() if value is not None}
 
 
@@ -107,32 +108,31 @@ def _draw(
     out: Path | None,
     options: Mapping[str, Any],
 ) -> None:
-    whole, path = model.model, model.trained.path
+    """Writes new images to `out`, or completions of the images in `file`."""
+    size, channels, path = model.model.image_size, model.model.channels, model.trained.path
     if out is None:
         name = "samples.png" if file is None else "completions.png"
         out = (path if path.is_dir() else Path()) / name
     expect_ending(out, ".png")
-    # in the folder `file`, `out` would become an input image
-    inside = file is not None and file.resolve() in out.resolve().parents
-    expect_writable(out, *([] if file is None else [file]), *([out] if inside else []))
+    inputs = [] if file is None else [file]
+    if file is not None and file.resolve() in out.resolve().parents:
+        inputs.append(out)  # in the folder `file`, it would become an input image
+    expect_writable(out, *inputs)
     count = IMAGES if images is None else images
-    _say_cost(whole)
+    _say_cost(model.model)
     if file is None:
         refuse_idle(model.name, "no --file to continue", {"rows": rows, "fit": fit or None})
         drawn = model.generate(count, progress=True, **options)
         write_sheet(out, [drawn])
         print(f"{out}: {len(drawn)} images")
         return
-    found = list(islice(read_alike(file, whole.image_size, whole.channels, fit), count))
-    original = torch.stack(found)
-    rows = whole.image_size // 2 if rows is None else rows
+    original = torch.stack(list(islice(read_alike(file, size, channels, fit), count)))
+    rows = size // 2 if rows is None else rows
     drawn = model.generate(given=original, rows=rows, progress=True, **options)
     given = original.clone()
     given[:, :, rows:] = 128  # gray
     write_sheet(out, [given, drawn, original])
-    print(
-        f"{out}: {len(drawn)} images; rows: given ({rows} of {whole.image_size}), drawn, original"
-    )
+    print(f"{out}: {len(drawn)} images; rows: given ({rows} of {size}), drawn, original")
 
 
 def _say_cost(model: LanguageModel) -> None:

@@ -24,13 +24,13 @@ def info(run: Path, json: bool = False) -> None:
     run = Path(run)
     config, best = read_config(run), best_of(run)
     files = sorted(path for path in run.rglob("*") if path.is_file())
-    found: dict[str, Any] = {
+    summary: dict[str, Any] = {
         "run": str(run),
         "recipe": config["recipe"],
         "data": config["data"],
         "sets": {
-            use: {name: count for name, count in own.items() if name != "sha256"}
-            for use, own in read_provenance(run).get("data", {}).items()
+            part: {name: count for name, count in counts.items() if name != "sha256"}
+            for part, counts in read_provenance(run).get("data", {}).items()
         },
         "model": config["model"],
         "parameters": count_parameters(run, config),
@@ -43,5 +43,5 @@ def info(run: Path, json: bool = False) -> None:
     }
     if not json:
         for key in ("data", "model"):
-            found[key] = {name: value for name, value in found[key].items() if value is not None}
-    print(dumps(found) if json else yaml_of(found))
+            summary[key] = {name: x for name, x in summary[key].items() if x is not None}
+    print(dumps(summary) if json else yaml_of(summary))

@@ -56,25 +56,26 @@ def inspect(
     if not isinstance(path, Path) and len(path) == 1:
         path = path[0]
     if isinstance(path, Path) and path.is_dir() and not is_one_source(path):
-        _inspect_folder(path, json, lambda each: summarize(each, limit, reading, recipe))
+        _inspect_folder(path, json, lambda source: summarize(source, limit, reading, recipe))
         return
     summary = summarize(path, limit, reading, recipe).summary
     print(dumps(summary) if json else yaml_of(_readable(summary)))
 
 
-def _inspect_folder(path: Path, json: bool, look: Callable[[Path], Inspected]) -> None:
+def _inspect_folder(path: Path, json: bool, inspected: Callable[[Path], Inspected]) -> None:
+    """Prints a summary of each source in a folder; `inspected` summarizes one source."""
     sources, others = sources_in(path)
-    found: dict[str, Inspected] = {}
-    for name, each in sources.items():
+    by_split: dict[str, Inspected] = {}
+    for name, source in sources.items():
         try:
-            found[name] = look(each)
+            by_split[name] = inspected(source)
         except ValueError as error:
             print(f"molflt: warning: {error}; skipped", file=sys.stderr)
-    if not found:
+    if not by_split:
         raise ValueError(f"{path}: cannot read any of {', '.join(sources)}")
-    for name, text in _shared(found):
-        found[name].summary["warnings"].append(text)
-    splits = {name: each.summary for name, each in found.items()}
+    for name, text in _shared_structures(by_split):
+        by_split[name].summary["warnings"].append(text)
+    splits = {name: split.summary for name, split in by_split.items()}
     if json:
         print(dumps({"path": str(path), "splits": splits, "others": others}))
     else:
@@ -82,17 +83,18 @@ def _inspect_folder(path: Path, json: bool, look: Callable[[Path], Inspected]) -
         print(yaml_of({"path": str(path), "splits": readable, "others": others}))
 
 
-def _shared(found: dict[str, Inspected]) -> Iterator[tuple[str, str]]:
+def _shared_structures(by_split: dict[str, Inspected]) -> Iterator[tuple[str, str]]:
     """Yields (split, warning) for each split that shares structures with an earlier split."""
-    equal = equal_structures(np.concatenate([each.features for each in found.values()]))
-    ends = np.cumsum([len(each.sids) for each in found.values()])
-    numbers = dict(zip(found, np.split(equal, ends[:-1]), strict=True))
-    for other, name in itertools.combinations(found, 2):
-        both = np.flatnonzero(np.isin(numbers[name], numbers[other]))
-        if len(both):
+    groups = equal_structures(np.concatenate([split.features for split in by_split.values()]))
+    ends = np.cumsum([len(split.sids) for split in by_split.values()])
+    groups_of = dict(zip(by_split, np.split(groups, ends[:-1]), strict=True))
+    for other, name in itertools.combinations(by_split, 2):
+        shared = np.flatnonzero(np.isin(groups_of[name], groups_of[other]))
+        if len(shared):
+            sid = by_split[name].sids[shared[0]]
             text = (
-                f"structures in two splits: {len(both)} with the elements, cell and initial "
-                f"positions of structures in {other}, for instance sid {found[name].sids[both[0]]}"
+                f"structures in two splits: {len(shared)} with the elements, cell and initial "
+                f"positions of structures in {other}, for instance sid {sid}"
             )
             yield name, text
 
@@ -100,6 +102,6 @@ def _shared(found: dict[str, Inspected]) -> Iterator[tuple[str, str]]:
 def _readable(summary: Summary) -> Summary:
     """Returns the known entries of a summary, with invalid structures grouped by reason."""
     bad = grouped((item["name"], item["reason"]) for item in summary["left_out"])
-    energies = {name: one for name, one in summary["energies_eV"].items() if one is not None}
-    whole = summary | {"left_out": bad, "energies_eV": energies}
-    return {name: value for name, value in whole.items() if value not in (None, [], {})}
+    energies = {name: x for name, x in summary["energies_eV"].items() if x is not None}
+    entries = summary | {"left_out": bad, "energies_eV": energies}
+    return {name: value for name, value in entries.items() if value not in (None, [], {})}

@@ -24,7 +24,6 @@ from molflt.training.limits import check_ranges, readable
 if TYPE_CHECKING:
     from jsonargparse import ArgumentParser, Namespace
 
-
 _POSITION = "model.position_options"
 
 
@@ -41,22 +40,22 @@ def yaml_of(content: Mapping[str, Any]) -> str:
     class Dumper(yaml.SafeDumper):
         pass
 
-    def items(by: yaml.SafeDumper, value: list[object]) -> yaml.Node:
-        short = not any(" " in str(item) for item in value)
-        return by.represent_sequence("tag:yaml.org,2002:seq", value, flow_style=short)
+    def represent_list(dumper: yaml.SafeDumper, value: list[object]) -> yaml.Node:
+        one_line = not any(" " in str(item) for item in value)
+        return dumper.represent_sequence("tag:yaml.org,2002:seq", value, flow_style=one_line)
 
-    Dumper.add_representer(float, lambda by, value: by.represent_float(float(f"{value:.6g}")))
-    Dumper.add_representer(list, items)
+    Dumper.add_representer(float, lambda dumper, x: dumper.represent_float(float(f"{x:.6g}")))
+    Dumper.add_representer(list, represent_list)
     layout: dict[str, Any] = {"sort_keys": False, "default_flow_style": None, "width": 999}
     return yaml.dump(dict(content), None, Dumper, allow_unicode=True, **layout).rstrip()
 
 
-def refuse_idle(run: str, kind: str, options: Mapping[str, object]) -> None:
-    """Raises ValueError for the first option that is set; `kind` explains why it has no effect."""
+def refuse_idle(run: str, why: str, options: Mapping[str, object]) -> None:
+    """Raises ValueError for the first option that is set; `why` explains why it has no effect."""
     for name, value in options.items():
         if value is not None:
-            word = f"--{name.replace('_', '-')}" + ("" if value is True else f" {value}")
-            raise ValueError(f"{run}: {kind}; {word} has no effect; remove it")
+            option = f"--{name.replace('_', '-')}" + ("" if value is True else f" {value}")
+            raise ValueError(f"{run}: {why}; {option} has no effect; remove it")
 
 
 def parse(parser: ArgumentParser, words: Sequence[str]) -> Namespace:
@@ -129,27 +128,27 @@ def normalized(words: Sequence[str], parser: ArgumentParser) -> list[str]:
     ``--splits a b`` becomes an empty list and one append for each word.
     """
     options = options_of(parser)
-    rest = list(words)
+    remaining = list(words)
     out: list[str] = []
-    while rest:
-        word = rest.pop(0)
+    while remaining:
+        word = remaining.pop(0)
         if word == "--":
-            return [*out, word, *rest]
+            return [*out, word, *remaining]
         if "--data.root" in options and (_is_value(word) or word == "--data"):
-            file = next(filter(_is_value, [word, *rest]), "FILE")
+            file = next(filter(_is_value, [word, *remaining]), "FILE")
             option = "--config" if file.endswith((".yaml", ".yml")) else "--data.root"
             raise ValueError(f"unexpected {shown(word)[1:-1]}; did you mean {option} {file}?")
         if _is_value(word) or word == "-h":
             out.append(word)
             continue
         typed, equals, value = word.partition("=")
-        append = "+" * typed.endswith("+")
+        plus = "+" if typed.endswith("+") else ""  # appends to a list
         name = typed.removesuffix("+").replace("-", "_").replace("__", "--", 1)
         positive = name.replace("--no_", "--", 1)
-        whole = options.get(name.rpartition(".")[0])  # for model.position_options.num_nodes
+        group = options.get(name.rpartition(".")[0])  # for model.position_options.num_nodes
         if name not in options and not equals and _is_flag(options.get(positive)):
             out.append(f"{positive}=false")
-        elif name not in options and (whole is None or dict not in _kinds_of(whole)):
+        elif name not in options and (group is None or dict not in _kinds_of(group)):
             hint = did_you_mean(name, list(options))
             raise ValueError(
                 f"unknown option {shown(typed)[1:-1]}{hint}; see `{parser.prog} --help`"
@@ -157,29 +156,29 @@ def normalized(words: Sequence[str], parser: ArgumentParser) -> list[str]:
         elif equals:
             if name in options and tuple in _kinds_of(options[name]):
                 value = f"[{value.strip('[]')}]"  # --betas=0.9,0.99
-            out.append(f"{name}{append}={value}")
+            out.append(f"{name}{plus}={value}")
         else:
-            out += _with_values(typed, f"{name}{append}", options.get(name), rest)
+            out += _with_values(typed, f"{name}{plus}", options.get(name), remaining)
     return out
 
 
-def _with_values(typed: str, name: str, action: Action | None, rest: list[str]) -> list[str]:
-    """Removes the values of an option from `rest` and returns the option with them."""
+def _with_values(typed: str, name: str, action: Action | None, remaining: list[str]) -> list[str]:
+    """Removes the values of an option from `remaining` and returns the option with them."""
     if _is_flag(action):
-        explicit = rest.pop(0) if rest and rest[0].lower() in ("true", "false") else "true"
-        return [f"{name}={explicit.lower()}"]
+        has_value = remaining and remaining[0].lower() in ("true", "false")
+        return [f"{name}={remaining.pop(0).lower() if has_value else 'true'}"]
     if action is not None and action.nargs is not None:  # --help, --print_config
         return [name]
     kinds = set() if action is None else _kinds_of(action)
     several = bool(kinds & {list, tuple})
-    count = next((i for i, word in enumerate(rest) if not _is_value(word)), len(rest))
+    count = next((i for i, word in enumerate(remaining) if not _is_value(word)), len(remaining))
     if not count:
         expected = "at least one value" if several else "one value"
         raise ValueError(f"option {typed}: expected {expected}; got none")
-    if not several or rest[0].startswith("["):
-        return [f"{name}={rest.pop(0)}"]
-    items = rest[:count]
-    del rest[:count]
+    if not several or remaining[0].startswith("["):
+        return [f"{name}={remaining.pop(0)}"]
+    items = remaining[:count]
+    del remaining[:count]
     if tuple in kinds:
         return [f"{name}=[{', '.join(items)}]"]
     first = [] if name.endswith("+") else [f"{name}=[]"]
@@ -199,14 +198,14 @@ def _position_parser() -> ArgumentParser:
     from molflt.attention.positions import POSITIONS
     from molflt.attention.spectra import SPECTRA
 
-    builds: list[tuple[str, Any]] = [("", one) for one in (*POSITIONS.values(), *SPECTRA.values())]
-    builds += [("node_", rule) for rule in NODES.values()]
-    found: dict[str, set[Any]] = {}
-    for prefix, build in builds:
+    classes: list[Any] = [*POSITIONS.values(), *SPECTRA.values(), *NODES.values()]
+    hints_of: dict[str, set[Any]] = {}
+    for build in classes:
+        prefix = "node_" if build in NODES.values() else ""
         for name, parameter in inspect.signature(build).parameters.items():
             if parameter.kind is not parameter.VAR_KEYWORD:
-                found.setdefault(prefix + name, set()).add(parameter.annotation)
+                hints_of.setdefault(prefix + name, set()).add(parameter.annotation)
     parser = ArgumentParser(exit_on_error=False)
-    for name, hints in found.items():
+    for name, hints in hints_of.items():
         parser.add_argument(f"--{name}", type=reduce(or_, hints))
     return parser

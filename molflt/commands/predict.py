@@ -23,7 +23,7 @@ from molflt.data.structures.parts import Part
 from molflt.data.structures.sources import exists, files_of
 from molflt.data.structures.store import STORE
 from molflt.data.text.parallel import read_lines
-from molflt.evaluation.calibration import uncertainty_of
+from molflt.evaluation.calibration import Calibration, uncertainty_of
 from molflt.evaluation.predictions import Predictions, counted_reasons, open_structures
 from molflt.evaluation.results import finite_row, write_csv
 from molflt.evaluation.shard_files import ENDINGS, made_of, merge_shards, noted
@@ -121,22 +121,9 @@ def predict(
         origin |= {"calibration": calibrated.label} if calibrated else {}
         indices = part.indices(dataset.natoms, batch_size)
         note = noted(len(indices), len(dataset), origin)
-        dataset = Part(dataset, indices)
-        out = part.path(out)
-    if model.about is not None:
-        print(f"molflt: {model.summary}", file=sys.stderr)
-    by_atom = ["forces"] if writes_structures and model.predicts_forces else []
+        dataset, out = Part(dataset, indices), part.path(out)
     name = files[0].name if len(files) == 1 else f"{len(files)} files"
-    predictions = model.infer(dataset, batch_size, name, by_atom, force)
-    columns = {"energy_eV": predictions.energy}
-    columns |= uncertainty_of(model.model, predictions, calibrated)
-    rows = _rows(dataset, predictions, columns, note)
-    if out is not None and writes_structures:
-        _write_structures(out, dataset, rows, predictions)
-    else:
-        _write_rows(out, rows)
-    if out is not None:
-        print(f"{out}: {_summary(columns, predictions)}")
+    _predict_energies(model, dataset, name, batch_size, force, calibrated, note, out)
 
 
 def _shard_for(out: Path | None, shard: str | None) -> Shard | None:
@@ -148,8 +135,35 @@ def _shard_for(out: Path | None, shard: str | None) -> Shard | None:
     return part
 
 
+def _predict_energies(
+    model: EnergyPredictor,
+    dataset: Structures,
+    name: str,
+    batch_size: int,
+    force: bool,
+    calibration: Calibration | None,
+    note: Mapping[str, object],
+    out: Path | None,
+) -> None:
+    """Writes energies and their uncertainties to `out`, or prints them as CSV if it is None."""
+    if model.about is not None:
+        print(f"molflt: {model.summary}", file=sys.stderr)
+    writes_structures = out is not None and out.suffix in _STRUCTURE_FILES
+    by_atom = ["forces"] if writes_structures and model.predicts_forces else []
+    predictions = model.infer(dataset, batch_size, name, by_atom, force)
+    columns = {"energy_eV": predictions.energy}
+    columns |= uncertainty_of(model.model, predictions, calibration)
+    rows = _rows(dataset, predictions, columns, note)
+    if out is not None and writes_structures:
+        _write_structures(out, dataset, rows, predictions)
+    else:
+        _write_rows(out, rows)
+    if out is not None:
+        print(f"{out}: {_summary(columns, predictions)}")
+
+
 def _label(model: Pretrained, files: Sequence[Path], out: Path | None, batch_size: int) -> None:
-    """Predicts sentences or images."""
+    """Predicts gaps, classes or scores of text, or classes of images."""
     expect_ending(out, *_TABLES)
     if not isinstance(model, _Labeler):
         raise ValueError(f"{model.name}: the model generates text or images; use molflt generate")

@@ -68,7 +68,7 @@ def relax(
     if trajectories is not None:
         trajectories.mkdir(parents=True, exist_ok=True)
     bar = tqdm(total=len(dataset), unit=" structures", disable=None)
-    found: dict[int, Relaxed] = {}  # by index in the file that was read
+    results: dict[int, Relaxed] = {}  # by index in the file that was read
     lost: dict[str, None] = {}  # messages, in order
     try:
         for index, record in enumerate(dataset):
@@ -77,7 +77,7 @@ def relax(
             if len(dataset.files) > 1:
                 atoms.info["file"] = str(dataset.file(index))
             bar.set_description(f"sid {sid}")
-            part = relax_atoms(
+            result = relax_atoms(
                 atoms,
                 calculator,
                 optimizer=optimizer,
@@ -87,16 +87,16 @@ def relax(
                 trajectory=trajectories and _trajectory(trajectories, dataset, index, sid),
                 on_step=lambda step: bar.set_postfix(step=step),
             )
-            lost |= _add(out, dataset, index, part, first=not found)
-            found[dataset.place(index)] = part
+            lost |= _add(out, dataset, index, result, first=not results)
+            results[dataset.place(index)] = result
             bar.update()
     finally:
         bar.close()
         for text in lost:
             warn(f"{out}: {text}")
-        if 0 < len(found) < len(dataset):
-            print(f"molflt: {out} contains {len(found)} of {len(dataset)}", file=sys.stderr)
-    return _summary(out, found)
+        if 0 < len(results) < len(dataset):
+            print(f"molflt: {out} contains {len(results)} of {len(dataset)}", file=sys.stderr)
+    return _summary(out, results)
 
 
 def _trajectory(folder: Path, dataset: Structures, index: int, sid: int | str) -> Path:
@@ -106,13 +106,13 @@ def _trajectory(folder: Path, dataset: Structures, index: int, sid: int | str) -
     return path
 
 
-def _add(out: Path, data: Structures, index: int, part: Relaxed, first: bool) -> dict[str, None]:
+def _add(out: Path, data: Structures, index: int, result: Relaxed, first: bool) -> dict[str, None]:
     """Appends a structure to `out` and a row to the table; returns messages about lost data."""
     from ase.io import Trajectory, write
 
-    atoms = part.atoms
+    atoms = result.atoms
     drop_labels_(atoms, moved=True)
-    atoms.info |= {"converged": part.converged, "steps": part.steps}
+    atoms.info |= {"converged": result.converged, "steps": result.steps}
     lost = dict.fromkeys(not_stored(atoms, out.suffix))
     row = {
         "index": data.place(index),
@@ -120,14 +120,14 @@ def _add(out: Path, data: Structures, index: int, part: Relaxed, first: bool) ->
         "sid": atoms.info["sid"],
         "formula": atoms.get_chemical_formula(),
         "natoms": len(atoms),
-        "converged": part.converged,
-        "steps": part.steps,
-        "energy_before_eV": part.before,
-        "energy_eV": part.after,
-        "largest_force_eV_per_A": part.largest_force,
-        "moved_A": part.moved,
-        "seconds": round(part.seconds, 3),
-        "why": part.why or None,
+        "converged": result.converged,
+        "steps": result.steps,
+        "energy_before_eV": result.before,
+        "energy_eV": result.after,
+        "largest_force_eV_per_A": result.largest_force,
+        "moved_A": result.moved,
+        "seconds": round(result.seconds, 3),
+        "why": result.why or None,
     }
     if first:
         with atomically(out) as new:
@@ -142,15 +142,16 @@ def _add(out: Path, data: Structures, index: int, part: Relaxed, first: bool) ->
     return lost
 
 
-def _summary(out: Path, found: dict[int, Relaxed]) -> int:
-    lost = [(place, part) for place, part in found.items() if not part.converged]
-    steps = sum(part.steps for part in found.values())
-    seconds = sum(part.seconds for part in found.values())
+def _summary(out: Path, results: dict[int, Relaxed]) -> int:
+    """Prints numbers of relaxations and returns the exit status: 3 if one did not converge."""
+    failed = {index: result for index, result in results.items() if not result.converged}
+    steps = sum(result.steps for result in results.values())
+    seconds = sum(result.seconds for result in results.values())
     print(
-        f"{out}: {len(found) - len(lost):,} of {len(found):,} relaxations converged, {steps:,} "
-        f"steps in {seconds:.1f} s; table in {out.with_suffix('.csv')}"
+        f"{out}: {len(results) - len(failed):,} of {len(results):,} relaxations converged, "
+        f"{steps:,} steps in {seconds:.1f} s; table in {out.with_suffix('.csv')}"
     )
-    for place, part in lost:
-        name = f"sid {part.atoms.info['sid']}, {part.atoms.get_chemical_formula()}"
-        warn(f"structure {place}, {name}: not converged: {part.why}")
-    return 3 if lost else 0  # exit status: not all converged
+    for index, result in failed.items():
+        name = f"sid {result.atoms.info['sid']}, {result.atoms.get_chemical_formula()}"
+        warn(f"structure {index}, {name}: not converged: {result.why}")
+    return 3 if failed else 0

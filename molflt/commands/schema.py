@@ -37,7 +37,7 @@ def config_schema() -> dict[str, Any]:
     The recipe named in a file determines which keys are valid. No key is required, because
     configurations can be combined.
     """
-    whole: _Schema = {
+    combined: _Schema = {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "configuration of molflt",
         "type": "object",
@@ -46,29 +46,29 @@ def config_schema() -> dict[str, Any]:
         "$defs": {},
     }
     for name in RECIPES:
-        one = _of_recipe(name)
-        whole["properties"]["recipe"] = {**one["properties"]["recipe"], "default": DEFAULT}
-        whole["$defs"][name] = one
-        named: _Schema = {"properties": {"recipe": {"const": name}}}
+        options = _of_recipe(name)
+        combined["properties"]["recipe"] = {**options["properties"]["recipe"], "default": DEFAULT}
+        combined["$defs"][name] = options
+        condition: _Schema = {"properties": {"recipe": {"const": name}}}
         if name != DEFAULT:
-            named["required"] = ["recipe"]
-        whole["allOf"].append({"if": named, "then": {"$ref": f"#/$defs/{name}"}})
-    return whole
+            condition["required"] = ["recipe"]
+        combined["allOf"].append({"if": condition, "then": {"$ref": f"#/$defs/{name}"}})
+    return combined
 
 
 def _of_recipe(name: str) -> _Schema:
     parser = build_parser([f"--recipe={name}"])
-    found: _Schema = json.loads(parser.get_completion_script("jsonschema"))
-    del found["$schema"]
-    _simplify(found)
-    return found
+    schema: _Schema = json.loads(parser.get_completion_script("jsonschema"))
+    del schema["$schema"]
+    _simplify(schema)
+    return schema
 
 
-def _simplify(found: _Schema) -> None:
+def _simplify(schema: _Schema) -> None:
     """Removes requirements, and keys that only parsers accept, from all groups."""
-    found.pop("required", None)
-    properties = found.get("properties", {})
+    schema.pop("required", None)
+    properties = schema.get("properties", {})
     for unknown in ("$schema", "resume"):
         properties.pop(unknown, None)
-    for inner in properties.values():
-        _simplify(inner)
+    for group in properties.values():
+        _simplify(group)

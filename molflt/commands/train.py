@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import nn
 
+from molflt.data.batches import BatchedData
 from molflt.metrics import Metric
 from molflt.training.config import Config, absolute
 from molflt.training.recipes import Recipe
@@ -78,8 +79,8 @@ def _train(folder: RunFolder, config: Config) -> int:
     batches.seed = config["seed"]
     if folder.checkpoint is not None or not folder.writes:
         batches.kept = folder.path
-    start = Initializer(folder, config["init"])
-    batches.initial = start.domain()
+    initializer = Initializer(folder, config["init"])
+    batches.initial = initializer.domain()
     batches.setup()
     model, task, trainer = config["model"], config["task"], config["trainer"]
     steps = TrainerOptions(**trainer).steps(batches)
@@ -89,35 +90,25 @@ def _train(folder: RunFolder, config: Config) -> int:
         folder.say(f"task.warmup_steps={warmup}: reduced to {steps // 10}, a tenth of all steps")
     if folder.writes:  # only in one process, because this reads all data
         folder.check_data(batches.fingerprints(), batches.files())
-    _fit_sizes(model, batches.sizes(), start.options)
+    _set_sizes(model, batches.sizes(), initializer.options)
     folder.check_config(config)  # sizes and numbers of steps are known now
-    learned = parts.load("task")(parts.load("model")(**model), seed=config["seed"], **task)
+    trained = parts.load("task")(parts.load("model")(**model), seed=config["seed"], **task)
     if folder.checkpoint is None:  # a checkpoint contains this state
-        learned.check_new()
-        start.load(learned.model, batches.files())
-        learned.prepare(batches)
-    folder.check_weights(learned.model)
+        trained.check_new()
+        initializer.load(trained.model, batches.files())
+        trained.prepare(batches)
+    folder.check_weights(trained.model)
     if folder.writes:  # making the files may read all data
-        folder.write({**batches.files(), **learned.files(), **start.files()})
-    start.say(learned.model, model)
-    items = batches.batch_size * trainer["devices"] * trainer["accumulate"]
-    epochs = "" if trainer["max_epochs"] is None else f" ({trainer['max_epochs']:,} epochs)"
-    folder.say(
-        f"{folder.path}: {_counted(learned.model)}; {'; '.join(batches.describe())}; "
-        f"{steps:,} steps of {items} {batches.items}{epochs}"
-    )
-    if (folder.checkpoint or {}).get("global_step", 0) >= steps:
-        folder.say(
-            f"{folder.path}: finished, all {steps:,} steps are done; increase --trainer.max_steps "
-            "or --trainer.max_epochs to continue"
-        )
-    since = time.perf_counter()
+        folder.write({**batches.files(), **trained.files(), **initializer.files()})
+    initializer.say(trained.model, model)
+    _say_begin(folder, trained.model, batches, trainer)
+    begin = time.perf_counter()
     try:
-        stopped = fit(learned, batches, folder, TrainerOptions(**trainer))
+        stopped = fit(trained, batches, folder, TrainerOptions(**trainer))
     finally:
-        folder.draw_curve(learned.metrics)
+        folder.draw_curve(trained.metrics)
     if stopped is None:
-        _say_end(folder, learned.metrics, steps, time.perf_counter() - since)
+        _say_end(folder, trained.metrics, steps, time.perf_counter() - begin)
         return 0
     signum, step = stopped
     hint = f"to continue: molflt train --resume {shlex.quote(str(folder.path))}"
@@ -129,6 +120,24 @@ def _train(folder: RunFolder, config: Config) -> int:
     return 128 + signum
 
 
+def _say_begin(
+    folder: RunFolder, model: nn.Module, batches: BatchedData[Any], trainer: _Options
+) -> None:
+    """Prints the sizes of the model, the data and the run."""
+    steps, epochs = trainer["max_steps"], trainer["max_epochs"]
+    items = batches.batch_size * trainer["devices"] * trainer["accumulate"]
+    folder.say(
+        f"{folder.path}: {_count_parameters(model)}; {'; '.join(batches.describe())}; "
+        f"{steps:,} steps of {items} {batches.items}"
+        + ("" if epochs is None else f" ({epochs:,} epochs)")
+    )
+    if (folder.checkpoint or {}).get("global_step", 0) >= steps:
+        folder.say(
+            f"{folder.path}: finished, all {steps:,} steps are done; increase --trainer.max_steps "
+            "or --trainer.max_epochs to continue"
+        )
+
+
 def _say_end(folder: RunFolder, metrics: Mapping[str, Metric], steps: int, seconds: float) -> None:
     if stop := folder.provenance.get("stopped"):
         steps = stop["step"]
@@ -136,22 +145,20 @@ def _say_end(folder: RunFolder, metrics: Mapping[str, Metric], steps: int, secon
             f"stopped early at step {steps:,}: {stop['since']} validations without a better "
             f"{stop['metric']} than {stop['best']:.4g} at step {stop['best_step']:,}"
         )
-    known, best = "no validation with finite values", best_of(folder.path)
+    validation, best = "no validation with finite values", best_of(folder.path)
     if best is not None:
         value = metrics[best.metric].shown(best.value)
-        known = f"best validation {value} at step {best.step:,}"
+        validation = f"best validation {value} at step {best.step:,}"
     folder.say(
-        f"{folder.path}: {known}; {steps:,} steps, {duration(seconds)}; next: "
+        f"{folder.path}: {validation}; {steps:,} steps, {duration(seconds)}; next: "
         f"molflt evaluate {shlex.quote(str(folder.path))}"
     )
 
 
-def _counted(model: nn.Module) -> str:
-    count = {True: 0, False: 0}
-    for parameter in model.parameters():
-        count[parameter.requires_grad] += parameter.numel()
-    frozen = f" and {count[False]:,} frozen ones" if count[False] else ""
-    return f"{count[True]:,} parameters{frozen}"
+def _count_parameters(model: nn.Module) -> str:
+    trainable = sum(x.numel() for x in model.parameters() if x.requires_grad)
+    frozen = sum(x.numel() for x in model.parameters() if not x.requires_grad)
+    return f"{trainable:,} parameters" + (f" and {frozen:,} frozen ones" if frozen else "")
 
 
 @contextmanager
@@ -171,13 +178,13 @@ def _one_line_warnings(folder: RunFolder) -> Iterator[None]:
         yield
 
 
-def _fit_sizes(options: _Options, sizes: Mapping[str, int], source: _Options) -> None:
+def _set_sizes(options: _Options, sizes: Mapping[str, int], source: _Options) -> None:
     """Sets options that depend on the data; rejects other values, unless they are in `source`."""
     for name, size in sizes.items():
-        given = options[name]
-        if given not in (None, size, source.get(name)):
+        value = options[name]
+        if value not in (None, size, source.get(name)):
             raise ValueError(
-                f"model.{name}={given!r} does not fit the data; expected {size!r}; omit "
+                f"model.{name}={value!r} does not fit the data; expected {size!r}; omit "
                 f"model.{name} or use different data"
             )
         options[name] = size

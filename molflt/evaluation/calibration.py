@@ -231,20 +231,28 @@ def assess(
     errors = _errors(source, calibrating)
     calibration = Calibration.fit(*errors, chosen, model.weights)
     calibration, widths = _with_new(calibration, found)
+    widths[chosen][calibrating] = np.nan  # excludes these systems from the coverage
+    masks = {name: part.labeled & np.isfinite(widths[name]) for name, part in found.items()}
+    evaluated = {
+        name: (np.abs(part.energy - part.target)[masks[name]], widths[name][masks[name]])
+        for name, part in found.items()
+        if masks[name].any()
+    }
     columns = {name: uncertainty_of(model, part, calibration) for name, part in found.items()}
-    evaluated, rows = {}, {}
-    for name, part in found.items():
-        covered = part.labeled & np.isfinite(widths[name])
-        if name == chosen:
-            covered &= ~calibrating
-        if covered.any():
-            evaluated[name] = (np.abs(part.energy - part.target)[covered], widths[name][covered])
-        rows[name] = _row(part, columns[name]["uncertainty_eV"], evaluated.get(name))
+    rows = {
+        name: _row(part, columns[name]["uncertainty_eV"], evaluated.get(name))
+        for name, part in found.items()
+    }
     rest = _errors(source, source.labeled & ~source.is_new & ~calibrating)
     rows[chosen]["coverage_crossed_percent"] = _crossed(calibration, errors, rest)
     calibration.save(out / CALIBRATION)
     if evaluated:
         _draw(calibration, errors, evaluated, out / "uncertainty.png")
+    return rows, columns, f"{_heading(calibration)}\n{results_table('split', rows)}"
+
+
+def _heading(calibration: Calibration) -> str:
+    """Explains how the uncertainty was calibrated."""
     heading = (
         f"uncertainty: {calibration.factor:.3g} * sqrt(spread^2 + ({calibration.floor:.3g} eV)^2) "
         f"covers {100 * LEVEL:.0f} % of the errors of {calibration.systems:,} systems of "
@@ -255,7 +263,7 @@ def assess(
             f"; for elements that are not in the training data, {new.factor:.3g} * sqrt(spread^2 + "
             f"({new.floor:.3g} eV)^2), fitted to {new.systems:,} systems"
         )
-    return rows, columns, f"{heading}\n{results_table('split', rows)}"
+    return heading
 
 
 def _split_to_calibrate_on(found: Mapping[str, Predictions], learned: str) -> str | None:

@@ -36,46 +36,46 @@ _Sized = TypeVar("_Sized", bound=Sized)
 
 
 def chosen_splits(
-    there: Collection[str], splits: Sequence[str] | None, usual: Sequence[str], other: Path | None
+    known: Collection[str], splits: Sequence[str] | None, usual: Sequence[str], data: Path | None
 ) -> list[str]:
     """Returns `splits`, or `usual` if it is empty; raises ValueError for splits that do not exist.
 
-    `there` contains the splits of the run. `other` is the value of --data, which conflicts with
+    `known` contains the splits of the run. `data` is the value of --data, which conflicts with
     `splits`.
     """
-    if splits and other is not None:
+    if splits and data is not None:
         raise ValueError("expected either --splits or --data; got both")
-    wanted = list(dict.fromkeys(splits or usual))
-    for name in wanted:
-        if name not in there:
+    chosen = list(dict.fromkeys(splits or usual))
+    for name in chosen:
+        if name not in known:
             raise ValueError(
-                f"the run has no split {name!r}; expected one or more of {', '.join(there)}"
+                f"the run has no split {name!r}; expected one or more of {', '.join(known)}"
             )
-    return wanted
+    return chosen
 
 
 def named_sources(
-    own: Mapping[str, object], splits: list[str] | None = None, data: Path | None = None
+    options: Mapping[str, object], splits: list[str] | None = None, data: Path | None = None
 ) -> dict[str, str]:
     """Returns the texts to evaluate, keyed by the name of the split or file.
 
     Args:
-        own: data options of the run.
+        options: data options of the run.
         splits: any of train, val and test; by default val, and test if the run has a test split.
         data: a different text to evaluate: a file; for translations, the path of the two files
             without the language extensions.
     """
-    named = {name: str(own[name]) for name in ("train", "val", "test") if own[name]}
-    usual = [name for name in named if name != "train"]
-    wanted = chosen_splits(named, splits, usual, data)
+    sources = {name: str(options[name]) for name in ("train", "val", "test") if options[name]}
+    usual = [name for name in sources if name != "train"]
+    chosen = chosen_splits(sources, splits, usual, data)
     if data is not None:
         return {Path(data).name: str(data)}
-    return {name: named[name] for name in wanted}
+    return {name: sources[name] for name in chosen}
 
 
 def named_images(
     kind: type[_Images],
-    own: Mapping[str, object],
+    options: Mapping[str, object],
     splits: list[str] | None = None,
     data: Path | None = None,
 ) -> tuple[_Images, dict[str, LabeledImages]]:
@@ -85,20 +85,20 @@ def named_images(
 
     Args:
         kind: class of the data.
-        own: data options of the run.
+        options: data options of the run.
         splits: train, val or both; by default val.
         data: different images to evaluate: a folder with a subfolder for each class, or an idx
             file.
     """
-    wanted = chosen_splits(("train", "val"), splits, ["val"], data)
+    chosen = chosen_splits(("train", "val"), splits, ["val"], data)
     if data is not None:
-        own = {**own, "train": data, "val": data, "val_fraction": None}
-        own |= {"train_labels": None, "val_labels": None}
-    made = kind(**own)  # type: ignore[arg-type]  # from a checked configuration
-    made.setup()
-    return made, {
-        name if data is None else Path(data).name: made.for_evaluation(name) for name in wanted
-    }
+        options = {**options, "train": data, "val": data, "val_fraction": None}
+        options |= {"train_labels": None, "val_labels": None}
+    images = kind(**options)  # type: ignore[arg-type]  # from a checked configuration
+    images.setup()
+    if data is not None:
+        return images, {Path(data).name: images.for_evaluation("val")}
+    return images, {name: images.for_evaluation(name) for name in chosen}
 
 
 def evaluate(
@@ -116,13 +116,13 @@ def evaluate(
     """
     recipe = Recipe.of(config)
     task: Task[Any, Any] = recipe.load("task")(model, **config["task"])
-    sizes = {} if batch_size is None else {"batch_size": batch_size}
-    data: BatchedData[Any] = recipe.load("data")(**config["data"] | sizes)
+    changed = {} if batch_size is None else {"batch_size": batch_size}
+    data: BatchedData[Any] = recipe.load("data")(**config["data"] | changed)
     data.setup()
     total = total_of(task, data.val_dataloader(), "val", f"{data.batch_size} {data.items}")
     results: Results = {"val": {**task.summarize(total), "n": len(data.datasets["val"])}}
-    known = {name: task.metrics[name] for name in results["val"] if name in task.metrics}
-    columns = {name: (metric.axis, metric.digits) for name, metric in known.items()}
+    metrics = {name: task.metrics[name] for name in results["val"] if name in task.metrics}
+    columns = {name: (metric.axis, metric.digits) for name, metric in metrics.items()}
     table = results_table("split", results, ["n", *columns], n=(data.items, 0), **columns)
     return Evaluation(results, f"\n\n{table}\n")
 
@@ -141,16 +141,16 @@ def batches(
     If memory is insufficient, raises a ValueError that contains `batch`, the size of a batch as
     text, such as "64 images".
     """
-    what, device = f"{name}: a batch of {batch}", device_of(model)
-    with torch.inference_mode(), within_memory(lambda: what, "lower --batch-size"):
+    task, device = f"{name}: a batch of {batch}", device_of(model)
+    with torch.inference_mode(), within_memory(lambda: task, "lower --batch-size"):
         bar = tqdm(source, desc=name, leave=False, disable=None)
-        yield (_on(device, one) for one in bar)
+        yield (_move(each, device) for each in bar)
 
 
-def _on(device: torch.device, batch: Any) -> Any:
+def _move(batch: Any, device: torch.device) -> Any:
     """Moves a batch to a device; in tuples and lists, moves each part."""
     if isinstance(batch, tuple | list):
-        return [_on(device, part) for part in batch]
+        return [_move(part, device) for part in batch]
     return batch.to(device) if hasattr(batch, "to") else batch
 
 
@@ -164,8 +164,9 @@ def total_of(task: Task[Any, Any], source: Iterable[object], name: str, batch: s
     """Returns the sums of a task over all batches: a tensor (fields,) for `Task.summarize`."""
     total = torch.zeros((), dtype=torch.float64)
     with batches(source, task.model, name, batch) as loaded:
-        for one in loaded:
-            total = total + torch.stack([part.cpu().double() for part in task.validation_sums(one)])
+        for inputs in loaded:
+            sums = task.validation_sums(inputs)
+            total = total + torch.stack([part.cpu().double() for part in sums])
     expect_finite(name, total)
     return total
 
@@ -229,16 +230,17 @@ def attention_of(
     """
     calls: list[_Call] = []
 
-    def note(layer: nn.Module, inputs: tuple[object, ...], options: dict[str, object]) -> None:
+    def record(layer: nn.Module, inputs: tuple[object, ...], options: dict[str, object]) -> None:
         calls.append((cast(Attention, layer), inputs, options))
 
     layers = [module for module in stack.modules() if isinstance(module, Attention)]
-    hooks = [layer.register_forward_pre_hook(note, with_kwargs=True) for layer in layers]
+    hooks = [layer.register_forward_pre_hook(record, with_kwargs=True) for layer in layers]
     with torch.no_grad():
         run()
         for hook in hooks:
             hook.remove()
-        calls = calls[-last if last else 0 :]
+        if last is not None:
+            calls = calls[-last:]
         return [layer.weights(*inputs, **options) for layer, inputs, options in calls]
 
 
@@ -251,10 +253,10 @@ def locality_of(
     1, as with normalize "none". See `attention_of` for `stack` and `run`, and
     `molflt.metrics.locality` for `distances`, of shape (tokens, tokens).
     """
-    apart = distances.double().cpu().numpy()
+    offsets = distances.double().cpu().numpy()
     matrices = attention_of(stack, run)
     try:
-        shares = [locality(w.double().cpu().numpy(), apart, causal=causal) for w in matrices]
+        shares = [locality(w.double().cpu().numpy(), offsets, causal=causal) for w in matrices]
     except ValueError:
         return {"nearest": None, "farthest": None}
     return {
@@ -283,24 +285,25 @@ def classes_of(source: _Source, count: int) -> list[str]:
 
 
 def _classes(content: bytes, name: str) -> list[str]:
-    found: object = None
+    classes: object = None
     with suppress(ValueError):
-        found = json.loads(content)
-    if not isinstance(found, list):
+        classes = json.loads(content)
+    if not isinstance(classes, list):
         raise ValueError(f"{name}: expected a JSON list of class names; {_RESTORE}")
-    return found
+    return classes
 
 
 def _sized(
-    parse: Callable[[bytes, str], _Sized], source: _Source, name: str, size: int, what: str
+    parse: Callable[[bytes, str], _Sized], source: _Source, name: str, size: int, items: str
 ) -> _Sized:
+    """Parses the file `name` of a run or a trained model; raises ValueError for other sizes."""
     if isinstance(source, Path):
         content, label = (source / name).read_bytes(), str(source / name)
     else:
         content, label = source(name)
-    found = parse(content, label)
-    if len(found) != size:
+    parsed = parse(content, label)
+    if len(parsed) != size:
         raise ValueError(
-            f"{label}: {len(found):,} {what}; expected {size:,}, as in the checkpoint; {_RESTORE}"
+            f"{label}: {len(parsed):,} {items}; expected {size:,}, as in the checkpoint; {_RESTORE}"
         )
-    return found
+    return parsed

@@ -18,15 +18,9 @@ from molflt.data.structures import Structures
 from molflt.data.structures.base import AS_TRAINED, Tags
 from molflt.data.structures.labels import label_faults, limit_in
 from molflt.data.structures.splits import OC20_FILES, TEST_SPLITS
+from molflt.evaluation import groups
 from molflt.evaluation.calibration import assess, check_calibration_split
 from molflt.evaluation.evaluated import EvaluationData, warn_of_labels
-from molflt.evaluation.groups import (
-    GroupError,
-    errors_by_group,
-    group_tables,
-    size_ranges,
-    write_groups,
-)
 from molflt.evaluation.predictions import Predictions, infer
 from molflt.evaluation.relaxation import write_relaxed
 from molflt.evaluation.results import Evaluation, Results, results_table, write_csv
@@ -96,85 +90,95 @@ def evaluate(
         split: infer(model, datasets[split], batch_size, split, domain, by_atom, force)
         for split in splits
     }
-    structures, moved = write_relaxed(found, datasets, relaxed)
-    assessed, columns, uncertainty = assess(model, found, out, calibration_split, source.own.train)
-    added = source.own.reading.baseline_key is not None
-    results: Results = {split: _metrics(part, median, added) for split, part in found.items()}
-    for split, row in results.items():
-        _warn_of_labels(split, found[split], datasets[split])
-        row |= {**assessed.get(split, {}), **structures.get(split, {})}
-    groups = _errors_by_group(found)
+    relaxations, relaxation_table = write_relaxed(found, datasets, relaxed)
+    spreads, columns, spread_table = assess(model, found, out, calibration_split, source.own.train)
+    adds_baseline = source.own.reading.baseline_key is not None
+    results: Results = {}
+    for split, part in found.items():
+        _warn_of_labels(split, part, datasets[split])
+        results[split] = _metrics(part, median, adds_baseline)
+        results[split] |= {**spreads.get(split, {}), **relaxations.get(split, {})}
+    group_errors = _errors_by_group(found)
     rows: list[dict[str, object]] = []
     for split, part in found.items():
         numbers = {"error_eV": part.energy - part.target, **columns.get(split, {})}
         rows += part.rows(split, datasets[split], ("adsorbate", "slab"), numbers)
     write_csv(out / "predictions.csv", rows)
     _write_arrays(out / "predictions.npz", found)
-    if groups:
-        write_groups(out, groups, "mae_eV")
+    by_group = ""
+    if group_errors:
+        groups.write_groups(out, group_errors, "mae_eV")
+        by_group = groups.group_tables(group_errors)
     _draw(out, found, model)
-    tables = [f" on {source}", f"{_results_table(results)}\n{baseline}"]
-    tables += [source.absent, uncertainty, moved]
-    tables += [group_tables(groups)] if groups else []
+    tables = [f" on {source}", f"{_results_table(results)}\n{baseline}", source.absent]
+    tables += [spread_table, relaxation_table, by_group]
     return Evaluation(results, "\n\n".join(filter(None, tables)) + "\n")
 
 
 def _warn_of_labels(split: str, part: Predictions, dataset: Structures) -> None:
-    absent, count = int((~part.labeled).sum()), len(part.energy)
-    if absent == count:
+    missing, count = int((~part.labeled).sum()), len(part.energy)
+    if missing == count:
         warn(f"{split}: no labels; errors are not computed")
-    elif absent:
-        warn(f"{split}: {absent} of {count} systems have no label; errors ignore them")
+    elif missing:
+        warn(f"{split}: {missing} of {count} systems have no label; errors ignore them")
     limits = partial(limit_in, dataset)
     faults = label_faults(part.target, part.natoms, required=False, limits=limits)
     warn_of_labels(split, dataset, faults)
 
 
-def _metrics(found: Predictions, median: float | None, added: bool) -> dict[str, float | None]:
-    """Returns the metrics of a split; `added` is True if the model adds baseline energies."""
-    energy, target = map(torch.from_numpy, found.only_labeled())
-    known, baseline = len(target) > 0, None
-    ours = IS2RETask.sums.of(energy, target).metrics() if known else {}
-    if known and median is not None:
-        start = found.baseline[found.labeled] if added else 0.0
-        baseline = float(np.abs(found.target[found.labeled] - start - median).mean())
-    metrics = {name: ours.get(name) for name in ("mae_eV", "ewt_percent")}
-    return metrics | {"baseline_mae_eV": baseline, "n": len(target if known else found.energy)}
+def _metrics(
+    part: Predictions, median: float | None, adds_baseline: bool
+) -> dict[str, float | None]:
+    """Returns the metrics of a split; `median` is the median training energy in eV, if known."""
+    row: dict[str, float | None] = dict.fromkeys(("mae_eV", "ewt_percent", "baseline_mae_eV"))
+    energy, target = part.only_labeled()
+    if not len(target):
+        return row | {"n": len(part.energy)}
+    metrics = IS2RETask.sums.of(torch.from_numpy(energy), torch.from_numpy(target)).metrics()
+    row |= {name: metrics[name] for name in ("mae_eV", "ewt_percent")}
+    if median is not None:
+        baseline = part.baseline[part.labeled] if adds_baseline else 0.0
+        row["baseline_mae_eV"] = float(np.abs(target - baseline - median).mean())
+    return row | {"n": len(target)}
 
 
 def _results_table(results: Results) -> str:
+    """Formats the results, and their average over splits if there are several."""
     rows = dict(results)
-    known = [row for row in results.values() if row["mae_eV"] is not None]
-    if len(known) > 1:
-        average: dict[str, float | None] = {"n": sum(row["n"] or 0 for row in known)}
+    labeled = [row for row in results.values() if row["mae_eV"] is not None]
+    if len(labeled) > 1:
+        average: dict[str, float | None] = {"n": sum(row["n"] or 0 for row in labeled)}
         for key in ("mae_eV", "ewt_percent", "baseline_mae_eV"):
-            values = [row[key] for row in known]
+            values = [row[key] for row in labeled]
             average[key] = None if None in values else float(np.mean(values))  # type: ignore[arg-type]
         rows["average"] = average
     return results_table("split", rows, n=("systems", 0))
 
 
-def _errors_by_group(found: Mapping[str, Predictions]) -> list[GroupError]:
+def _errors_by_group(found: Mapping[str, Predictions]) -> list[groups.GroupError]:
     """Groups the errors of labeled systems by adsorbate, metal (elements of the slab) and size."""
     parts = []
     for split, part in found.items():
         names = np.full(len(part.sid), split), np.array(part.adsorbate), np.array(part.slab)
         columns = (*names, np.abs(part.energy - part.target), part.natoms)
-        parts.append([np.asarray(column)[part.labeled] for column in columns])
+        parts.append([column[part.labeled] for column in columns])
     splits, adsorbate, slab, error, natoms = map(np.concatenate, zip(*parts, strict=True))
     if not len(error):
         return []
-    kinds = {"adsorbate": adsorbate, "slab": slab, "natoms": size_ranges(natoms)}
-    return errors_by_group(error, kinds, splits)
+    kinds = {"adsorbate": adsorbate, "slab": slab, "natoms": groups.size_ranges(natoms)}
+    return groups.errors_by_group(error, kinds, splits)
 
 
 def _draw(out: Path, found: Mapping[str, Predictions], model: nn.Module) -> None:
     panels, names = {}, {}
     for split, part in found.items():
         if part.labeled.any():
-            panels[split] = part.only_labeled()[::-1]
-            named = zip(part.sid, part.adsorbate, part.slab, part.labeled, strict=True)
-            names[split] = [f"sid {sid} {a} on {slab}" for sid, a, slab, known in named if known]
+            energy, target = part.only_labeled()
+            panels[split] = target, energy
+            names[split] = [
+                f"sid {part.sid[i]} {part.adsorbate[i]} on {part.slab[i]}"
+                for i in np.flatnonzero(part.labeled).tolist()
+            ]
     if panels:
         plots.parity(panels, out / "parity.png", names)
     if plots.has_bias(getattr(getattr(model, "encoding", None), "position", None)):
@@ -186,9 +190,9 @@ def _write_arrays(path: Path, found: Mapping[str, Predictions]) -> None:
     arrays: dict[str, NDArray[np.generic]] = {}
     submission = set(found) == set(TEST_SPLITS)
     for split, part in found.items():
-        if submission and len(part.sid) != (most := OC20_FILES[f"all/{split}"].records):
+        if submission and len(part.sid) != (count := OC20_FILES[f"all/{split}"].records):
             warn(
-                f"{path}: {len(part.sid):,} of {most:,} systems of {split}; a submission needs all"
+                f"{path}: {len(part.sid):,} of {count:,} systems of {split}; a submission needs all"
             )
         name = split.removeprefix("test_") if submission else split
         arrays |= {f"{name}_ids": part.sid.astype(np.str_), f"{name}_energy": part.energy}

@@ -20,7 +20,6 @@ from molflt.training.config import Config, read_config
 if TYPE_CHECKING:
     from torch_geometric.data import Batch
 
-
 ENSEMBLE = "ensemble"
 """Name of the subfolder of the first run that contains the files of the ensemble."""
 
@@ -58,12 +57,12 @@ class EnsembleRegressor(nn.Module):
             both in eV. If all members predict these outputs, also the means over members of
             "displacement" (atoms, 3), in Å, and "adsorbate_energy" (atoms,), in eV.
         """
-        found = [member(batch) for member in self.members]
-        by_member = torch.stack([out["energy"].double() for out in found], dim=1)
+        outputs = [member(batch) for member in self.members]
+        by_member = torch.stack([out["energy"].double() for out in outputs], dim=1)
         means = {
-            name: torch.stack([out[name] for out in found]).mean(dim=0)
+            name: torch.stack([out[name] for out in outputs]).mean(dim=0)
             for name in ("displacement", "adsorbate_energy")
-            if all(name in out for out in found)
+            if all(name in out for out in outputs)
         }
         return {"energy": by_member.mean(dim=1), "energy_by_member": by_member, **means}
 
@@ -94,10 +93,11 @@ def load_ensemble(
         run: DataSet.of_run(config["data"], config["seed"])
         for run, config in zip(runs, configs, strict=True)
     }
-    baseline = next(filter(None, (one.reading.baseline_key for one in data.values())), None)
+    baseline_keys = filter(None, (data_set.reading.baseline_key for data_set in data.values()))
+    baseline = next(baseline_keys, None)
     configs[0]["data"]["baseline_key"] = baseline
     ensemble = EnsembleRegressor(models, data)
-    own = ensemble.weights
+    digests = ensemble.weights
     for i, (run, model) in enumerate(zip(runs, models, strict=True)):
         reading = data[run].reading
         for option, value, expected in (
@@ -110,10 +110,10 @@ def load_ensemble(
                     f"{run}: trained with {option} {value}; expected {expected}, as in another run "
                     "of the ensemble; train all members in the same way"
                 )
-        if own[i] in own[:i]:
+        if digests[i] in digests[:i]:
             raise ValueError(
-                f"{run}: has the same weights as {runs[own.index(own[i])]}; expected different "
-                "training runs in an ensemble"
+                f"{run}: has the same weights as {runs[digests.index(digests[i])]}; expected "
+                "different training runs in an ensemble"
             )
     return ensemble.eval(), configs[0]
 
@@ -141,22 +141,22 @@ def expect_same_totals(ensemble: EnsembleRegressor, dataset: Structures) -> None
     names = [str(run) for run in ensemble.data]
     names = names or [f"model {i + 1} of the ensemble" for i in range(len(others) + 1)]
     adds = [bool(getattr(member, "adds_baseline", False)) for member in ensemble.members]
-    baseline, allowed = atoms.new_zeros(len(atoms)), 1.0
+    baseline, deviations = atoms.new_zeros(len(atoms)), 1.0
     if any(adds) and not all(adds):
-        allowed = 3.0  # standard deviations, because the baseline varies as much as the labels
+        deviations = 3.0  # because the baseline varies as much as the labels
         baseline = torch.tensor([float(dataset[int(i)].y_baseline) for i in indices]).to(atoms)
         if not baseline.isfinite().all():
             return  # the member with a baseline rejects these structures
     totals, std = _totals(first, atoms, adds[0] * baseline)
-    for name, member, one in zip(names[1:], others, adds[1:], strict=True):
-        theirs, their_std = _totals(member, atoms, one * baseline)
-        apart = float((theirs - totals).abs().median())
-        most = max(allowed * std, allowed * their_std, negligible)
-        if apart > most:
+    for name, member, adds_baseline in zip(names[1:], others, adds[1:], strict=True):
+        other_totals, other_std = _totals(member, atoms, adds_baseline * baseline)
+        difference = float((other_totals - totals).abs().median())
+        limit = max(deviations * std, deviations * other_std, negligible)
+        if difference > limit:
             raise ValueError(
                 f"{name}: for the structures of {dataset.path}, the sums of references, mean and "
-                f"baseline differ from those of {names[0]} by {apart:.3g} eV; expected at most "
-                f"{most:.3g} eV; train all members on the same kind of energy"
+                f"baseline differ from those of {names[0]} by {difference:.3g} eV; expected at "
+                f"most {limit:.3g} eV; train all members on the same kind of energy"
             )
 
 

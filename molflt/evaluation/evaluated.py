@@ -76,12 +76,12 @@ class EvaluationData:
                 f"{run / 'config.yaml'}; run the command in the folder where the run was trained, "
                 "or specify the data with --data"
             )
-        own, reading = self.own.reading, {"energy_key": energy_key, **reading}
-        given = {name: value for name, value in reading.items() if value != AS_TRAINED}
-        new = own._replace(**given)
-        if new.tags == "guess" and (domain := self.domain()) is not None:
-            new = new._replace(surface=domain.surface)
-        self.data = self.own._replace(reading=new)
+        reading["energy_key"] = energy_key
+        changed = {name: value for name, value in reading.items() if value != AS_TRAINED}
+        new_reading = self.own.reading._replace(**changed)
+        if new_reading.tags == "guess" and (domain := self.domain()) is not None:
+            new_reading = new_reading._replace(surface=domain.surface)
+        self.data = self.own._replace(reading=new_reading)
         self._own_skip_bad = skip_bad or bool(config["data"].get("skip_bad"))
         self.skip_bad = self._own_skip_bad
         self.absent = ""
@@ -91,7 +91,7 @@ class EvaluationData:
             self.data = self.data._replace(root=Path(data), val_fraction=None)
             if self.data.is_one:
                 self.stem = self.data.root.stem
-        self.splits = self._chosen(splits)
+        self.splits = self._select(splits)
 
     def _is_own(self, data: Path) -> bool:
         """Returns True if `data` is the data of the run, even if the file was moved."""
@@ -110,7 +110,8 @@ class EvaluationData:
     def __str__(self) -> str:
         return str(self.data.root)
 
-    def _chosen(self, splits: Sequence[str] | None) -> list[str]:
+    def _select(self, splits: Sequence[str] | None) -> list[str]:
+        """Returns the splits to evaluate; sets `absent` if usual splits are missing."""
         if self.stem is not None:
             if splits and list(splits) != [self.stem]:
                 raise ValueError(
@@ -123,12 +124,12 @@ class EvaluationData:
         if self.data.is_one:
             return [self.data.val]
         usual = list(dict.fromkeys([*VAL_SPLITS, self.data.val]))
-        there = [split for split in usual if self.data.has(split)]
-        if not there:
+        existing = [split for split in usual if self.data.has(split)]
+        if not existing:
             self.data.open(usual[:1])  # raises an error that lists the splits that exist
-        if missing := [split for split in VAL_SPLITS if split not in there]:
+        if missing := [split for split in VAL_SPLITS if split not in existing]:
             self.absent = f"missing splits: {', '.join(missing)}"
-        return there
+        return existing
 
     def open(self, model: nn.Module, domain: Domain | None = None) -> dict[str, Structures]:
         """Opens and returns splits, and warns about skipped structures; see `check_structures`."""
@@ -137,43 +138,47 @@ class EvaluationData:
         if self.stem is not None:
             opened = {self.stem: self.data.whole(self.skip_bad)}
         else:
-            for run, own in runs.items() if self.data.is_one else ():
-                self._expect_held_out(run, own)
+            for run, trained_on in runs.items() if self.data.is_one else ():
+                self._expect_held_out(run, trained_on)
             opened = self.data.open(self.splits, self.skip_bad)
-        return {split: check_structures(one, model, domain) for split, one in opened.items()}
+        return {name: check_structures(split, model, domain) for name, split in opened.items()}
 
     def _expect_same_unseen(self, runs: Mapping[Path, DataSet]) -> None:
+        """Raises ValueError if only some runs of an ensemble were trained on a split."""
         for split in self.splits:
-            learned = [
+            trained = [
                 run
-                for run, own in runs.items()
-                if is_within(self.data.root, own.root)
-                and ((own.is_one and self.stem is not None) or own.train == split)
+                for run, data in runs.items()
+                if is_within(self.data.root, data.root)
+                and ((data.is_one and self.stem is not None) or data.train == split)
             ]
-            if 0 < len(learned) < len(runs):
+            if 0 < len(trained) < len(runs):
                 raise ValueError(
-                    f"{learned[0]}: was trained on {split} of {self.data.root}, unlike other runs "
+                    f"{trained[0]}: was trained on {split} of {self.data.root}, unlike other runs "
                     "of this ensemble; expected splits on which all runs or no runs were trained; "
                     "select other splits with --splits, or other structures with --data"
                 )
 
-    def _expect_held_out(self, run: Path, own: DataSet) -> None:
-        """Raises ValueError if a run was trained on any of the structures to evaluate."""
-        if not (held := read_provenance(run).get("data", {}).get("val")):
+    def _expect_held_out(self, run: Path, data: DataSet) -> None:
+        """Raises ValueError if a run, with this training data, saw any structure to evaluate."""
+        held_out = read_provenance(run).get("data", {}).get("val")
+        if not held_out:
             return  # unknown in runs from earlier versions
         config = read_config(run)
 
-        def holds(split: DataSet) -> bool:
-            given = {"split_seed": split.split_seed, "val_fraction": split.val_fraction}
-            options = config["data"] | given | {"root": self.data.root}
+        def is_held_out(split: DataSet) -> bool:
+            options = config["data"] | {"root": self.data.root}
+            options |= {"split_seed": split.split_seed, "val_fraction": split.val_fraction}
             batches = Recipe.of(config).load("data")(**options)
             with warnings.catch_warnings(), redirect_stderr(io.StringIO()), suppress(ValueError):
                 warnings.simplefilter("ignore")
                 batches.setup()  # may fail with the options of a different run
-            return bool(batches.fingerprints().get("val") == held)
+            return bool(batches.fingerprints().get("val") == held_out)
 
-        same = own.root in (self.own.root, self.data.root) or is_same(own.root, self.data.root)
-        if not holds(self.own) and (same or holds(own)):  # a copy of the file may have been split
+        root = self.data.root
+        same_file = data.root in (self.own.root, root) or is_same(data.root, root)
+        # another file may be a copy, which was split with the options of its own run
+        if not is_held_out(self.own) and (same_file or is_held_out(data)):
             raise ValueError(
                 f"{self.data.root}: {run} held out other structures and may have been trained on "
                 "those to evaluate, because the file has changed since then, or data.split_seed or "
@@ -183,29 +188,30 @@ class EvaluationData:
 
     def domain(self, model: nn.Module | None = None) -> Domain | None:
         """Returns the domain of the training data; None for runs from earlier versions."""
-        found = domain_of(model.data if isinstance(model, EnsembleRegressor) else [self.run])
-        return found if found is None or model is None else domain_for(model, found)
+        domain = domain_of(model.data if isinstance(model, EnsembleRegressor) else [self.run])
+        return domain if domain is None or model is None else domain_for(model, domain)
 
     def training_median(self) -> tuple[float | None, str]:
         """Returns the median training energy in eV, or None, and a line that explains it."""
         source = self.own if exists(self.own.root) else self.data
         key = self.data.reading.energy_key
         if self.data.root == self.own.root and key != self.own.reading.energy_key:
-            named = key or "y_relaxed or energy"
-            return None, f"no baseline, because training used energies other than {named}"
+            expected = key or "y_relaxed or energy"
+            return None, f"no baseline, because training used energies other than {expected}"
         try:
             if self.stem is not None and source is self.data:
                 raise FileNotFoundError(f"{self.own.root}: no such folder or file")
             dataset = source.open([source.train], self._own_skip_bad)[source.train]
         except FileNotFoundError as error:
             return None, f"no baseline, because the training split is missing: {error}"
-        energy, where = dataset.y_relaxed, dataset.path
-        added, what = self.own.reading.baseline_key, "energies"
-        absent = added if added and np.isfinite(energy).any() else "labels"
-        if added is not None:
-            energy, what = energy - dataset.y_baseline, f"differences to {added}"
-        if not np.isfinite(energy).any():
-            return None, f"no baseline, because {where} has no {absent}"
-        median = float(np.nanmedian(energy))
-        plus = f"{added} + " if added else ""
-        return median, f"baseline: {plus}{median:.4f} eV, the median of the {what} in {where}"
+        path, baseline_key = dataset.path, self.own.reading.baseline_key
+        energies, kind, offset = dataset.y_relaxed, "energies", ""
+        if not np.isfinite(energies).any():
+            return None, f"no baseline, because {path} has no labels"
+        if baseline_key is not None:
+            energies = energies - dataset.y_baseline
+            kind, offset = f"differences to {baseline_key}", f"{baseline_key} + "
+            if not np.isfinite(energies).any():
+                return None, f"no baseline, because {path} has no {baseline_key}"
+        median = float(np.nanmedian(energies))
+        return median, f"baseline: {offset}{median:.4f} eV, the median of the {kind} in {path}"

@@ -22,8 +22,7 @@ class GroupError(NamedTuple):
     kind: str
     group: str
     n: int
-    mae: float
-    """in the unit of the prediction"""
+    mae: float  # in the unit of the prediction
 
 
 def errors_by_group(
@@ -42,18 +41,19 @@ def errors_by_group(
     Returns:
         The groups of each split and, under the name "all", of all systems.
     """
-    chosen = {} if split is None else {str(one): split == one for one in dict.fromkeys(split)}
+    masks = {} if split is None else {str(name): split == name for name in dict.fromkeys(split)}
+    masks["all"] = np.full(len(error), True)
     groups = []
-    for part, own in (chosen | {"all": np.full(len(error), True)}).items():
+    for part, mask in masks.items():
         for kind, names in kinds.items():
-            unique, index, n = np.unique(names[own], return_inverse=True, return_counts=True)
-            mae = np.bincount(index, error[own]) / n
-            columns = (column.tolist() for column in (unique, n, mae))
-            found = [GroupError(part, kind, *one) for one in zip(*columns, strict=True)]
+            unique, index, n = np.unique(names[mask], return_inverse=True, return_counts=True)
+            mae = np.bincount(index, error[mask]) / n
+            rows = zip(unique.tolist(), n.tolist(), mae.tolist(), strict=True)
+            errors = [GroupError(part, kind, *row) for row in rows]
             if kind == "natoms":
-                groups += sorted(found, key=lambda one: int(one.group.partition("-")[0]))
+                groups += sorted(errors, key=lambda group: int(group.group.partition("-")[0]))
             else:
-                groups += sorted(found, key=lambda one: (-one.n, one.group))
+                groups += sorted(errors, key=lambda group: (-group.n, group.group))
     return groups
 
 
@@ -72,7 +72,7 @@ def size_ranges(natoms: NDArray[np.int64]) -> NDArray[np.str_]:
 
 def write_groups(out: Path, groups: Sequence[GroupError], metric: str) -> None:
     """Writes errors_by_group.csv; `metric` is the name of the MAE column."""
-    rows = [one._asdict() for one in groups]
+    rows = [group._asdict() for group in groups]
     for row in rows:
         row[metric] = row.pop("mae")
     write_csv(out / "errors_by_group.csv", rows)
@@ -82,9 +82,9 @@ def group_tables(groups: Sequence[GroupError]) -> str:
     """Formats a table of errors over all splits for each kind of group, with up to 12 groups."""
     tables = []
     for kind, title in {"adsorbate": "adsorbate", "slab": "slab", "natoms": "atoms"}.items():
-        own = [one for one in groups if (one.split, one.kind) == ("all", kind)]
-        rows = {one.group: {"n": one.n, "mae_eV": one.mae} for one in own[:_PRINTED]}
+        of_kind = [group for group in groups if (group.split, group.kind) == ("all", kind)]
+        rows = {each.group: {"n": each.n, "mae_eV": each.mae} for each in of_kind[:_PRINTED]}
         tables.append(results_table(title, rows, n=("systems", 0)))
-        if more := len(own) - len(rows):
+        if more := len(of_kind) - len(rows):
             tables[-1] += f"\n({more} more in errors_by_group.csv)"
     return "\n\n".join(tables)

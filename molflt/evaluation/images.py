@@ -54,9 +54,10 @@ def evaluate(
         logits, labels = common.logits_of(model, DataLoader(images, batch_size), split, batch)
         metrics = ImageTask.sums.of(logits, labels).metrics()
         results[split] = {**metrics, "n": len(labels), **_locality(model, images)}
-        found = (column.tolist() for column in (labels, *logits.softmax(dim=1).max(dim=1)))
-        for i, (label, probability, best) in enumerate(zip(*found, strict=True)):
-            names = {"class": classes[label], "predicted": classes[best]}
+        probabilities, predicted = logits.softmax(dim=1).max(dim=1)
+        for i, label in enumerate(labels.tolist()):
+            names = {"class": classes[label], "predicted": classes[int(predicted[i])]}
+            probability = float(probabilities[i])
             rows.append({"split": split, "index": i, **names, "probability": probability})
     write_csv(out / "predictions.csv", rows)
     first = images[0][0][None].to(common.device_of(model))
@@ -69,23 +70,23 @@ def evaluate(
 
 
 def _datasets(
-    own: Mapping[str, object], classes: list[str], **which: Any
+    options: Mapping[str, object], classes: list[str], **which: Any
 ) -> dict[str, LabeledImages]:
-    data, named = common.named_images(ImageData, own, **which)
+    data, by_split = common.named_images(ImageData, options, **which)
     if data.classes != classes:
         raise ValueError(
             f"{data.sources['val']}: classes {', '.join(data.classes[:5])} ...; expected "
             f"{', '.join(classes[:5])} ..., as in the run; use data with the same classes"
         )
-    return named
+    return by_split
 
 
 def _locality(model: ImageClassifier, images: LabeledImages) -> dict[str, float | None]:
-    some = [images[i][0] for i in range(min(16, len(images)))]
-    batch = torch.stack(some).to(common.device_of(model))
-    places = model.places[0].double()
+    first = [images[i][0] for i in range(min(16, len(images)))]
+    batch = torch.stack(first).to(common.device_of(model))
+    positions = model.places[0].double()
     # Matrix products are avoided because their rounding errors would make equal distances differ.
-    distances = torch.cdist(places, places, compute_mode="donot_use_mm_for_euclid_dist")
+    distances = torch.cdist(positions, positions, compute_mode="donot_use_mm_for_euclid_dist")
     return common.locality_of(model.stack, lambda: model(batch), distances)
 
 
@@ -107,17 +108,17 @@ def evaluate_pixels(
         Per split: bits_per_dim, uniform_bits_per_dim, histogram_bits_per_dim (null without the
         training images), n and bytes (total over all images).
     """
-    own, named = common.named_images(PixelData, config["data"], **which)
-    for images in named.values():
+    data, by_split = common.named_images(PixelData, config["data"], **which)
+    for images in by_split.values():
         if (images.channels, images.size[0]) != (model.channels, model.image_size):
             raise ValueError(
                 f"{images.path}: expected images of {model.image_size} pixels and {model.channels} "
                 f"channels, as in training; got {images.size[0]} and {images.channels}"
             )
-    tables, note = _histograms(None if which.get("data") else own, config["data"], model)
+    tables, note = _histograms(None if which.get("data") else data, config["data"], model)
     results: Results = {}
     curves: dict[str, NDArray[np.float64]] = {}
-    for split, images in named.items():
+    for split, images in by_split.items():
         nats, histogram = _losses(model, images, tables, batch_size, split)
         curves[split] = nats.numpy()[None]
         results[split] = {
@@ -128,31 +129,31 @@ def evaluate_pixels(
             "bytes": len(images) * model.longest,
         }
     plots.losses_by_place(curves, out / "losses.png")
-    image = next(iter(named.values()))[0][0][None].to(common.device_of(model))
-    what = f"the attention matrix of an image of {model.longest:,} bytes"
+    image = next(iter(by_split.values()))[0][0][None].to(common.device_of(model))
+    matrix = f"the attention matrix of an image of {model.longest:,} bytes"
     run_model = partial(model.image_log_likelihood, image)
-    line = model.stack.position is None or model.stack.position.dim == 1
-    axis = (model.longest, "tokens") if line else (model.image_size, "pixels")
-    with within_memory(lambda: what, "use a smaller model or smaller images"):
+    is_sequence = model.stack.position is None or model.stack.position.dim == 1
+    axis = (model.longest, "tokens") if is_sequence else (model.image_size, "pixels")
+    with within_memory(lambda: matrix, "use a smaller model or smaller images"):
         title = "last layer, first image; bytes row by row"
         common.draw_stack(out, model.stack, run_model, title, model.position_scale, *axis)
     return Evaluation(results, f"\n\n{results_table('images', results)}\n\n{note}\n")
 
 
 def _histograms(
-    own: PixelData | None, options: Mapping[str, object], model: PixelModel
+    data: PixelData | None, options: Mapping[str, object], model: PixelModel
 ) -> tuple[Tensor | None, str]:
     """Returns -log2 of the frequency of each value by position, (bytes per image, 256), and a note.
 
     The first result is None if the training images are missing.
     """
-    if own is None:
-        own = PixelData(**options)  # type: ignore[arg-type]  # as in `named_images`
+    if data is None:
+        data = PixelData(**options)  # type: ignore[arg-type]  # as in `named_images`
         try:
-            own.setup()
+            data.setup()
         except FileNotFoundError as error:
             return None, f"no histogram, because the training images are missing: {error}"
-    train = own.datasets["train"]
+    train = data.datasets["train"]
     counts = torch.zeros(model.longest * LEVELS, dtype=torch.int64)
     first = LEVELS * torch.arange(model.longest)
     loader = DataLoader(train, _AT_ONCE)
@@ -170,14 +171,14 @@ def _losses(
 ) -> tuple[Tensor, float | None]:
     """Returns the mean loss at each position in nats, and the mean bits per byte with `tables`."""
     nats, bits = torch.zeros(model.longest, dtype=torch.float64), 0.0
-    place = torch.arange(model.longest)
-    batch_of = f"{batch_size} images of {model.longest:,} bytes"
-    with common.batches(DataLoader(images, batch_size), model, name, batch_of) as loaded:
-        for given, _ in loaded:
-            loss = -model.image_log_likelihood(given).double().cpu()
+    positions = torch.arange(model.longest)
+    batch = f"{batch_size} images of {model.longest:,} bytes"
+    with common.batches(DataLoader(images, batch_size), model, name, batch) as loaded:
+        for pixels, _ in loaded:
+            loss = -model.image_log_likelihood(pixels).double().cpu()
             common.expect_finite(name, loss)
             nats += loss.sum(dim=0)
             if tables is not None:
-                bits += float(tables[place, model.bytes_of(given).cpu()].sum())
+                bits += float(tables[positions, model.bytes_of(pixels).cpu()].sum())
     histogram = None if tables is None else bits / (len(images) * model.longest)
     return nats / len(images), histogram

@@ -73,16 +73,16 @@ def evaluate(
     results: Results = {}
     curves: dict[str, NDArray[np.float64]] = {}
     for split, blocks in texts.items():
-        right: list[NDArray[np.bool_]] | None = None if residues is None else []
-        losses = curves[split] = token_losses(model, blocks, batch_size, split, right)
-        known = np.isfinite(losses)
-        counted = losses[known]
-        results[split] = {**metrics_of(counted), "tokens": len(counted), **_locality(model, blocks)}
-        if residues is not None and right is not None:
-            own = blocks.ids != blocks.eos
-            share = 100 * float(np.concatenate(right)[known][own].mean())
-            perplexity = metrics_of(counted[own])["perplexity"]
-            results[split] |= residues.metrics(perplexity, share, blocks.ids[own])
+        correct: list[NDArray[np.bool_]] | None = None if residues is None else []
+        curves[split] = token_losses(model, blocks, batch_size, split, correct)
+        is_token = np.isfinite(curves[split])
+        losses = curves[split][is_token]
+        results[split] = {**metrics_of(losses), "tokens": len(losses), **_locality(model, blocks)}
+        if residues is not None and correct is not None:
+            is_residue = blocks.ids != blocks.eos
+            accuracy = 100 * float(np.concatenate(correct)[is_token][is_residue].mean())
+            perplexity = metrics_of(losses[is_residue])["perplexity"]
+            results[split] |= residues.metrics(perplexity, accuracy, blocks.ids[is_residue])
     plots.losses_by_place(curves, out / "losses.png")
     first = blocks[0][0][blocks[0][1] >= 0][:_SHOWN].to(common.device_of(model))[None]
     title = f"last layer, first {first.shape[1]} tokens of {split}"
@@ -103,33 +103,33 @@ def token_losses(
     blocks: TokenBlocks,
     batch_size: int,
     name: str,
-    right: list[NDArray[np.bool_]] | None = None,
+    correct: list[NDArray[np.bool_]] | None = None,
 ) -> NDArray[np.float64]:
     """Returns the negative log-likelihood of each token in nats.
 
     The result has the shape (blocks, length) and is NaN for padding. For each batch, a mask (batch,
-    length) of the correctly predicted tokens is appended to the list `right`. Without this list,
+    length) of the correctly predicted tokens is appended to the list `correct`. Without this list,
     logits are not kept in memory.
     """
-    loader, batch, found = DataLoader(blocks, batch_size), f"{batch_size} x {blocks.length:,}", []
-    with common.batches(loader, model, name, f"{batch} tokens") as loaded:
-        for inputs, wanted in loaded:
-            if right is None:
-                score = model.log_likelihood(inputs, wanted)
+    losses, batch = [], f"{batch_size} x {blocks.length:,} tokens"
+    with common.batches(DataLoader(blocks, batch_size), model, name, batch) as loaded:
+        for inputs, targets in loaded:
+            if correct is None:
+                score = model.log_likelihood(inputs, targets)
             else:
                 log_p = model.log_probabilities(model(inputs))
-                score = log_p.gather(2, wanted.clamp(min=0)[..., None])[..., 0]
-                right.append((log_p.argmax(dim=2) == wanted).cpu().numpy())
+                score = log_p.gather(2, targets.clamp(min=0)[..., None])[..., 0]
+                correct.append((log_p.argmax(dim=2) == targets).cpu().numpy())
             loss = -score.double()
             common.expect_finite(name, loss)
-            found.append(loss.masked_fill(wanted < 0, torch.nan).cpu().numpy())
-    return np.concatenate(found)
+            losses.append(loss.masked_fill(targets < 0, torch.nan).cpu().numpy())
+    return np.concatenate(losses)
 
 
 def _locality(model: LanguageModel, blocks: TokenBlocks) -> dict[str, float | None]:
     tokens = blocks[0][0][blocks[0][1] >= 0].to(common.device_of(model))[None]
-    place = torch.arange(tokens.shape[1])
-    distances = (place[:, None] - place).abs()
+    positions = torch.arange(tokens.shape[1])
+    distances = (positions[:, None] - positions).abs()
     return common.locality_of(model.stack, lambda: model(tokens), distances, causal=True)
 
 
@@ -165,7 +165,7 @@ def evaluate_masked(
     shares = {name: float(str(config["task"][name])) for name in names}
     task = MaskedTask(model, **shares)
     # In training, a tenth of the gaps show the correct token.
-    always = MaskedTask(model, shares["mask_rate"], mask_share=1.0, random_share=0.0)
+    hides_all = MaskedTask(model, shares["mask_rate"], mask_share=1.0, random_share=0.0)
     size = int(str(options["batch_size"])) if batch_size is None else batch_size
     letters, residues = tokenizer.letters, None
     if letters is not None:
@@ -182,11 +182,12 @@ def evaluate_masked(
         total = common.total_of(task, loader, split, batch)
         results[split] = {**task.summarize(total), "gaps": int(total[2])}
         if residues is not None:
-            found = always.summarize(common.total_of(always, loader, split, batch))
-            scores = found["perplexity"], found["accuracy_percent"]
-            results[split] |= residues.metrics(*scores, _targets(always, loader))
-    tokens, types, there = (part[None] for part in blocks[0])
-    count = min(_SHOWN, int(there.sum()))
+            scores = hides_all.summarize(common.total_of(hides_all, loader, split, batch))
+            results[split] |= residues.metrics(
+                scores["perplexity"], scores["accuracy_percent"], _targets(hides_all, loader)
+            )
+    tokens, types, key_mask = (part[None] for part in blocks[0])
+    count = min(_SHOWN, int(key_mask.sum()))
     first = [part[:, :count].to(common.device_of(model)) for part in (tokens, types)]
     stack, scale = model.encoder.stack, model.encoder.position_scale
     title = f"last layer with attention, first {count} tokens of {split}"
@@ -199,12 +200,12 @@ def evaluate_masked(
 
 def _targets(task: MaskedTask, loader: Iterable[Sequence[Tensor]]) -> NDArray[np.int64]:
     """Returns the ids (gaps,) of all hidden tokens of a text."""
-    found = []
+    ids = []
     for batch in loader:
-        tokens, types, there = (part.to(common.device_of(task.model)) for part in batch)
-        targets = task.gaps((tokens, types, there), Draws.of_content(tokens, there))[1]
-        found.append(targets[targets >= 0].cpu().numpy())
-    return np.concatenate(found)
+        tokens, types, key_mask = (part.to(common.device_of(task.model)) for part in batch)
+        targets = task.gaps((tokens, types, key_mask), Draws.of_content(tokens, key_mask))[1]
+        ids.append(targets[targets >= 0].cpu().numpy())
+    return np.concatenate(ids)
 
 
 class Residues:
@@ -253,9 +254,9 @@ def draw_substitutions(head: Head, ids: Mapping[str, int], png: Path) -> str:
     appendix of Performer (arXiv:2009.14794). Without Biopython, which provides BLOSUM62, only the
     learned table is drawn. Returns a line with the correlation between the tables.
     """
-    places = torch.tensor([ids[letter] for letter in _ORDER], device=common.device_of(head))
+    residues = torch.tensor([ids[letter] for letter in _ORDER], device=common.device_of(head))
     with torch.inference_mode():
-        vectors = head.embed(places).double().cpu()
+        vectors = head.embed(residues).double().cpu()
         unit = torch.nn.functional.normalize(vectors - vectors.mean(dim=0))
     table = (unit @ unit.T).numpy()
     tables, blosum = {"cosine of output embeddings": table}, _blosum()

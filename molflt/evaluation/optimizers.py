@@ -37,8 +37,8 @@ _END = 0.1  # fraction of the steps, at the end, over which the final loss is av
 _ROWS = 200  # maximum number of intervals of a curve in curves.csv
 _REACH = 200  # steps in the figure of the encoding
 _Curve = NDArray[np.float64]
-_Made = Callable[[int, Tensor], Problem]
-_Opened = Callable[[list[Tensor]], Optimizer]
+_ProblemOf = Callable[[int, Tensor], Problem]  # of a seed and a tensor with dtype and device
+_OptimizerOf = Callable[[list[Tensor]], Optimizer]
 _Search = Callable[[Functions, list[int], int], _Curve]
 _SMALLEST = 1e-12  # smaller best values are rounding errors
 _POINTS = 100  # points in a curve
@@ -86,20 +86,20 @@ def evaluate(
         of this mean loss; with Adam, also adam_final_loss, adam_final_loss_sd and adam_lr.
     """
     rates = list(_RATES) if rates is None else rates
-    chosen = tasks_of(tasks, data)
+    problems = tasks_of(tasks, data)
     like = next(model.parameters())
-    found: dict[str, dict[str, Raced]] = {}
-    what = f"{run}: the optimizer's state"
-    with within_memory(lambda: what, "choose smaller tasks with --tasks"):
-        for name, made in tqdm(chosen.items(), desc="tasks", leave=False, disable=None):
-            opened = partial(LearnedOptimizer, model=model)
-            found[name] = {run.resolve().name: _race(made, opened, steps, repeats, like)}
+    races: dict[str, dict[str, Raced]] = {}  # by task and optimizer
+    state = f"{run}: the optimizer's state"
+    with within_memory(lambda: state, "choose smaller tasks with --tasks"):
+        for task, problem_of in tqdm(problems.items(), desc="tasks", leave=False, disable=None):
+            learned = partial(LearnedOptimizer, model=model)
+            races[task] = {run.resolve().name: _race(problem_of, learned, steps, repeats, like)}
             if rates:
-                found[name]["Adam"] = tuned_adam(made, steps, repeats, like, rates)
-    write_csv(out / "curves.csv", curve_rows(found))
+                races[task]["Adam"] = tuned_adam(problem_of, steps, repeats, like, rates)
+    write_csv(out / "curves.csv", curve_rows(races))
     curves = {
-        task: {name: _intervals(raced.curves)[1] for name, raced in own.items()}
-        for task, own in found.items()
+        task: {name: _intervals(raced.curves)[1] for name, raced in by_name.items()}
+        for task, by_name in races.items()
     }
     plots.loss_curves(curves, out / "optimizations.png", steps)
     if isinstance(memory := model.memory, AttentionMemory):
@@ -107,19 +107,19 @@ def evaluate(
         draw_encoding(position, scale, _REACH + 1, out / "encoding.png", "steps")
     results: Results = {}
     lines = [("task", "optimizer", "tuned", "final loss", "sd of log10")]
-    for task, own in found.items():
-        ends = {name: final_loss(raced.curves) for name, raced in own.items()}
+    for task, by_name in races.items():
+        ends = {name: final_loss(raced.curves) for name, raced in by_name.items()}
         results[task] = _metrics(ends, "final_loss")
-        if "Adam" in own:
-            results[task]["adam_lr"] = float(own["Adam"].setting)
-        for name, (end, spread) in ends.items():
-            lines.append((task, name, own[name].setting or "-", f"{end:.4g}", _shown(spread)))
+        if "Adam" in by_name:
+            results[task]["adam_lr"] = float(by_name["Adam"].setting)
+        for name, (loss, sd) in ends.items():
+            lines.append((task, name, by_name[name].setting or "-", f"{loss:.4g}", _shown(sd)))
     note = "final loss: mean of the last 10 % of the steps, geometric mean over repeats"
     text = f"{align(lines, text_columns=2)}\n\n{note}"
     return Evaluation(results, f", {steps:,} steps, {repeats} repeats\n\n{text}\n")
 
 
-def tasks_of(names: Sequence[str] | None, data: Path | None) -> dict[str, _Made]:
+def tasks_of(names: Sequence[str] | None, data: Path | None) -> dict[str, _ProblemOf]:
     """Returns tasks by name; None means all tasks, with image tasks only if `data` is set."""
     of_images = ("image_network", "image_convolutions")
     known = [*UNSEEN, *of_images]
@@ -128,34 +128,38 @@ def tasks_of(names: Sequence[str] | None, data: Path | None) -> dict[str, _Made]
             raise ValueError(f"--tasks {name!r}: expected one or more of {', '.join(known)}")
         if name in of_images and data is None:
             raise ValueError(f"--tasks {name}: needs images; pass them with --data")
-    wanted = names or [name for name in known if data is not None or name in UNSEEN]
-    if data is not None and not set(wanted) & {*of_images}:
-        raise ValueError(f"--data {data} has no effect on {', '.join(wanted)}; omit it")
-    there = UNSEEN if data is None else {**UNSEEN, **image_problems(data)}
-    return {name: there[name] for name in wanted}
+    if data is None:
+        return {name: UNSEEN[name] for name in names or UNSEEN}
+    names = names or known
+    if set(names).isdisjoint(of_images):
+        raise ValueError(f"--data {data} has no effect on {', '.join(names)}; omit it")
+    problems = {**UNSEEN, **image_problems(data)}
+    return {name: problems[name] for name in names}
 
 
-def _race(made: _Made, opened: _Opened, steps: int, repeats: int, like: Tensor) -> Raced:
+def _race(
+    problem_of: _ProblemOf, optimizer_of: _OptimizerOf, steps: int, repeats: int, like: Tensor
+) -> Raced:
     seeds = ProblemSeeds("test", repeats)
-    problems = (made(int(seeds[i]), like) for i in range(repeats))
-    return Raced(np.stack([_loss_curve(problem, opened, steps) for problem in problems]))
+    problems = (problem_of(int(seeds[i]), like) for i in range(repeats))
+    return Raced(np.stack([_loss_curve(problem, optimizer_of, steps) for problem in problems]))
 
 
 def tuned_adam(
-    made: _Made, steps: int, repeats: int, like: Tensor, rates: Iterable[float] = _RATES
+    problem_of: _ProblemOf, steps: int, repeats: int, like: Tensor, rates: Iterable[float] = _RATES
 ) -> Raced:
     """Returns the loss curves of Adam with the learning rate that has the smallest final loss."""
-    tried = (
-        _race(made, partial(Adam, lr=lr), steps, repeats, like)._replace(setting=f"{lr:g}")
+    races = (
+        _race(problem_of, partial(Adam, lr=lr), steps, repeats, like)._replace(setting=f"{lr:g}")
         for lr in rates
     )
-    return min(tried, key=lambda raced: final_loss(raced.curves)[0])
+    return min(races, key=lambda raced: final_loss(raced.curves)[0])
 
 
-def _loss_curve(problem: Problem, opened: _Opened, steps: int) -> _Curve:
+def _loss_curve(problem: Problem, optimizer_of: _OptimizerOf, steps: int) -> _Curve:
     """Returns the loss before each step, of shape (steps,); infinite after divergence."""
     theta = nn.Parameter(problem.start.detach().clone())
-    optimizer = opened([theta])
+    optimizer = optimizer_of([theta])
     curve = np.full(steps, np.inf)
     for step in range(steps):
         optimizer.zero_grad()
@@ -173,9 +177,8 @@ def _loss_curve(problem: Problem, opened: _Opened, steps: int) -> _Curve:
 def final_loss(curves: _Curve) -> tuple[float, float]:
     """Returns the geometric mean of the final losses and the standard deviation of their log10."""
     count = max(1, round(_END * curves.shape[1]))
-    ends = np.log10(np.maximum(curves[:, -count:].mean(axis=1), 1e-30))
-    mean, spread = _mean_and_sd(ends)
-    return (float(10**mean), spread) if math.isfinite(mean) else (math.inf, math.nan)
+    mean, sd = _mean_and_sd(np.log10(np.maximum(curves[:, -count:].mean(axis=1), 1e-30)))
+    return (float(10**mean), sd) if math.isfinite(mean) else (math.inf, math.nan)
 
 
 _Ends = Mapping[str, tuple[float, float]]  # mean and standard deviation (or NaN) by optimizer
@@ -183,11 +186,11 @@ _Ends = Mapping[str, tuple[float, float]]  # mean and standard deviation (or NaN
 
 def _metrics(ends: _Ends, name: str) -> dict[str, float | None]:
     """Returns means and deviations; the keys of all but the first optimizer begin with its name."""
-    found: dict[str, float | None] = {}
-    for place, (optimizer, (mean, sd)) in enumerate(ends.items()):
-        prefix = f"{optimizer.lower()}_" if place else ""
-        found |= {f"{prefix}{name}": mean, f"{prefix}{name}_sd": None if math.isnan(sd) else sd}
-    return found
+    metrics: dict[str, float | None] = {}
+    for optimizer, (mean, sd) in ends.items():
+        key = f"{optimizer.lower()}_{name}" if metrics else name
+        metrics |= {key: mean, f"{key}_sd": None if math.isnan(sd) else sd}
+    return metrics
 
 
 def _shown(sd: float) -> str:
@@ -202,11 +205,11 @@ def _intervals(curves: _Curve) -> tuple[_Curve, _Curve]:
     return (edges[:-1] + edges[1:] - 1) / 2, np.stack(means, axis=1)
 
 
-def curve_rows(found: Mapping[str, Mapping[str, Raced]]) -> list[dict[str, Any]]:
-    """Returns the rows of curves.csv."""
+def curve_rows(races: Mapping[str, Mapping[str, Raced]]) -> list[dict[str, Any]]:
+    """Returns the rows of curves.csv; `races` contains loss curves by task and optimizer."""
     rows: list[dict[str, Any]] = []
-    for task, own in found.items():
-        for name, raced in own.items():
+    for task, by_name in races.items():
+        for name, raced in by_name.items():
             label = {"task": task, "optimizer": name, "tuned": raced.setting}
             middle, means = _intervals(raced.curves)
             for repeat, losses in enumerate(means):
@@ -254,29 +257,28 @@ def evaluate_population(
     d = model.dimension if dimension is None else dimension
     if evaluations < size:
         raise ValueError(f"--evaluations must be at least {size}; got {evaluations}")
-    wanted = list(BASELINES) if baselines is None else list(dict.fromkeys(baselines))
-    if "cma-es" in wanted:
+    others = list(BASELINES) if baselines is None else list(dict.fromkeys(baselines))
+    if "cma-es" in others:
         require("cma", "CMA-ES", "bench")  # fails before anything is computed
-    own = _own_name(config)
-    searches: dict[str, _Search] = {own: partial(_by_model, model.of_dimension(d), size)}
-    searches |= {name: BASELINES[name] for name in wanted}
+    label = _label(config)
+    searches: dict[str, _Search] = {label: partial(_by_model, model.of_dimension(d), size)}
+    searches |= {name: BASELINES[name] for name in others}
     problems = ProblemSeeds("test", runs)
-    seeds = [int(problems[place]) for place in range(runs)]
+    seeds = [int(problems[i]) for i in range(runs)]
     counts = np.unique(np.linspace(size, evaluations, _POINTS).astype(int))
     curves: dict[str, dict[str, _Curve]] = {}
-    for name in tqdm(dict.fromkeys(functions or objectives.UNSEEN), leave=False, disable=None):
-        drawn = Functions.draw(name, d, [generator_of(seed, 0) for seed in seeds])
-        found = {key: search(drawn, seeds, evaluations) for key, search in searches.items()}
-        curves[name] = {key: _best(values)[:, counts - 1] for key, values in found.items()}
+    for family in tqdm(dict.fromkeys(functions or objectives.UNSEEN), leave=False, disable=None):
+        drawn = Functions.draw(family, d, [generator_of(seed, 0) for seed in seeds])
+        values = {name: search(drawn, seeds, evaluations) for name, search in searches.items()}
+        curves[family] = {name: _best(x)[:, counts - 1] for name, x in values.items()}
     write_csv(out / "best_values.csv", _best_rows(curves, counts, seeds))
     plots.best_values(curves, counts.astype(float), out / "best_values.png", runs)
     results, lines = {}, [("function", *searches)]
-    for name, found in curves.items():
-        ends = {key: _mean_and_sd(values[:, -1]) for key, values in found.items()}
-        results[name] = {**_metrics(ends, "log10_best"), "n": runs}
-        known = " (trained on)" * (name == next(iter(FAMILIES)))
-        cells = (f"{mean:.2f} ± {_shown(sd)}" for mean, sd in ends.values())
-        lines.append((f"{name}{known}", *cells))
+    for family, by_name in curves.items():
+        ends = {name: _mean_and_sd(values[:, -1]) for name, values in by_name.items()}
+        results[family] = {**_metrics(ends, "log10_best"), "n": runs}
+        title = f"{family} (trained on)" if family == next(iter(FAMILIES)) else family
+        lines.append((title, *(f"{mean:.2f} ± {_shown(sd)}" for mean, sd in ends.values())))
     note = (
         f"log10 of the best of {evaluations:,} values in {d} dimensions, mean ± standard deviation "
         f"over {runs} runs; the minimum is 0; values below -12 count as -12"
@@ -284,10 +286,10 @@ def evaluate_population(
     return Evaluation(results, f"\n\n{align(lines)}\n\n{note}\n")
 
 
-def _own_name(config: Config) -> str:
-    options = config["model"]
-    masked, softmax = options["position"] != "none", options["mixing"] == "softmax"
-    if softmax:
+def _label(config: Config) -> str:
+    """Returns the name of a model in tables and figures."""
+    masked = config["model"]["position"] != "none"
+    if config["model"]["mixing"] == "softmax":
         return "softmax + mask" if masked else "softmax"
     return "FLT" if masked else "Performer"
 
@@ -308,24 +310,25 @@ def _by_model(
 
 def _cma_es(functions: Functions, seeds: list[int], evaluations: int) -> _Curve:
     """Runs CMA-ES with its default population size on one function after another."""
-    cma, found = require("cma", "CMA-ES", "bench"), []
-    never: dict[str, float] = dict.fromkeys(("tolfun", "tolfunhist", "tolfunrel", "tolx"), 0)
-    never |= {"tolstagnation": 10**9, "tolflatfitness": 10**9, "tolconditioncov": 1e300}
-    for place, seed in enumerate(seeds):
+    cma = require("cma", "CMA-ES", "bench")
+    never_stop: dict[str, float] = dict.fromkeys(("tolfun", "tolfunhist", "tolfunrel", "tolx"), 0)
+    never_stop |= {"tolstagnation": 10**9, "tolflatfitness": 10**9, "tolconditioncov": 1e300}
+    by_run = []
+    for i, seed in enumerate(seeds):
         generator = generator_of(seed, 2)
-        function = functions.only(place)
+        function = functions.only(i)
         start = _uniform(1, functions, generator)[0].numpy()
         number = int(torch.randint(1, 2**31, (1,), generator=generator))
-        options = {"seed": number, "verbose": -9, "maxfevals": 10 * evaluations, **never}
+        options = {"seed": number, "verbose": -9, "maxfevals": 10 * evaluations, **never_stop}
         strategy = cma.CMAEvolutionStrategy(start, _CMA_STEP, options)
-        known: list[float] = []
-        while len(known) < evaluations:
-            asked = strategy.ask()
-            values = function(torch.as_tensor(np.array(asked))[None])[0].tolist()
-            strategy.tell(asked, values)
-            known += values
-        found.append(known[:evaluations])
-    return np.array(found)
+        values: list[float] = []
+        while len(values) < evaluations:
+            points = strategy.ask()
+            new_values = function(torch.as_tensor(np.array(points))[None])[0].tolist()
+            strategy.tell(points, new_values)
+            values += new_values
+        by_run.append(values[:evaluations])
+    return np.array(by_run)
 
 
 def _random(functions: Functions, seeds: list[int], evaluations: int) -> _Curve:
@@ -346,23 +349,23 @@ def _uniform(count: int, functions: Functions, generator: torch.Generator) -> Te
 def _best(values: _Curve) -> _Curve:
     """Returns log10 of the best value up to each evaluation, of shape (runs, evaluations)."""
     # NaN from a diverged model does not count as an improvement.
-    known = np.where(np.isnan(values), np.inf, values)
-    return np.log10(np.maximum(np.minimum.accumulate(known, axis=1), _SMALLEST))
+    values = np.where(np.isnan(values), np.inf, values)
+    return np.log10(np.maximum(np.minimum.accumulate(values, axis=1), _SMALLEST))
 
 
 def _mean_and_sd(values: NDArray[np.float64]) -> tuple[float, float]:
-    known = len(values) > 1 and bool(np.isfinite(values).all())
-    return float(values.mean()), float(values.std(ddof=1)) if known else math.nan
+    defined = len(values) > 1 and bool(np.isfinite(values).all())
+    return float(values.mean()), float(values.std(ddof=1)) if defined else math.nan
 
 
 def _best_rows(
     curves: Mapping[str, Mapping[str, _Curve]], counts: NDArray[np.int64], seeds: list[int]
 ) -> list[dict[str, object]]:
     rows: list[dict[str, object]] = []
-    for name, found in curves.items():
-        for optimizer, values in found.items():
-            for place, seed in enumerate(seeds):
-                own = {"function": name, "optimizer": optimizer, "run": place, "seed": seed}
-                pairs = zip(counts.tolist(), values[place].tolist(), strict=True)
-                rows += [{**own, "evaluations": n, "log10_best": value} for n, value in pairs]
+    for family, by_name in curves.items():
+        for name, values in by_name.items():
+            for i, seed in enumerate(seeds):
+                label = {"function": family, "optimizer": name, "run": i, "seed": seed}
+                pairs = zip(counts.tolist(), values[i].tolist(), strict=True)
+                rows += [{**label, "evaluations": n, "log10_best": value} for n, value in pairs]
     return rows

@@ -61,9 +61,9 @@ class Page:
         ]
         if (best := path / "checkpoints" / "best.safetensors").is_file():
             self.attempt(lambda: verify_tensors(best), False)
-        most = int(str(run.config["trainer"]["max_steps"]))
-        if run.step is not None and run.step < most and "stopped" not in run.own:
-            done = f"{run.step:,} of {most:,} steps are done"
+        max_steps = int(str(run.config["trainer"]["max_steps"]))
+        if run.step is not None and run.step < max_steps and "stopped" not in run.provenance:
+            done = f"{run.step:,} of {max_steps:,} steps are done"
             self.missing.append(f"{path}: {done}; resume with molflt train --resume")
         if run.unmeasured:
             self.missing.append(f"{run.unmeasured}; not shown; run molflt evaluate RUN")
@@ -78,19 +78,21 @@ class Page:
             line = f"{self.path}: a table has no column {shown(error.args[0])}"
         except (ValueError, OSError, ArithmeticError, csv.Error) as error:
             line = " ".join(str(error).split())
-        self.missing += [line] * (line not in self.missing)
+        if line not in self.missing:
+            self.missing.append(line)
         return otherwise
 
     def figure(self, file: Path, text: str) -> list[_Part]:
         """Returns a list with a PNG file, or an empty list if it is missing."""
         content = file.read_bytes() if file.is_file() else b""
-        if content and not content.startswith(b"\x89PNG\r\n"):
+        if not content:
+            return []
+        if not content.startswith(b"\x89PNG\r\n"):
             self.missing.append(f"{file}: expected a PNG file; evaluate the run again")
-            content = b""
-        # The header of a PNG file contains its width in pixels.
-        width = int.from_bytes(content[16:20], "big") * 96 // DPI
+            return []
+        width = int.from_bytes(content[16:20], "big") * 96 // DPI  # pixels, from the PNG header
         src = f"data:image/png;base64,{base64.b64encode(content).decode()}"
-        return [{"src": src, "width": width, "text": text}] if content else []
+        return [{"src": src, "width": width, "text": text}]
 
 
 def page_of(path: Path) -> tuple[str, list[str]]:
@@ -99,13 +101,13 @@ def page_of(path: Path) -> tuple[str, list[str]]:
     sections = {title: page.attempt(partial(make, page), []) for title, make in _SECTIONS.items()}
     environment = Environment(autoescape=True)
     source = files("molflt.evaluation").joinpath("page.html").read_text("utf-8")
-    made = environment.from_string(source).render(
+    html = environment.from_string(source).render(
         title=f"Run {page.run.name}",
         missing=page.missing,
         sections={title: parts for title, parts in sections.items() if parts},
         version=__version__,
     )
-    return made, page.missing
+    return html, page.missing
 
 
 def _table(
@@ -118,15 +120,15 @@ def _table(
 def _overview(page: Page) -> list[_Part]:
     run = page.run
     data, best, measure = run.config["data"], run.best, run.metrics[run.measure]
-    sets = (
-        (use, [f"{n:,} {key}" for key, n in own.items() if isinstance(n, int)])
-        for use, own in run.own.get("data", {}).items()
-    )
+    sets = []
+    for part, counts in run.provenance.get("data", {}).items():
+        numbers = [f"{n:,} {name}" for name, n in counts.items() if isinstance(n, int)]
+        sets.append(f"{part}: {', '.join(numbers)}")
     steps = "unknown" if run.step is None else f"{run.step:,}"
     rows = [
         ("recipe", f"{page.recipe}, seed {run.config['seed']}"),
         ("data", ", ".join(f"{k} {v}" for k, v in data.items() if isinstance(v, str))),
-        ("sets", "; ".join(f"{use}: {', '.join(own)}" for use, own in sets) or "unknown"),
+        ("sets", "; ".join(sets) or "unknown"),
         ("parameters", f"{run.parameters:,}" if run.parameters else "unknown"),
         ("steps", f"{steps} of {run.config['trainer']['max_steps']:,}"),
         ("time of training", run.time if run.seconds is not None else "unknown"),
@@ -138,9 +140,9 @@ def _overview(page: Page) -> list[_Part]:
 def _heading(name: str, metrics: Mapping[str, Metric]) -> str:
     if name in metrics:
         return f"{metrics[name].axis} {'↑' if metrics[name].largest_is_best else '↓'}"
-    inner = name.removeprefix("baseline_")
-    if inner in metrics:
-        return f"baseline {metrics[inner].axis}"
+    of_baseline = name.removeprefix("baseline_")
+    if of_baseline in metrics:
+        return f"baseline {metrics[of_baseline].axis}"
     return _NAMES.get(name, name.replace("_", " "))
 
 
@@ -192,10 +194,10 @@ def _worst(page: Page) -> list[_Part]:
         return []
     if not rows:
         raise ValueError(f"{page.path / 'predictions.csv'}: missing or empty; evaluate again")
-    what, unit, form = "error", "eV", "+.3f"
+    quantity, unit, form = "error", "eV", "+.3f"
     if of_forces := any(row.get("force_mae_eV_per_A") for row in rows):
-        what, unit, form = "mean error of the forces", "meV/Å", ".1f"
-    found = []
+        quantity, unit, form = "mean error of the forces", "meV/Å", ".1f"
+    lines = []  # |error| and cells
     for row in rows:
         label, energy = float(row["target_eV"] or "nan"), float(row["energy_eV"])
         force = 1e3 * float(row.get("force_mae_eV_per_A") or "nan")
@@ -203,18 +205,20 @@ def _worst(page: Page) -> list[_Part]:
         name = row["formula"] if "formula" in row else f"{row['adsorbate']} on {row['slab']}"
         cells = (f"{error:{form}}", f"{label:.3f}", f"{energy:.3f}")
         if math.isfinite(error):
-            found.append((abs(error), [name, *cells, row["natoms"], row["sid"], row["split"]]))
-    worst = [cells for _, cells in sorted(found, key=lambda one: -one[0])[:_WORST]]
-    head = ("structure", f"{what} / {unit}", "label / eV", "prediction / eV")
-    caption = f"The {len(worst)} systems with the largest {what}, of {len(found):,}."
+            lines.append((abs(error), [name, *cells, row["natoms"], row["sid"], row["split"]]))
+    lines.sort(key=lambda line: -line[0])
+    worst = [cells for _, cells in lines[:_WORST]]
+    head = ("structure", f"{quantity} / {unit}", "label / eV", "prediction / eV")
+    caption = f"The {len(worst)} systems with the largest {quantity}, of {len(lines):,}."
     return _table((*head, "atoms", "sid", "split"), worst, caption) if worst else []
 
 
 def _settings(page: Page) -> list[_Part]:
-    usual = dict(flat_options(plain(defaults(page.recipe))))
-    chosen = [item for item in flat_options(page.run.config) if usual.get(item[0]) != item[1]]
+    by_default = dict(flat_options(plain(defaults(page.recipe))))
+    options = flat_options(page.run.config)
+    rows = [(name, value) for name, value in options if by_default.get(name) != value]
     caption = "Options that differ from their defaults; config.yaml contains all options."
-    return _table(("option", "value"), chosen, caption, 2)
+    return _table(("option", "value"), rows, caption, 2)
 
 
 def _versions(page: Page) -> list[_Part]:

@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
 _Numbers = NDArray[np.float64]
 _COLUMNS = (
-    "n",
     "energy_mae_meV_per_atom",
     "baseline_energy_mae_meV_per_atom",
     "force_mae_meV_per_A",
@@ -86,7 +85,7 @@ def evaluate(
             warn(f"{split}: {points.without_energy} structures have no energy and are skipped")
         warn_of_labels(split, dataset, points.absurd)
         found[split] = infer_points(model, points, batch_size, split, domain)
-        row = {name: found[split].metrics.get(name) for name in _COLUMNS if name != "n"}
+        row = {name: found[split].metrics.get(name) for name in _COLUMNS}
         results[split] = {**row, **_baseline(model, points), "n": len(points)}
         _warn_if_trivial(split, results[split])
     rows: list[dict[str, object]] = []
@@ -101,11 +100,11 @@ def evaluate(
 
 
 def _warn_if_trivial(split: str, row: Mapping[str, float | None]) -> None:
-    error, trivial = row["energy_mae_meV_per_atom"], row["baseline_energy_mae_meV_per_atom"]
-    if error is not None and trivial is not None and error > trivial > 0:
+    mae, baseline = row["energy_mae_meV_per_atom"], row["baseline_energy_mae_meV_per_atom"]
+    if mae is not None and baseline is not None and mae > baseline > 0:
         warn(
-            f"{split}: the energy MAE, {error:.1f} meV/atom, is larger than the MAE of reference "
-            f"energies per element, {trivial:.1f} meV/atom; train longer, or increase "
+            f"{split}: the energy MAE, {mae:.1f} meV/atom, is larger than the MAE of reference "
+            f"energies per element, {baseline:.1f} meV/atom; train longer, or increase "
             "task.energy_weight"
         )
 
@@ -114,29 +113,30 @@ def _baseline(model: nn.Module, points: SinglePoints) -> dict[str, float | None]
     """Returns the errors of trivial predictions: energies from compositions, and zero forces."""
     references = model.get_buffer("element_energies").cpu().numpy()
     of_elements = points.compositions(np.arange(len(points))) @ references
-    rest = (points.y_relaxed - of_elements) / points.natoms
+    residual = (points.y_relaxed - of_elements) / points.natoms
+    error = np.abs(residual - np.median(residual))
     return {
-        "baseline_energy_mae_meV_per_atom": 1e3 * float(np.abs(rest - np.median(rest)).mean()),
+        "baseline_energy_mae_meV_per_atom": 1e3 * float(error.mean()),
         "baseline_force_mae_meV_per_A": 1e3 * points.force_size if points.with_forces else None,
     }
 
 
 def _draw(out: Path, found: Mapping[str, Points]) -> None:
-    panels, names, pairs = {}, {}, {}
-    for split, part in found.items():
-        own = part.energies
-        groups = np.unique(own.formula, return_inverse=True)[1]
-        means = (np.bincount(groups, own.target) / np.bincount(groups))[groups]
-        unit = own.natoms / 1e3
-        panels[split] = (own.target - means) / unit, (own.energy - means) / unit
-        names[split] = [f"sid {sid} {f}" for sid, f in zip(own.sid, own.formula, strict=True)]
-        if part.forces.size:
-            label, predicted = 1e3 * part.forces.reshape(2, -1)
-            pairs[split] = label, predicted
+    energies, names, forces = {}, {}, {}
+    for split, points in found.items():
+        part = points.energies
+        groups = np.unique(part.formula, return_inverse=True)[1]
+        means = (np.bincount(groups, part.target) / np.bincount(groups))[groups]
+        scale = 1e3 / part.natoms  # eV to meV/atom
+        energies[split] = scale * (part.target - means), scale * (part.energy - means)
+        names[split] = [f"sid {sid} {f}" for sid, f in zip(part.sid, part.formula, strict=True)]
+        if points.forces.size:
+            label, predicted = 1e3 * points.forces.reshape(2, -1)
+            forces[split] = label, predicted
     quantity = "energy minus the mean for its formula"
-    plots.parity(panels, out / "parity.png", names, quantity, "meV/atom")
-    if pairs:
-        plots.parity(pairs, out / "forces.png", quantity="force component", unit="meV/Å")
+    plots.parity(energies, out / "parity.png", names, quantity, "meV/atom")
+    if forces:
+        plots.parity(forces, out / "forces.png", quantity="force component", unit="meV/Å")
         write_groups(out, _force_errors(found), "mae_meV_per_A")
 
 
@@ -148,12 +148,12 @@ def _force_errors(found: Mapping[str, Points]) -> list[GroupError]:
     forces = np.concatenate([part.forces for part in found.values()], axis=1)
     symbols = np.array([chemical_symbols[z] for z in numbers])
     natoms = np.concatenate([part.energies.natoms for part in found.values()])
-    of_structure = 1e3 * np.concatenate([part.force_mae for part in found.values()])
-    known = np.isfinite(of_structure)
+    mae = 1e3 * np.concatenate([part.force_mae for part in found.values()])
+    known = np.isfinite(mae)
     groups = errors_by_group(1e3 * np.abs(forces[1] - forces[0]).mean(axis=1), {"element": symbols})
     if known.any():
         sizes = {"natoms": size_ranges(natoms[known])}
-        groups += errors_by_group(of_structure[known], sizes)
+        groups += errors_by_group(mae[known], sizes)
     return groups
 
 
@@ -178,9 +178,9 @@ def infer_points(
 
     def add(indices: Sequence[int], batch: Batch, out: Mapping[str, Tensor]) -> None:
         totals.add_(torch.stack(list(PotentialTask.sums.of(point_errors(out, batch)))).cpu())
-        off = (out["forces"] - batch.forces).abs().mean(dim=1).double()
-        summed = off.new_zeros(batch.num_graphs).index_add(0, batch.batch, off)
-        force_mae[indices] = (summed / batch.ptr.diff()).cpu().numpy()
+        error = (out["forces"] - batch.forces).abs().mean(dim=1).double()
+        total = error.new_zeros(batch.num_graphs).index_add(0, batch.batch, error)
+        force_mae[indices] = (total / batch.ptr.diff()).cpu().numpy()
         known = batch.forces.isfinite().all(dim=1)
         pair = torch.stack((batch.forces[known], out["forces"][known]))
         forces.append(pair.double().cpu().numpy())

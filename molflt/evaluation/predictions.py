@@ -214,16 +214,12 @@ def infer(
 
     if isinstance(model, EnsembleRegressor) and len(dataset):
         expect_same_totals(model, dataset)
+    if domain is not None:
+        _warn_of_baseline(name, dataset.baseline, domain.baseline)
     device = next(iter(model.state_dict().values()), torch.empty(0)).device
     slab_by_contact, unsupported = by_contact(model)[0], undescribed(model)
-    trained = domain.baseline if domain is not None else None
-    if trained and dataset.baseline not in ("", trained):
-        warn(
-            f"{name}: y_baseline is from {dataset.baseline}; expected the same as in training, "
-            f"{trained}; energies may be wrong by their difference; compute the baseline again"
-        )
     rows: dict[int, dict[str, Any]] = {}
-    large = 0
+    on_mesh = 0
     # disable=None: no bar if stderr is a file
     bar = tqdm(total=len(dataset), desc=name, unit=" systems", leave=False, disable=None)
     with bar, torch.device("cpu"), torch.inference_mode(), warnings.catch_warnings():
@@ -241,26 +237,43 @@ def infer(
             outputs = {name: out[name].float() for name in by_atom if name in out}
             if slab_by_contact and _ADSORBATES in out:
                 outputs[_ADSORBATES] = out[_ADSORBATES]
-            natoms = [record.natoms for record in records]
-            split = {name: value.cpu().split(natoms) for name, value in outputs.items()}
             energies = _energies(out, batch, dataset.path)
-            for graph, (i, record) in enumerate(zip(indices, records, strict=True)):
-                of_atoms = {name: parts[graph].numpy().copy() for name, parts in split.items()}
-                rows[i] = _row(record, energies[graph], of_atoms, domain, force)
-            large += _on_mesh(model, batch)
+            natoms = [record.natoms for record in records]
+            parts = {name: value.cpu().split(natoms) for name, value in outputs.items()}
+            for k, i in enumerate(indices):
+                atomic = {name: part[k].numpy().copy() for name, part in parts.items()}
+                rows[i] = _row(records[k], energies[k], atomic, domain, force)
+            on_mesh += _count_on_mesh(model, batch)
             if on_batch is not None:
                 on_batch(indices, batch, out)
             bar.update(len(indices))
-    columns: dict[str, Any] = {key: [rows[i][key] for i in range(len(dataset))] for key in rows[0]}
-    elements, adsorbed, untagged, overlapping = (columns.pop(key) for key in _NOTES)
-    columns |= {key: np.array(columns[key]) for key in _ARRAYS}
-    parts = columns["by_atom"]
-    columns["by_atom"] = {key: [part[key] for part in parts] for key in parts[0]}
-    predictions = Predictions(**columns)
-    warn_of_elements(model, set().union(*elements), name, set().union(*adsorbed))
-    bare = sum(untagged) if domain is None and not isinstance(model, Potential) else 0
-    _warn(predictions, name, domain, bare, predictions.sid[overlapping].tolist(), large)
+    predictions, notes = _as_columns([rows[i] for i in range(len(dataset))])
+    elements, adsorbed = set().union(*notes["elements"]), set().union(*notes["adsorbed"])
+    warn_of_elements(model, elements, name, adsorbed)
+    reads_tags = domain is None and not isinstance(model, Potential)
+    untagged = sum(notes["untagged"]) if reads_tags else 0
+    overlapping = predictions.sid[notes["overlapping"]].tolist()
+    _warn(predictions, name, domain, untagged, overlapping, on_mesh)
     return predictions
+
+
+def _warn_of_baseline(name: str, baseline: str, trained: str | None) -> None:
+    """Warns if the baseline energies are from another calculator than in training."""
+    if trained and baseline not in ("", trained):
+        warn(
+            f"{name}: y_baseline is from {baseline}; expected the same as in training, "
+            f"{trained}; energies may be wrong by their difference; compute the baseline again"
+        )
+
+
+def _as_columns(rows: Sequence[Mapping[str, Any]]) -> tuple[Predictions, dict[str, list[Any]]]:
+    """Converts results of `_row` to `Predictions` and the columns `_NOTES`."""
+    columns: dict[str, Any] = {name: [row[name] for row in rows] for name in rows[0]}
+    notes = {name: columns.pop(name) for name in _NOTES}
+    columns |= {name: np.array(columns[name]) for name in _ARRAYS}
+    outputs = columns["by_atom"]
+    columns["by_atom"] = {name: [output[name] for output in outputs] for name in outputs[0]}
+    return Predictions(**columns), notes
 
 
 def _row(
@@ -308,12 +321,13 @@ def _warn(
     domain: Domain | None,
     untagged: int,
     overlapping: list[int],
-    large: int,
+    on_mesh: int,
 ) -> None:
+    """Warns about unusual structures; `overlapping` lists sids, and the others are numbers."""
     count = len(predictions.sid)
-    if large:
+    if on_mesh:
         warn(
-            f"{name}: {large} of {count} structures are large; their sums over reciprocal nodes "
+            f"{name}: {on_mesh} of {count} structures are large; their sums over reciprocal nodes "
             "use a mesh (model.periodic auto); --mesh-order 6 or 8 is more accurate"
         )
     if untagged:
@@ -335,7 +349,7 @@ def _warn(
         warn(f"{name}: {text}")
 
 
-def _on_mesh(model: nn.Module, batch: Batch) -> int:
+def _count_on_mesh(model: nn.Module, batch: Batch) -> int:
     """Counts the structures for which the model uses a mesh instead of reciprocal nodes."""
     member = model.members[0] if isinstance(model, EnsembleRegressor) else model
     if not isinstance(member, EnergyRegressor) or member.encoding is None:

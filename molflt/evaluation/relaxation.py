@@ -25,13 +25,11 @@ if TYPE_CHECKING:
     from ase.calculators.calculator import Calculator
     from torch_geometric.data import Data
 
-
 OptimizerName = Literal["lbfgs", "bfgs", "fire"]
 _UNMET = "Did not converge"  # error message of FixBondLengths
 _LARGEST_STEP = 0.1  # Å per atom; with ASE's default, 0.2, atoms may leave the learned region
 _Numbers = NDArray[np.float64]
 _THRESHOLDS = np.arange(0.01, 0.5, 0.001)  # Å, as in OC20's evaluator
-_COLUMNS = ("adwt_percent", "initial_adwt_percent", "position_error_A")
 
 
 class Relaxed(NamedTuple):
@@ -67,7 +65,8 @@ def readable_structures(paths: Paths, skip_bad: bool, cell: bool) -> tuple[Struc
                 f"{dataset.where(index)}: --cell expects crystals, which are periodic along all "
                 f"axes; got pbc {record.pbc[0].tolist()}; omit --cell"
             )
-        sids += [int(record.sid)] * atoms_coincide(record)
+        if atoms_coincide(record):
+            sids.append(int(record.sid))
     if sids:
         warn(overlaps_of(named(paths).name, sids, len(dataset)))
     return dataset, bool(sids)
@@ -100,46 +99,48 @@ def relax_atoms(
     import ase.optimize
     from ase.filters import FrechetCellFilter
 
-    began, moving = time.perf_counter(), atoms.copy()
+    begin, moving = time.perf_counter(), atoms.copy()
     moving.calc = calculator
     subject = FrechetCellFilter(moving) if cell else moving
     last: Atoms = atoms.copy()
-    seen: list[tuple[float, float, float]] = []  # energy, largest force and virial of each step
+    energies: list[float] = []
+    largest_force, virial = nan, nan  # of the last structure
     options: dict[str, Any] = {"logfile": None, "trajectory": trajectory and str(trajectory)}
     converged, count, why = False, 0, ""
-    made = getattr(ase.optimize, optimizer.upper())(subject, maxstep=_LARGEST_STEP, **options)
+    relaxation = getattr(ase.optimize, optimizer.upper())(subject, maxstep=_LARGEST_STEP, **options)
     try:
-        for at_rest in made.irun(fmax=fmax, steps=steps):
-            converged = bool(at_rest)
-            last = _frame(moving, calculator)
-            forces = np.linalg.norm(moving.get_forces(), axis=1)
-            # The cell is represented by three additional atoms.
-            virial = np.linalg.norm(subject.get_forces()[len(moving) :], axis=1).max(initial=0.0)
-            seen.append((float(calculator.results["energy"]), float(forces.max()), float(virial)))
-            count = made.nsteps
+        for is_converged in relaxation.irun(fmax=fmax, steps=steps):
+            converged = bool(is_converged)
+            last = _snapshot(moving, calculator)
+            largest_force = float(np.linalg.norm(moving.get_forces(), axis=1).max())
+            of_cell = subject.get_forces()[len(moving) :]  # ASE treats the cell as three atoms
+            virial = float(np.linalg.norm(of_cell, axis=1).max(initial=0.0))
+            energies.append(float(calculator.results["energy"]))
+            count = relaxation.nsteps
             on_step(count)
     except (ValueError, RuntimeError) as error:  # keep the last finite structure
-        if isinstance(error, RuntimeError) and str(error) != _UNMET:
-            raise
         unmet = isinstance(error, RuntimeError)
+        if unmet and str(error) != _UNMET:
+            raise
         reason = "constraints on bond lengths cannot be met" if unmet else str(error)
         converged, why = False, " ".join(reason.split())
-    before, (energy, largest, virial) = (seen[0][0], seen[-1]) if seen else (nan, (nan, nan, nan))
+    before, after = (energies[0], energies[-1]) if energies else (nan, nan)
     if not converged and not why:
-        of_cell = f" and virial {virial:.3g} eV per atom" if cell else ""
-        why = f"largest force {largest:.3g} eV/Å{of_cell} after {count} steps"
+        of_virial = f" and virial {virial:.3g} eV per atom" if cell else ""
+        why = f"largest force {largest_force:.3g} eV/Å{of_virial} after {count} steps"
     moved = float(np.linalg.norm(last.positions - atoms.positions, axis=1).max())
-    seconds = time.perf_counter() - began
-    return Relaxed(last, converged, count, before, energy, largest, moved, seconds, why)
+    seconds = time.perf_counter() - begin
+    return Relaxed(last, converged, count, before, after, largest_force, moved, seconds, why)
 
 
-def _frame(moving: Atoms, calculator: Calculator) -> Atoms:
+def _snapshot(moving: Atoms, calculator: Calculator) -> Atoms:
+    """Copies a structure with the current energy, forces and stress."""
     from ase.calculators.singlepoint import SinglePointCalculator
 
-    frame, results = moving.copy(), calculator.results
-    kept = {name: results[name] for name in ("energy", "forces", "stress") if name in results}
-    frame.calc = SinglePointCalculator(frame, **kept)
-    return frame
+    copy, results = moving.copy(), calculator.results
+    stored = {name: results[name] for name in ("energy", "forces", "stress") if name in results}
+    copy.calc = SinglePointCalculator(copy, **stored)
+    return copy
 
 
 def adwt(distances: _Numbers) -> float:
@@ -183,7 +184,7 @@ def write_relaxed(
     if folder is None:
         return rows, ""
     for split, dataset in datasets.items():
-        errors, start = np.empty(len(dataset)), np.empty(len(dataset))
+        errors, initial_errors = np.empty(len(dataset)), np.empty(len(dataset))
         frames = []
         if "displacement" not in found[split].by_atom:
             raise ValueError(
@@ -196,13 +197,14 @@ def write_relaxed(
             frames.append(to_atoms(record))
             frames[-1].set_positions(pos, apply_constraint=False)
             errors[index] = position_error(pos, record)
-            start[index] = position_error(record.pos.numpy(), record)
+            initial_errors[index] = position_error(record.pos.numpy(), record)
         with atomically(folder / f"{split}.extxyz") as file:
             write(str(file), frames, format="extxyz")
         known = np.isfinite(errors)
-        rows[split] = dict.fromkeys(_COLUMNS)
+        rows[split] = dict.fromkeys(("adwt_percent", "initial_adwt_percent", "position_error_A"))
         if known.any():
-            values = adwt(errors[known]), adwt(start[known]), float(errors[known].mean())
-            rows[split] = dict(zip(_COLUMNS, values, strict=True))
+            rows[split]["adwt_percent"] = adwt(errors[known])
+            rows[split]["initial_adwt_percent"] = adwt(initial_errors[known])
+            rows[split]["position_error_A"] = float(errors[known].mean())
     table = results_table("split", rows)
     return rows, f"relaxed structures, predicted by the position head\n{table}"

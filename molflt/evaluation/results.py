@@ -126,8 +126,9 @@ def results_table(
     Columns are the metrics among `names` that occur in any split, formatted as in `COLUMNS` or
     `others`. Missing values become hyphens.
     """
-    there, known = {name for row in results.values() for name in row}, COLUMNS | others
-    columns = {name: known[name] for name in names if name in there}
+    measured = {name for row in results.values() for name in row}
+    formats = COLUMNS | others
+    columns = {name: formats[name] for name in names if name in measured}
 
     def cell(value: float | None, digits: int) -> str:
         if value is None or math.isnan(value):
@@ -143,8 +144,12 @@ def results_table(
 def align(lines: Sequence[Sequence[str]], text_columns: int = 1) -> str:
     """Formats a table; left-aligns the first `text_columns` columns and right-aligns the others."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    cells = [f"{{:{'<' if i < text_columns else '>'}{n}}}" for i, n in enumerate(widths)]
-    return "\n".join("  ".join(cells).format(*line).rstrip() for line in lines)
+
+    def aligned(i: int, cell: str) -> str:
+        return cell.ljust(widths[i]) if i < text_columns else cell.rjust(widths[i])
+
+    rows = ("  ".join(aligned(i, cell) for i, cell in enumerate(line)) for line in lines)
+    return "\n".join(row.rstrip() for row in rows)
 
 
 def write_csv(path: Path, rows: Sequence[Mapping[str, object]]) -> None:
@@ -154,7 +159,7 @@ def write_csv(path: Path, rows: Sequence[Mapping[str, object]]) -> None:
 
 def finite_row(columns: Mapping[str, NDArray[np.float64]], i: int) -> dict[str, float | None]:
     """Returns row i of a table, with NaN replaced by None."""
-    return {name: None if np.isnan(one[i]) else float(one[i]) for name, one in columns.items()}
+    return {name: None if np.isnan(x[i]) else float(x[i]) for name, x in columns.items()}
 
 
 def provenance_of(weights: Iterable[Path], checkpoint: str) -> Provenance:
@@ -164,7 +169,7 @@ def provenance_of(weights: Iterable[Path], checkpoint: str) -> Provenance:
 
 def write_results(
     out: Path,
-    made: Path,
+    created: Path,
     results: Results,
     provenance: Provenance,
     config: Config,
@@ -172,29 +177,18 @@ def write_results(
 ) -> list[Path]:
     """Writes results.json, results_of.json and the files of an evaluation, and returns their paths.
 
-    The files are moved from the folder `made` to `out` and replace those of an earlier evaluation.
+    The files are moved from the folder `created` to `out`, where they replace earlier files.
     Metrics that JSON cannot represent, such as an infinite perplexity, become None. `options`
     contains the value of --data, under the key "data", and the options for reading this data set.
     """
-    own, data = config["data"], options.get("data")
-    known = {
+    finite = {
         split: {k: None if x is None or not math.isfinite(x) else x for k, x in row.items()}
         for split, row in results.items()
     }
-    others = _others(own, data, results)
-    unlike = {
-        key: x
-        for key in _READING
-        if (x := options.get(key, AS_TRAINED)) not in (AS_TRAINED, own.get(key))
-        and (x or key != "tags")
-    }
-    if others is None and unlike:
-        how = ", ".join(f"{key} {value}" for key, value in unlike.items())
-        others = f"{own.get('root') if data is None else data} with {how}"
-    note = {**provenance, "data": others}
+    note = {**provenance, "data": _data_note(config["data"], options, results)}
     _warn_of_replaced(out, results, note)
-    files = {path.name: path.read_bytes() for path in sorted(made.iterdir())}
-    for name, content in {RESULTS: known, _NOTE: note}.items():
+    files = {path.name: path.read_bytes() for path in sorted(created.iterdir())}
+    for name, content in {RESULTS: finite, _NOTE: note}.items():
         files[name] = f"{json.dumps(content, indent=2, allow_nan=False)}\n".encode()
     figures = [f"{name}.{ending}" for name in FIGURES for ending in FORMATS]
     earlier = (out / RESULTS).is_file()  # other folders may hold unrelated files of these names
@@ -209,33 +203,41 @@ def write_results(
 def _warn_of_replaced(out: Path, results: Results, note: Provenance) -> None:
     """Warns about earlier results of other splits, another checkpoint or other data."""
     try:
-        found, before = read_json(out / RESULTS, "metrics by split", ""), _note(out)
+        earlier, before = read_json(out / RESULTS, "metrics by split", ""), _note(out)
     except (OSError, ValueError):  # missing or damaged
         return
     same = all(before.get(key, note[key]) == note[key] for key in ("checkpoint", "data"))
-    splits = found if isinstance(found, dict) else {}
-    if gone := [split for split in splits if split not in results or not same]:
-        whose = f"checkpoint {shown(before['checkpoint'])}, " if before else ""
-        whose += f"data {shown(before['data'])}, " if before.get("data") else ""
+    splits = earlier if isinstance(earlier, dict) else {}
+    if replaced := [split for split in splits if split not in results or not same]:
+        source = f"checkpoint {shown(before['checkpoint'])}, " if before else ""
+        source += f"data {shown(before['data'])}, " if before.get("data") else ""
         warn(
-            f"{out / RESULTS}: replaces earlier results ({whose}splits {', '.join(gone)}); to keep "
-            "both, evaluate all splits at once, or write to another folder with --out"
+            f"{out / RESULTS}: replaces earlier results ({source}splits {', '.join(replaced)}); to "
+            "keep both, evaluate all splits at once, or write to another folder with --out"
         )
 
 
-def _others(own: Mapping[str, object], data: object, splits: Iterable[str]) -> str | None:
-    """Returns `data` as text; None if it belongs to the run or all splits are named after it."""
-    sources = [str(own[key]) for key in ("root", "train", "val", "test") if own.get(key)]
-    if data is None or not sources:  # the data of learned optimizers are part of a task
-        return None
+def _data_note(
+    trained: Mapping[str, object], options: Mapping[str, object], splits: Iterable[str]
+) -> str | None:
+    """Describes the data; None for those of the run, or if the splits are named after --data."""
+    data = options.get("data")
+    changes = []
+    for key in _READING:
+        value = options.get(key, AS_TRAINED)
+        unused = key == "tags" and not value
+        if value not in (AS_TRAINED, trained.get(key)) and not unused:
+            changes.append(f"{key} {value}")
+    sources = [Path(str(trained[k])) for k in ("root", "train", "val", "test") if trained.get(k)]
     path = Path(str(data))
-    if any(is_within(path, Path(source)) for source in sources):
-        return None
-    taken = {own.get("train_split"), own.get("val_split")}
-    named = all(
-        one in {path.name, path.stem} - taken and not one.startswith(_SPLITS) for one in splits
-    )
-    return None if named else str(data)
+    # the data of learned optimizers, which have no sources, are part of a task
+    if data is not None and sources and not any(is_within(path, source) for source in sources):
+        names = {path.name, path.stem} - {trained.get("train_split"), trained.get("val_split")}
+        if not all(split in names and not split.startswith(_SPLITS) for split in splits):
+            return str(data)
+    if changes:
+        return f"{trained.get('root') if data is None else data} with {', '.join(changes)}"
+    return None
 
 
 def is_within(data: Path, source: Path) -> bool:
@@ -258,22 +260,23 @@ def why_of_others(folder: Path, weights: Sequence[Path]) -> str:
     versions. Without `weights`, only the data are compared.
     """
     path = folder / RESULTS
-    if not (found := _note(folder)):
+    note = _note(folder)
+    if not note:
         return ""
-    if found["data"] is not None:
-        return f"{path}: belongs to different data, {shown(found['data'])}"
-    if weights and found["weights"] != sorted(weights_digest(one) for one in weights):
-        return f"{path}: belongs to different weights, checkpoint {shown(found['checkpoint'])}"
+    if note["data"] is not None:
+        return f"{path}: belongs to different data, {shown(note['data'])}"
+    if weights and note["weights"] != sorted(map(weights_digest, weights)):
+        return f"{path}: belongs to different weights, checkpoint {shown(note['checkpoint'])}"
     return ""
 
 
 def _note(folder: Path) -> Provenance:
     """Reads results_of.json; returns an empty record if this file or results.json is missing."""
-    note = folder / _NOTE
-    if not (folder / RESULTS).is_file() or not note.is_file():
+    path = folder / _NOTE
+    if not (folder / RESULTS).is_file() or not path.is_file():
         return {}
-    expected, hint = "the weights and data of results.json", "evaluate the run again"
-    found = read_json(note, expected, hint)
-    if not isinstance(found, dict) or not {"checkpoint", "weights", "data"} <= found.keys():
-        raise ValueError(f"{note}: expected {expected}; got {shown(found)}; {hint}")
-    return found
+    expected, advice = "the weights and data of results.json", "evaluate the run again"
+    note = read_json(path, expected, advice)
+    if not isinstance(note, dict) or not {"checkpoint", "weights", "data"} <= note.keys():
+        raise ValueError(f"{path}: expected {expected}; got {shown(note)}; {advice}")
+    return note

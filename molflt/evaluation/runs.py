@@ -41,7 +41,7 @@ class Run:
         best: value and step of the best validation; None without best weights.
         parameters: number of parameters, including frozen parameters.
         step: number of steps; None without a last checkpoint.
-        own: entries that molflt added to the last checkpoint, such as "seconds" and "data".
+        provenance: entries of molflt in the last checkpoint, such as "seconds" and "data".
         seconds: time of training and validation; None in runs from earlier versions.
         time: `seconds` as text.
         columns: columns of metrics.csv.
@@ -58,42 +58,45 @@ class Run:
         attempt: Callable[[Callable[[], Any], Any], Any] = lambda read, otherwise: read(),
     ) -> None:
         self.path, self.name, self.config = path, name, read_config(path)
-        last, table, file = (
-            path / one for one in ("checkpoints/last.ckpt", "metrics.csv", "predictions.csv")
-        )
+        last, table = path / "checkpoints/last.ckpt", path / "metrics.csv"
+        predictions = path / "predictions.csv"
         task: Any = Recipe.of(self.config).load("task")
-        chosen = None
+        best = None
         with suppress(ValueError):  # reported when these weights are loaded
-            chosen = best_of(path)
+            best = best_of(path)
         self.metrics: Mapping[str, Metric] = task.metrics
-        self.measure: str = task.best if chosen is None else chosen.metric
-        self.best = None if chosen is None else (chosen.value, chosen.step)
+        self.measure: str = task.best if best is None else best.metric
+        self.best = None if best is None else (best.value, best.step)
         self.parameters: int = attempt(lambda: count_parameters(path, self.config), 0)
         state = attempt(lambda: read_checkpoint(last), {}) if last.is_file() else {}
         self.step: int | None = state.get("global_step")
-        self.own: Mapping[str, Any] = state.get("molflt", {})
-        self.seconds: float | None = self.own.get("seconds")
+        self.provenance: Mapping[str, Any] = state.get("molflt", {})
+        self.seconds: float | None = self.provenance.get("seconds")
         self.time = "-" if self.seconds is None else duration(self.seconds)
-        found = attempt(lambda: read_columns(table), {}) if table.is_file() else {}
-        self.columns: Mapping[str, NDArray[np.float64]] = found
+        self.columns: Mapping[str, NDArray[np.float64]] = {}
+        if table.is_file():
+            self.columns = attempt(lambda: read_columns(table), {})
         self.unmeasured: str = attempt(lambda: why_of_others(path, run_weights(path)), "")
-        known = {} if self.unmeasured else attempt(lambda: read_results(path / RESULTS), {})
-        self.results: Results = known
-        self.predictions: Sequence[Row] = attempt(lambda: read_rows(file), []) if known else []
-        errors = attempt(lambda: _errors(self.predictions, file), {})
+        self.results: Results = {}
+        self.predictions: Sequence[Row] = []
+        if not self.unmeasured:
+            self.results = attempt(lambda: read_results(path / RESULTS), {})
+        if self.results:
+            self.predictions = attempt(lambda: read_rows(predictions), [])
+        errors = attempt(lambda: _errors(self.predictions, predictions), {})
         self.errors: Mapping[str, NDArray[np.float64]] = errors
 
 
 def read_runs(paths: Sequence[Path]) -> list[Run]:
     """Reads the folders of two or more runs."""
-    whole = [Path(os.path.abspath(path)) for path in paths]
-    real = [path.resolve() for path in whole]
-    twice = [path for i, path in enumerate(whole) if real[i] in real[:i]]
-    if len(whole) < 2 or twice:
-        got = f"{twice[0]} twice" if twice else f"{len(whole)}"
+    absolute = [Path(os.path.abspath(path)) for path in paths]
+    real = [path.resolve() for path in absolute]
+    repeated = [path for i, path in enumerate(absolute) if real[i] in real[:i]]
+    if len(absolute) < 2 or repeated:
+        got = f"{repeated[0]} twice" if repeated else f"{len(absolute)}"
         raise ValueError(f"expected at least two different runs; got {got}")
-    above = Path(os.path.commonpath([path.parent for path in whole]))
-    names = [path.relative_to(above).as_posix() for path in whole]
+    parent = Path(os.path.commonpath([path.parent for path in absolute]))
+    names = [path.relative_to(parent).as_posix() for path in absolute]
     return [Run(path, name) for path, name in zip(map(Path, paths), names, strict=True)]
 
 
@@ -101,15 +104,15 @@ def read_results(path: Path) -> Results:
     """Reads results.json; the result is empty if the file does not exist."""
     if not path.is_file():
         return {}
-    expected, hint = "metrics by split in JSON", "evaluate the run again"
-    found: Any = read_json(path, expected, hint)
+    expected, advice = "metrics by split in JSON", "evaluate the run again"
+    results: Any = read_json(path, expected, advice)
     try:
-        numbers = [value for row in found.values() for value in row.values() if value is not None]
+        numbers = [x for row in results.values() for x in row.values() if x is not None]
         if not np.isfinite(np.array(numbers, dtype=float)).all():
             raise ValueError
     except (AttributeError, TypeError, ValueError):
-        raise ValueError(f"{path}: expected {expected}; got {shown(found)}; {hint}") from None
-    return found
+        raise ValueError(f"{path}: expected {expected}; got {shown(results)}; {advice}") from None
+    return results
 
 
 def read_rows(path: Path) -> Sequence[Row]:
@@ -155,13 +158,13 @@ def standard_error(run: Run, split: str, name: str) -> float | None:
 
 def differences(runs: Sequence[Run]) -> dict[str, list[object]]:
     """Returns the values of the runs for each option that differs; None if an option is missing."""
-    flat = [dict(flat_options(run.config)) for run in runs]
-    found = {}
-    for key in dict.fromkeys(key for one in flat for key in one):
-        values = [one.get(key) for one in flat]
+    configs = [dict(flat_options(run.config)) for run in runs]
+    different = {}
+    for key in dict.fromkeys(key for config in configs for key in config):
+        values = [config.get(key) for config in configs]
         if key != "run" and any(value != values[0] for value in values):
-            found[key] = values
-    return found
+            different[key] = values
+    return different
 
 
 def flat_options(config: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:
@@ -175,9 +178,9 @@ def flat_options(config: Mapping[str, object], prefix: str = "") -> Iterator[tup
 
 def measures_of(runs: Sequence[Run]) -> list[tuple[str, str]]:
     """Returns a pair (split, name) for each metric in the results of the runs, ordered by split."""
-    found = ((split, name) for run in runs for split, row in run.results.items() for name in row)
-    splits = dict.fromkeys(split for run in runs for split in run.results)
-    return sorted(dict.fromkeys(found), key=lambda one: list(splits).index(one[0]))
+    pairs = [(split, name) for run in runs for split, row in run.results.items() for name in row]
+    splits = list(dict.fromkeys(split for run in runs for split in run.results))
+    return sorted(dict.fromkeys(pairs), key=lambda pair: splits.index(pair[0]))
 
 
 def notes(runs: Sequence[Run]) -> list[str]:
@@ -186,15 +189,16 @@ def notes(runs: Sequence[Run]) -> list[str]:
     recipes = dict.fromkeys(run.config["recipe"] for run in runs)
     if len(recipes) > 1:
         lines.append(f"different recipes ({', '.join(recipes)}): their metrics are not comparable")
-    for use, what in (("train", "trained on"), ("val", "validated on")):
-        known = {run.name: own[use] for run in runs if use in (own := run.own.get("data", {}))}
-        groups: dict[str, list[str]] = {}
-        for name, one in known.items():
-            groups.setdefault(json.dumps(one, sort_keys=True), []).append(name)
+    for part, verb in (("train", "trained"), ("val", "validated")):
+        groups: dict[str, list[str]] = {}  # names of runs by description of their data
+        for run in runs:
+            data = run.provenance.get("data", {})
+            if part in data:
+                groups.setdefault(json.dumps(data[part], sort_keys=True), []).append(run.name)
         if len(groups) > 1:
             sides = " | ".join(", ".join(names) for names in groups.values())
-            lines.append(f"different data: {sides} were {what} different items")
+            lines.append(f"different data: {sides} were {verb} on different items")
     lines += [f"omitted: {run.unmeasured}" for run in runs if run.unmeasured]
-    if absent := [str(run.path) for run in runs if not run.results]:
-        lines.append(f"not evaluated: {', '.join(absent)}; run molflt evaluate RUN")
+    if missing := [str(run.path) for run in runs if not run.results]:
+        lines.append(f"not evaluated: {', '.join(missing)}; run molflt evaluate RUN")
     return lines

@@ -53,23 +53,25 @@ def evaluate(
     classes = common.classes_of(run, model.classes)
     results: Results = {}
     rows: list[dict[str, object]] = []
-    there = ["train", "val", "test"] + (["val_mismatched"] if task == "MNLI" else [])
-    usual = [name for name in there if name.startswith("val")]
-    wanted = common.chosen_splits(there, splits, usual, data)
+    known = ["train", "val", "test"] + (["val_mismatched"] if task == "MNLI" else [])
+    usual = [name for name in known if name.startswith("val")]
+    chosen = common.chosen_splits(known, splits, usual, data)
     if data is None:
-        share = cast("float | None", config["data"].get("val_fraction"))
-        found = read_splits(Path(str(config["data"]["root"])), task, wanted, share, classes)
-        texts = {name: rows for name, (_, rows) in found.items()}
+        fraction = cast("float | None", config["data"].get("val_fraction"))
+        read = read_splits(Path(str(config["data"]["root"])), task, chosen, fraction, classes)
+        texts = {name: examples for name, (_, examples) in read.items()}
     else:
         texts = {Path(data).name: read_examples(Path(data), task, classes)}
     for split, examples in texts.items():
         logits = logits_of(model, tokenizer, examples, length, batch_size, split)
+        labels = np.array([example.label for example in examples])
         predicted = logits[:, 0] if model.classes == 1 else logits.argmax(axis=1).astype(float)
-        label = np.array([one.label for one in examples])
-        results[split] = {**official(task, predicted, label), "n": len(label)}
-        for i, pair in enumerate(zip(label, predicted, strict=True)):
-            right, ours = pair if model.classes == 1 else (classes[int(one)] for one in pair)
-            rows.append({"split": split, "index": i, "label": right, "predicted": ours})
+        results[split] = {**official(task, predicted, labels), "n": len(labels)}
+        for i in range(len(labels)):
+            row: dict[str, Any] = {"label": labels[i], "predicted": predicted[i]}
+            if model.classes > 1:
+                row = {name: classes[int(index)] for name, index in row.items()}
+            rows.append({"split": split, "index": i, **row})
     write_csv(out / "predictions.csv", rows)
     table = results_table("sentences", results)
     return Evaluation(results, f", {task}\n\n{table}\n")
@@ -99,8 +101,8 @@ def official(task: str, predicted: _Numbers, label: _Numbers) -> dict[str, float
     # The undefined correlation of constant predictions counts as 0, as in Matthews' correlation.
     values = [100 * value if np.isfinite(value) else 0.0 for value in values]
     names = [f"{name}_percent" for name in TASKS[task].metrics]
-    found: dict[str, float | None] = dict(zip(names, values, strict=True))
-    return {**found, "glue_percent": float(np.mean(values))} if task in GLUE else found
+    scores: dict[str, float | None] = dict(zip(names, values, strict=True))
+    return {**scores, "glue_percent": float(np.mean(values))} if task in GLUE else scores
 
 
 def logits_of(

@@ -25,7 +25,7 @@ from molflt.data.structures.oc20 import shards_in
 from molflt.evaluation.ensemble import digest_of
 from molflt.files import csv_rows, csv_text, shown, write_atomically
 
-_KEY = "shard"
+_COLUMN = "shard"
 _COUNT = re.compile(r"(\d+) of (\d+); ")  # numbers of rows in the shard and in all shards
 _NOTED = re.compile(r' molflt_index=(\d+)( molflt_file=.*?)? molflt_shard="([^"]*)"(?=\s|$)')
 
@@ -37,7 +37,7 @@ def noted(rows: int, total: int, made: Mapping[str, object]) -> dict[str, object
 
     `made` is a result of `made_of`.
     """
-    return {_KEY: "; ".join([f"{rows} of {total}", *(f"{k} {made[k]}" for k in made)])}
+    return {_COLUMN: "; ".join([f"{rows} of {total}", *(f"{k} {made[k]}" for k in made)])}
 
 
 def made_of(model: nn.Module, dataset: Structures, **options: object) -> dict[str, object]:
@@ -57,12 +57,13 @@ def _frames(text: str) -> list[_Row]:
     rows: list[_Row] = []
     for count in lines:
         head, atoms = next(lines, ""), list(islice(lines, int(count)))
-        found = _NOTED.search(head)
-        if found is None or len(atoms) < int(count):
+        match = _NOTED.search(head)
+        if match is None or len(atoms) < int(count):
             raise ValueError("a structure is truncated or has no index")
-        kept = f" molflt_index={found[1]}{found[2]}" if found[2] else ""
-        frame = "".join([count, head.replace(found[0], kept, 1), *atoms])
-        rows.append({"index": found[1], _KEY: found[3], "frame": frame})
+        index, file, note = match.groups()
+        origin = f" molflt_index={index}{file}" if file else ""  # else the position in the file
+        frame = "".join([count, head.replace(match[0], origin, 1), *atoms])
+        rows.append({"index": index, _COLUMN: note, "frame": frame})
     return rows
 
 
@@ -80,29 +81,29 @@ def merge_shards(out: Path) -> int:
         raise ValueError(f"{out}: expected a name that ends in {', '.join(ENDINGS)}")
     read, write = _FORMATS[out.suffix]
     rows: list[_Row] = []
-    first = note = ""
+    first_path = first_origin = ""
     for shard in _shards(out):
         path = shard.path(out)
         try:
             text = path.read_text(encoding="utf-8")
-            own = read(text)
-            (found,) = {str(row.pop(_KEY)) for row in own if int(str(row["index"])) >= 0}
-            if not text.endswith("\n") or int(_COUNT.findall(found)[0][0]) != len(own):
+            shard_rows = read(text)
+            (note,) = {str(row.pop(_COLUMN)) for row in shard_rows if int(str(row["index"])) >= 0}
+            if not text.endswith("\n") or int(_COUNT.findall(note)[0][0]) != len(shard_rows):
                 raise ValueError("lines are missing")
         except (ValueError, LookupError, TypeError, AttributeError, csv.Error) as error:
-            why = shown(str(error), 100)
-            raise ValueError(f"{path}: damaged: {why}; repeat --shard {shard}") from None
-        rows += own
-        found = found.partition(" of ")[2]
-        first, note = first or str(path), note or found
-        pairs = zip_longest(note.split("; "), found.split("; "))
-        if unlike := [f"{one} and {other}" for one, other in pairs if one != other]:
+            reason = shown(str(error), 100)
+            raise ValueError(f"{path}: damaged: {reason}; repeat --shard {shard}") from None
+        rows += shard_rows
+        origin = note.partition(" of ")[2]  # the part of the note that all shards share
+        first_path, first_origin = first_path or str(path), first_origin or origin
+        pairs = zip_longest(first_origin.split("; "), origin.split("; "))
+        if different := [f"{first} and {other}" for first, other in pairs if first != other]:
             raise ValueError(
-                f"{first} and {path}: shards of different predictions: "
-                f"{shown(', '.join(unlike), 300)}; predict all shards again with the same model, "
-                "structures and options"
+                f"{first_path} and {path}: shards of different predictions: "
+                f"{shown(', '.join(different), 300)}; predict all shards again with the same "
+                "model, structures and options"
             )
-    if len({str(row["index"]) for row in rows}) != int(note.partition(";")[0]):
+    if len({str(row["index"]) for row in rows}) != int(first_origin.partition(";")[0]):
         raise ValueError(f"{out}: expected each structure in one shard; predict all shards again")
     rows.sort(key=lambda row: int(str(row["index"])))
     write_atomically(out, write(rows).encode())
@@ -110,6 +111,7 @@ def merge_shards(out: Path) -> int:
 
 
 def _shards(out: Path) -> list[Shard]:
+    """Returns all shards of `out`; raises ValueError if one is missing or divisions differ."""
     name = re.compile(rf"{re.escape(out.stem)}\.(\d{{1,5}})-of-(\d{{1,5}}){re.escape(out.suffix)}")
     matches = filter(None, (name.fullmatch(path.name) for path in out.parent.iterdir()))
     found = {Shard(int(match[1]), int(match[2])) for match in matches}

@@ -57,8 +57,8 @@ def evaluate(
     bleu(["a"], ["a"])  # fails without sacrebleu before anything is computed
     results: Results = {}
     texts = {}  # all texts are read before the first is translated
-    for split, name in common.named_sources(options, **which).items():
-        text = read_parallel(name, *languages)
+    for split, source in common.named_sources(options, **which).items():
+        text = read_parallel(source, *languages)
         texts[split] = text, Pairs(text, tokenizer)
         for path, side in zip(text.files, text[:2], strict=True):
             for number, ids in enumerate(tokenizer.encode(list(side)), 1):
@@ -72,14 +72,14 @@ def evaluate(
             model, tokenizer, text.source, beam, length_penalty, batch_size, split
         )
         write_atomically(out / f"translations-{split}.txt", "\n".join([*translated, ""]).encode())
-        found = bleu(translated, text.target, lowercase)
-        scores = {"bleu": found.bleu, "chrf": found.chrf, "length_ratio": found.length_ratio}
-        results[split] |= scores | {"pairs": len(translated)}
+        scores = bleu(translated, text.target, lowercase)
+        results[split] |= {"bleu": scores.bleu, "chrf": scores.chrf}
+        results[split] |= {"length_ratio": scores.length_ratio, "pairs": len(translated)}
     _draw(out, model, pairs, tokenizer, split)
-    how = f"beam {beam}, length penalty {length_penalty:g}, {'-'.join(languages)}"
-    how += ", ignoring case, as the tokenizer does" if lowercase else ""
+    settings = f"beam {beam}, length penalty {length_penalty:g}, {'-'.join(languages)}"
+    settings += ", ignoring case, as the tokenizer does" if lowercase else ""
     table = results_table("text", results)
-    return Evaluation(results, f", {how}\n\n{table}\n\nsacrebleu {found.signature}\n")
+    return Evaluation(results, f", {settings}\n\n{table}\n\nsacrebleu {scores.signature}\n")
 
 
 class Bleu(NamedTuple):
@@ -88,8 +88,7 @@ class Bleu(NamedTuple):
     bleu: float
     chrf: float
     length_ratio: float
-    signature: str
-    """references, case, tokenization, smoothing and version of BLEU"""
+    signature: str  # references, case, tokenization, smoothing and version of BLEU
 
 
 def bleu(translations: Sequence[str], references: Sequence[str], lowercase: bool = False) -> Bleu:
@@ -117,46 +116,47 @@ def translate(
 
     See `molflt.sequence.beam_search` for `beam` and `length_penalty`.
     """
-    ids = [[*one, tokenizer.sep] for one in tokenizer.encode(list(sentences))]
-    for number, one in enumerate(ids, 1):
-        _expect_length(f"{name}: sentence {number:,}", len(one), model.longest)
-        if len(one) == 1:
+    ids = [[*tokens, tokenizer.sep] for tokens in tokenizer.encode(list(sentences))]
+    for number, tokens in enumerate(ids, 1):
+        _expect_length(f"{name}: sentence {number:,}", len(tokens), model.longest)
+        if len(tokens) == 1:
             raise ValueError(f"{name}: sentence {number:,} is empty; expected text; remove it")
     order = sorted(range(len(ids)), key=lambda i: len(ids[i]), reverse=True)
     parts = [order[i : i + batch_size] for i in range(0, len(order), batch_size)]
     device, translations = common.device_of(model), [""] * len(ids)
-    what = f"{batch_size} sentences with {beam} hypotheses each"
-    with common.batches(parts, model, name, what) as loaded:
+    batch_of = f"{batch_size} sentences with {beam} hypotheses each"
+    with common.batches(parts, model, name, batch_of) as loaded:
         for batch in loaded:
             rows = [torch.tensor(ids[i], device=device) for i in batch]
             source = padded_rows(rows, tokenizer.pad)
-            there = padded_rows([torch.ones_like(row) for row in rows], 0).bool()
+            mask = padded_rows([torch.ones_like(row) for row in rows], 0).bool()
             ends = {"begin": tokenizer.cls, "end": tokenizer.sep}
-            found = beam_search(
-                model, source, there, **ends, beam=beam, length_penalty=length_penalty
+            hypotheses = beam_search(
+                model, source, mask, **ends, beam=beam, length_penalty=length_penalty
             )
-            for i, best in zip(batch, found, strict=True):
+            for i, best in zip(batch, hypotheses, strict=True):
                 translations[i] = tokenizer.decode(best.tokens).strip()
     return translations
 
 
-def _expect_length(place: str, tokens: int, longest: int | None) -> None:
+def _expect_length(name: str, tokens: int, longest: int | None) -> None:
     if longest is not None and tokens > longest:
         raise ValueError(
-            f"{place} has {tokens:,} tokens; expected at most {longest:,}; shorten it, or train "
+            f"{name} has {tokens:,} tokens; expected at most {longest:,}; shorten it, or train "
             "with a larger model.max_length"
         )
 
 
 def _draw(out: Path, model: EncoderDecoder, pairs: Pairs, tokenizer: Tokenizer, split: str) -> None:
     source, target = (ids[None].to(common.device_of(model)) for ids in pairs[0])
-    seen = target[:, :-1]
-    matrices = common.attention_of(model.decoder, lambda: model(source, seen), last=2)
-    words = [[tokenizer.token(int(one)) for one in ids[0]] for ids in (seen, source)]
-    sides = {"attention": "target", "cross-attention": "source"}
-    for matrix, (name, what), keys in zip(matrices, sides.items(), words, strict=True):
-        title, file = f"last layer, target to {what}, first pair of {split}", out / f"{name}.png"
-        plots.attention_matrices(matrix[0], file, title=title, tokens=(words[0], keys))
-    tokens = min(max(pairs.sizes), model.longest or max(pairs.sizes))
+    inputs = target[:, :-1]
+    matrices = common.attention_of(model.decoder, lambda: model(source, inputs), last=2)
+    queries = [tokenizer.token(int(number)) for number in inputs[0]]
+    keys = [tokenizer.token(int(number)) for number in source[0]]
+    figures = (("attention", "target", queries), ("cross-attention", "source", keys))
+    for matrix, (name, side, tokens) in zip(matrices, figures, strict=True):
+        title, file = f"last layer, target to {side}, first pair of {split}", out / f"{name}.png"
+        plots.attention_matrices(matrix[0], file, title=title, tokens=(queries, tokens))
+    length = min(max(pairs.sizes), model.longest or max(pairs.sizes))
     position, scale = model.decoder.stack.position, model.position_scale
-    common.draw_encoding(position, scale, tokens, out / "encoding.png")
+    common.draw_encoding(position, scale, length, out / "encoding.png")

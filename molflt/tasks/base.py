@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from functools import partial
-from typing import Any, ClassVar, Generic, Literal, Protocol, TypeVar, cast
+from typing import Any, ClassVar, Generic, Literal, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -99,7 +99,7 @@ class Task(ABC, Generic[_Batch, _Data]):
         self.seed = seed
         parameters = dict(model.named_parameters())
         for pattern in freeze or []:
-            for name in _named(parameters, pattern, "freeze"):
+            for name in _matching(parameters, pattern, "freeze"):
                 parameters[name].requires_grad_(False)
         if freeze and not any(parameter.requires_grad for parameter in parameters.values()):
             raise ValueError(
@@ -118,13 +118,13 @@ class Task(ABC, Generic[_Batch, _Data]):
         parameters = dict(self.model.named_parameters())
         free = {name for name, parameter in parameters.items() if parameter.requires_grad}
         for pattern in self.lr_factors:
-            named = _named(parameters, pattern, "lr_factors")
-            if free.isdisjoint(named):
+            matching = _matching(parameters, pattern, "lr_factors")
+            if free.isdisjoint(matching):
                 raise ValueError(
-                    f"task.lr_factors {pattern!r}: all {len(named)} matching parameters are "
+                    f"task.lr_factors {pattern!r}: all {len(matching)} matching parameters are "
                     "frozen or match an earlier pattern; remove this pattern, or move it forward"
                 )
-            free.difference_update(named)
+            free.difference_update(matching)
 
     def prepare(self, data: _Data) -> None:
         """Sets buffers of the model from the training data before a new run."""
@@ -159,24 +159,25 @@ class Task(ABC, Generic[_Batch, _Data]):
         make: Callable[..., _Sums] = self.sums
         return make(*totals).metrics()
 
-    def ranking(self, found: Mapping[str, float]) -> list[str]:
+    def ranking(self, metrics: Mapping[str, float]) -> list[str]:
         """Returns the names of the metrics that select the best weights, in order.
 
         The first finite metric decides; later metrics break ties.
         """
-        return list(dict.fromkeys([self.best, *(name for name in self.metrics if name in found)]))
+        measured = [name for name in self.metrics if name in metrics]
+        return list(dict.fromkeys([self.best, *measured]))
 
     def optimizer(self) -> Optimizer:
         """Returns the optimizer for all trainable parameters, grouped by learning rate."""
         groups: dict[float, list[nn.Parameter]] = {1.0: []}  # the rate of the first group is logged
         for name, parameter in self.model.named_parameters():
-            fits = (f for pattern, f in self.lr_factors.items() if fnmatchcase(name, pattern))
+            factors = (f for pattern, f in self.lr_factors.items() if fnmatchcase(name, pattern))
             if parameter.requires_grad:
-                groups.setdefault(next(fits, 1.0), []).append(parameter)
-        rates = [{"params": own, "lr": self.lr * f} for f, own in groups.items() if own]
+                groups.setdefault(next(factors, 1.0), []).append(parameter)
+        options = [{"params": group, "lr": self.lr * f} for f, group in groups.items() if group]
         # On CUDA, a fused optimizer would not unscale gradients before they are clipped
-        on_cpu = all(one.device.type == "cpu" for one in self.model.parameters())
-        return self.adam(rates, fused=on_cpu or None)
+        on_cpu = all(parameter.device.type == "cpu" for parameter in self.model.parameters())
+        return self.adam(options, fused=on_cpu or None)
 
     def lr_factor(self, step: int, max_steps: int) -> float:
         """Returns the learning rate of a step, counted from 0, relative to its peak."""
@@ -186,27 +187,28 @@ class Task(ABC, Generic[_Batch, _Data]):
             return math.sqrt(max(1, self.warmup_steps) / (step + 1))
         if self.schedule == "constant":
             return 1.0
-        left = max(0.0, (max_steps - step) / max(1, max_steps - self.warmup_steps))
-        return left if self.schedule == "linear" else 0.5 * (1 - math.cos(math.pi * left))
+        remaining = max(0.0, (max_steps - step) / max(1, max_steps - self.warmup_steps))
+        linear = self.schedule == "linear"
+        return remaining if linear else 0.5 * (1 - math.cos(math.pi * remaining))
 
 
 def _is_random(model: nn.Module) -> bool:
     """Returns True if a redraw changes a copy of the model."""
-    other = copy.deepcopy(model)
-    if not hasattr(other, "redraw_"):
+    if not hasattr(model, "redraw_"):
         return False
-    cast(Any, other).redraw_(torch.Generator().manual_seed(0))
-    before, after = model.state_dict(), other.state_dict()
+    redrawn: Any = copy.deepcopy(model)
+    redrawn.redraw_(torch.Generator().manual_seed(0))
+    before, after = model.state_dict(), redrawn.state_dict()
     return any(not torch.equal(before[k].nan_to_num(), after[k].nan_to_num()) for k in before)
 
 
-def _named(parameters: Mapping[str, nn.Parameter], pattern: str, option: str) -> list[str]:
-    found = [name for name in parameters if fnmatchcase(name, pattern)]
-    if not found:
+def _matching(parameters: Mapping[str, nn.Parameter], pattern: str, option: str) -> list[str]:
+    names = [name for name in parameters if fnmatchcase(name, pattern)]
+    if not names:
         count = Counter(f"{name.partition('.')[0]}.*" for name in parameters)
         known = ", ".join(f"{prefix} ({number})" for prefix, number in count.items())
         raise ValueError(
             f"task.{option} {pattern!r}: no parameter matches; expected one or more of {known}, "
             f"such as {next(iter(parameters), 'none')}"
         )
-    return found
+    return names

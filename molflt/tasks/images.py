@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from molflt.data.images.datamodule import ImageData
     from molflt.image.classifier import ImageClassifier
 
-
 _Batch = tuple[Tensor, Tensor]
 
 
@@ -30,9 +29,9 @@ class _ImageSums(NamedTuple):
     @classmethod
     def of(cls, logits: Tensor, labels: Tensor) -> _ImageSums:
         """Computes the sums from logits (images, classes) and labels (images,)."""
-        own = logits.gather(1, labels[:, None])
+        of_label = logits.gather(1, labels[:, None])
         # ties and NaN count as errors; otherwise a constant output would always be correct
-        rank = (~(logits < own)).sum(dim=1)
+        rank = (~(logits < of_label)).sum(dim=1)
         nats = F.cross_entropy(logits.double(), labels, reduction="sum")
         return cls((rank <= 1).sum(), (rank <= 5).sum(), nats, torch.tensor(len(labels)))
 

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from molflt.data.structures.datamodule import IS2REData
     from molflt.graph.heads import EnergyReadout
 
-
 _AT_ONCE = 32  # number of structures predicted at once
 _LEAST_SCALE = 0.5  # scale of initial predictions below which a warning is issued
 
@@ -62,12 +61,14 @@ class _EnergySums(NamedTuple):
 
     def metrics(self) -> dict[str, float]:
         absolute, square, within, structures, displacement, batches = (float(part) for part in self)
-        found = {
+        metrics = {
             "mae_eV": absolute / structures,
             "ewt_percent": 100.0 * within / structures,
             "mse_eV2": square / structures,
         }
-        return found | ({"displacement_mae_A": displacement / batches} if batches else {})
+        if batches:
+            metrics["displacement_mae_A"] = displacement / batches
+        return metrics
 
 
 class IS2RETask(OfStructures, Task["Batch", "IS2REData"]):
@@ -162,49 +163,58 @@ class IS2RETask(OfStructures, Task["Batch", "IS2REData"]):
             data.expect_relaxed(f"task.interpolate={self.interpolate:g}")
         if self.repeat:
             data.expect_slabs(f"task.repeat={self.repeat:g}")
-        mean, std, references = self.energy_mean, self.energy_std, self.references
         from molflt.graph.heads import by_contact
 
-        slab, adsorbate = by_contact(self.model)
-        if self.repeat and references is not None and not slab:
-            raise ValueError(
-                f"task.repeat={self.repeat:g} expects adsorption energies, which repeated slabs "
-                f"keep; got task.references={references}, as for totals; set --task.repeat 0"
-            )
-        if slab or references is None:
-            data.refuse_totals()
-        if slab:
-            offsets = {"energy_mean": mean, "references": references if adsorbate else None}
-            for name, given in offsets.items():
-                if given not in (None, "none", 0.0):
-                    raise ValueError(
-                        f"task.{name}={given} would also shift the energies of structures "
-                        "without an adsorbate; remove it, or use --model.readout all"
-                    )
-            mean = 0.0
-            references = "none" if adsorbate else references or "fit"
-        explained = self._scaled(data, slab) if references == "adapt" else 0.0
-        fit = self.store_references(data, references, slab, explained)
-        given = mean is not None and std is not None  # the labels need not be read
-        found = (fit.mean, fit.std or 1.0) if fit else (0.0, 1.0) if given else data.normalizer()
+        slab_by_contact = by_contact(self.model)[0]
+        mean, references = self._offsets(data, *by_contact(self.model))
+        predicted = self._scale_readout(data, slab_by_contact) if references == "adapt" else 0.0
+        fit = self.store_references(data, references, slab_by_contact, predicted)
+        std = self.energy_std
+        if mean is None or std is None:  # otherwise the labels need not be read
+            of_data = data.normalizer() if fit is None else (fit.mean, fit.std or 1.0)
+            mean = of_data[0] if mean is None else mean
+            std = of_data[1] if std is None else std
         if data.reading.baseline_key is not None:
             self.model.get_buffer("adds_baseline").fill_(True)
             # references are fitted before the first step, and this start may remain the best
             self.model.get_buffer("trained_elements")[data.elements()] = True
             if data.initial is None:
                 self._readout.scale_(0.0)
-        self.model.get_buffer("energy_mean").fill_(found[0] if mean is None else mean)
+        self.model.get_buffer("energy_mean").fill_(mean)
         scale = self.model.get_buffer("energy_std")
-        before = scale.clone()
-        scale.fill_(found[1] if std is None else std)
+        initial_scale = scale.clone()
+        scale.fill_(std)
         if references == "adapt":  # keeps the scaled energies
-            self._readout.scale_(float(before / scale))
+            self._readout.scale_(float(initial_scale / scale))
+
+    def _offsets(
+        self, data: "IS2REData", slab_by_contact: bool, adsorbate_by_contact: bool
+    ) -> tuple[float | None, Literal["none", "fit", "adapt"] | Path | None]:
+        """Returns `energy_mean` and `references` for the readout; rejects conflicting options."""
+        mean, references = self.energy_mean, self.references
+        if self.repeat and references is not None and not slab_by_contact:
+            raise ValueError(
+                f"task.repeat={self.repeat:g} expects adsorption energies, which repeated slabs "
+                f"keep; got task.references={references}, as for totals; set --task.repeat 0"
+            )
+        if slab_by_contact or references is None:
+            data.refuse_totals()
+        if not slab_by_contact:
+            return mean, references
+        offsets = {"energy_mean": mean, "references": references if adsorbate_by_contact else None}
+        for name, value in offsets.items():
+            if value not in (None, "none", 0.0):
+                raise ValueError(
+                    f"task.{name}={value} would also shift the energies of structures "
+                    "without an adsorbate; remove it, or use --model.readout all"
+                )
+        return 0.0, "none" if adsorbate_by_contact else references or "fit"
 
     @property
     def _readout(self) -> "EnergyReadout":
         return cast("EnergyReadout", self.model.readout)
 
-    def _scaled(self, data: "IS2REData", of_adsorbates: bool) -> "NDArray[np.float64]":
+    def _scale_readout(self, data: "IS2REData", of_adsorbates: bool) -> "NDArray[np.float64]":
         """Scales the readout by ridge regression (prior 1 ± 0.3); returns predictions in eV."""
         if data.initial is None:
             raise ValueError(
@@ -214,19 +224,19 @@ class IS2RETask(OfStructures, Task["Batch", "IS2REData"]):
         dataset, energies = data.datasets["train"], []
         self.model.eval()
         with torch.no_grad():
-            for first in with_bar(
-                range(0, len(dataset), _AT_ONCE), "predicting training structures"
-            ):
-                records = [dataset[i] for i in range(first, min(first + _AT_ONCE, len(dataset)))]
+            starts = range(0, len(dataset), _AT_ONCE)
+            for start in with_bar(starts, "predicting training structures"):
+                records = [dataset[i] for i in range(start, min(start + _AT_ONCE, len(dataset)))]
                 energies.append(self.model(data.collate(records))["energy"])
         self.model.train()
         predicted = torch.cat(energies).numpy()
         atoms = dataset.compositions(np.arange(len(dataset)), of_adsorbates).astype(np.float64)
-        left = [
-            y - atoms @ np.linalg.lstsq(atoms, y, rcond=None)[0]
-            for y in (predicted, data.targets())
-        ]
-        scale = 1 + left[0] @ (left[1] - left[0]) / (left[0] @ left[0] + 1.0)
+
+        def residuals(energies: "NDArray[np.float64]") -> "NDArray[np.float64]":
+            return energies - atoms @ np.linalg.lstsq(atoms, energies, rcond=None)[0]
+
+        x, y = residuals(predicted), residuals(data.targets())
+        scale = float(1 + x @ (y - x) / (x @ x + 1.0))
         if scale < _LEAST_SCALE:
             warn(
                 f"predictions of the initial weights hardly explain the labels (scale "
@@ -252,13 +262,13 @@ class IS2RETask(OfStructures, Task["Batch", "IS2REData"]):
         energy, target = out["energy"], batch.y_relaxed
         scale = self.model.get_buffer("energy_std")
         loss = F.l1_loss(energy / scale, target / scale)
-        displacement = known = None
-        if "displacement" in out:
-            by_pass = out.get("displacement_by_pass", out["displacement"][None])
-            errors = torch.stack([_displacement_error(moved, batch) for moved in by_pass])
-            loss = loss + self._position_weight(progress) * errors.mean()
-            displacement, known = errors[-1], _goal(batch)[1]
-        return loss, _EnergySums.of(energy.detach(), target, displacement, known)
+        if "displacement" not in out:
+            return loss, _EnergySums.of(energy.detach(), target)
+        by_pass = out.get("displacement_by_pass", out["displacement"][None])
+        errors = torch.stack([_displacement_error(predicted, batch) for predicted in by_pass])
+        loss = loss + self._position_weight(progress) * errors.mean()
+        known = _target_displacements(batch)[1]
+        return loss, _EnergySums.of(energy.detach(), target, errors[-1], known)
 
     def validation_sums(self, batch: "Batch") -> "_EnergySums":
         return _EnergySums.of(self.model(batch)["energy"], batch.y_relaxed)
@@ -267,7 +277,7 @@ class IS2RETask(OfStructures, Task["Batch", "IS2REData"]):
         return self.position_weight + progress * (self.position_weight_final - self.position_weight)
 
 
-def _goal(batch: "Batch") -> tuple[Tensor, Tensor]:
+def _target_displacements(batch: "Batch") -> tuple[Tensor, Tensor]:
     """Returns target displacements (atoms, 3) in Å, and a mask of the free atoms with a target."""
     target = batch.pos_relaxed - batch.pos
     return target, torch.isfinite(target).all(dim=1) & ~batch.fixed
@@ -275,12 +285,12 @@ def _goal(batch: "Batch") -> tuple[Tensor, Tensor]:
 
 def _displacement_error(displacement: Tensor, batch: "Batch") -> Tensor:
     """Averages absolute errors in Å over free atoms, then structures; 0 without known positions."""
-    target, known = _goal(batch)
+    target, known = _target_displacements(batch)
     target = torch.where(known[:, None], target, torch.zeros_like(target))
     error = (displacement - target).abs().mean(dim=1) * known
     graphs = batch.num_graphs
     total = error.new_zeros(graphs).scatter_add_(0, batch.batch, error)
     count = error.new_zeros(graphs).scatter_add_(0, batch.batch, known.to(error.dtype))
-    per_graph = total / count.clamp(min=1)
-    mean: Tensor = per_graph.sum() / (count > 0).sum().clamp(min=1)
+    by_graph = total / count.clamp(min=1)
+    mean: Tensor = by_graph.sum() / (count > 0).sum().clamp(min=1)
     return mean

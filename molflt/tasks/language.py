@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from molflt.sequence.language_model import LanguageModel
     from molflt.sequence.pixels import PixelModel
 
-
 _Batch = tuple[Tensor, Tensor]
 
 

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from molflt.data.text.datamodule import PieceBlocks, TokenizedText
     from molflt.sequence.masked import MaskedLanguageModel
 
-
 _Batch = tuple[Tensor, Tensor, Tensor]
 
 
@@ -36,11 +35,11 @@ class _GapSums(NamedTuple):
 
     def metrics(self) -> dict[str, float]:
         nats, right, gaps, pairs_right, pairs = (float(part) for part in self)
-        found = {
-            "perplexity": perplexity(nats / max(1.0, gaps)),
-            "accuracy_percent": 100 * right / max(1.0, gaps),
-        }
-        return found | ({"next_sentence_percent": 100 * pairs_right / pairs} if pairs else {})
+        metrics = {"perplexity": perplexity(nats / max(1.0, gaps))}
+        metrics["accuracy_percent"] = 100 * right / max(1.0, gaps)
+        if pairs:
+            metrics["next_sentence_percent"] = 100 * pairs_right / pairs
+        return metrics
 
 
 class MaskedTask(Task[_Batch, "TokenizedText"]):
@@ -107,9 +106,9 @@ class MaskedTask(Task[_Batch, "TokenizedText"]):
     def expect_gaps(self, blocks: PieceBlocks, name: str) -> None:
         """Raises ValueError if no token of the text is hidden; the perplexity would then be 1."""
         for i in range(len(blocks)):
-            tokens, types, there = (x[None].to(self.model.mask_id.device) for x in blocks[i])
-            chosen = self.gaps((tokens, types, there), Draws.of_content(tokens, there))[1]
-            if bool((chosen >= 0).any()):
+            tokens, types, key_mask = (x[None].to(self.model.mask_id.device) for x in blocks[i])
+            targets = self.gaps((tokens, types, key_mask), Draws.of_content(tokens, key_mask))[1]
+            if bool((targets >= 0).any()):
                 return
         raise ValueError(
             f"{name}: expected hidden tokens among its {blocks.tokens:,}; got none with "
@@ -122,20 +121,20 @@ class MaskedTask(Task[_Batch, "TokenizedText"]):
         Returns the input ids, the targets, the mask (False for padding) and the pair labels; see
         `hide` and `swap_parts`.
         """
-        tokens, types, there = batch
+        tokens, types, key_mask = batch
         label = torch.zeros(len(tokens), dtype=torch.long, device=tokens.device)
         if self.model.next_sentence is not None:
-            tokens, there, label = swap_parts(tokens, types, there, draws.sequences)
+            tokens, key_mask, label = swap_parts(tokens, types, key_mask, draws.sequences)
         mask_id, ordinary = self.model.mask_id, self.model.ordinary
-        seen, targets = hide(tokens, there, draws.tokens, mask_id, ordinary, **self.shares)
-        return seen, targets, there, label
+        inputs, targets = hide(tokens, key_mask, draws.tokens, mask_id, ordinary, **self.shares)
+        return inputs, targets, key_mask, label
 
     def _loss_and_sums(self, batch: _Batch, draws: Draws) -> tuple[Tensor, _GapSums]:
         model = self.model
-        seen, targets, there, label = self.gaps(batch, draws)
-        hidden = model(seen, batch[1], there)
-        found = model.log_likelihood(hidden, targets)
-        loss = -found.sum() / max(1, len(found))
+        inputs, targets, key_mask, label = self.gaps(batch, draws)
+        hidden = model(inputs, batch[1], key_mask)
+        log_p = model.log_likelihood(hidden, targets)
+        loss = -log_p.sum() / max(1, len(log_p))
         with torch.no_grad():
             gaps = targets >= 0
             right = (model.head.best(hidden[gaps]) == targets[gaps]).sum()
@@ -144,44 +143,41 @@ class MaskedTask(Task[_Batch, "TokenizedText"]):
             logits = model.follows(hidden)
             loss = loss + F.cross_entropy(logits.float(), label)
             pairs = (logits.argmax(dim=1) == label).sum(), torch.tensor(len(label))
-        nats = -found.detach().double().sum()
-        return loss, _GapSums(nats, right, torch.tensor(len(found)), *pairs)
+        nats = -log_p.detach().double().sum()
+        return loss, _GapSums(nats, right, torch.tensor(len(log_p)), *pairs)
 
 
 class Draws(NamedTuple):
     """Uniform random numbers in [0, 1)."""
 
-    tokens: Tensor
-    """shape (3, batch, length); see `hide`"""
-    sequences: Tensor
-    """shape (batch,); see `swap_parts`"""
+    tokens: Tensor  # (3, batch, length); see `hide`
+    sequences: Tensor  # (batch,); see `swap_parts`
 
     @staticmethod
     def new(tokens: Tensor) -> Draws:
         """Draws new random numbers for ids (batch, length) with torch's default generator."""
-        whole = torch.rand(3, *tokens.shape, device=tokens.device)
-        return Draws(whole, torch.rand(len(tokens), device=tokens.device))
+        of_tokens = torch.rand(3, *tokens.shape, device=tokens.device)
+        return Draws(of_tokens, torch.rand(len(tokens), device=tokens.device))
 
     @staticmethod
-    def of_content(tokens: Tensor, there: Tensor) -> Draws:
+    def of_content(tokens: Tensor, key_mask: Tensor) -> Draws:
         """Derives the numbers of each sequence from its tokens, independently of the padding.
 
-        The numbers are 1 for padding, where the mask `there`, of shape (batch, length), is False.
+        The numbers are 1 for padding, where `key_mask`, of shape (batch, length), is False.
         """
-        whole = torch.ones(3, *tokens.shape)
-        each = torch.empty(len(tokens))
-        for i, (row, mask) in enumerate(zip(tokens.cpu(), there.cpu(), strict=True)):
-            own = row[mask].to(torch.int64)
-            digest = hashlib.sha256(own.numpy().tobytes()).digest()
+        of_tokens, of_sequences = torch.ones(3, *tokens.shape), torch.empty(len(tokens))
+        for i, (row, mask) in enumerate(zip(tokens.cpu(), key_mask.cpu(), strict=True)):
+            ids = row[mask].to(torch.int64)
+            digest = hashlib.sha256(ids.numpy().tobytes()).digest()
             generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
-            whole[:, i, mask] = torch.rand(3, len(own), generator=generator)
-            each[i] = torch.rand((), generator=generator)
-        return Draws(whole.to(tokens.device), each.to(tokens.device))
+            of_tokens[:, i, mask] = torch.rand(3, len(ids), generator=generator)
+            of_sequences[i] = torch.rand((), generator=generator)
+        return Draws(of_tokens.to(tokens.device), of_sequences.to(tokens.device))
 
 
 def hide(
     tokens: Tensor,
-    there: Tensor,
+    key_mask: Tensor,
     draws: Tensor,
     mask_id: Tensor,
     ordinary: Tensor,
@@ -193,7 +189,7 @@ def hide(
 
     Args:
         tokens: (batch, length), ids.
-        there: (batch, length), False for padding.
+        key_mask: (batch, length), False for padding.
         draws: (3, batch, length), uniform in [0, 1), for the choice of hidden tokens, the kind of
             replacement and the random token.
         mask_id: id of the mask token, a scalar.
@@ -203,18 +199,18 @@ def hide(
     Returns:
         Input ids and targets, each (batch, length); targets are -1 for tokens that are not hidden.
     """
-    chosen = there & ordinary[tokens] & (draws[0] < rate)
-    anything = ordinary.nonzero()[:, 0]
-    index = (draws[2].clamp(max=1 - 2**-24) * len(anything)).long()
-    masked = chosen & (draws[1] < mask_share)
-    replaced = chosen & ~masked & (draws[1] < mask_share + random_share)
-    seen = torch.where(masked, mask_id.to(tokens.dtype), tokens)
-    seen = torch.where(replaced, anything[index].to(tokens.dtype), seen)
-    return seen, tokens.where(chosen, -1)
+    hidden = key_mask & ordinary[tokens] & (draws[0] < rate)
+    masked = hidden & (draws[1] < mask_share)
+    replaced = hidden & ~masked & (draws[1] < mask_share + random_share)
+    ids = ordinary.nonzero()[:, 0]
+    random_ids = ids[(draws[2].clamp(max=1 - 2**-24) * len(ids)).long()]
+    inputs = torch.where(masked, mask_id.to(tokens.dtype), tokens)
+    inputs = torch.where(replaced, random_ids.to(tokens.dtype), inputs)
+    return inputs, tokens.where(hidden, -1)
 
 
 def swap_parts(
-    tokens: Tensor, types: Tensor, there: Tensor, draws: Tensor
+    tokens: Tensor, types: Tensor, key_mask: Tensor, draws: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Replaces about half of the second parts with the second part of the previous sequence.
 
@@ -222,17 +218,15 @@ def swap_parts(
         tokens: (batch, length), ids. A batch of one sequence is not changed.
         types: (batch, length), 1 in the second part and in the padding after it; the same in all
             rows.
-        there: (batch, length), False for padding.
+        key_mask: (batch, length), False for padding.
         draws: (batch,), uniform in [0, 1).
 
     Returns:
         The tokens, the mask (False for padding), and the labels, of shape (batch,): 0 for original
         pairs, 1 for swapped pairs.
     """
-    wrong = (draws < 0.5) & torch.tensor(len(tokens) > 1, device=tokens.device)
-    moved = wrong[:, None] & (types == 1)
-    return (
-        torch.where(moved, tokens.roll(1, dims=0), tokens),
-        torch.where(moved, there.roll(1, dims=0), there),
-        wrong.long(),
-    )
+    swapped = (draws < 0.5) if len(tokens) > 1 else torch.zeros_like(draws, dtype=torch.bool)
+    second = swapped[:, None] & (types == 1)
+    tokens = torch.where(second, tokens.roll(1, dims=0), tokens)
+    key_mask = torch.where(second, key_mask.roll(1, dims=0), key_mask)
+    return tokens, key_mask, swapped.long()

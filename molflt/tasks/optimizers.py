@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from molflt.optimizers.coordinate import CoordinateOptimizer
     from molflt.optimizers.population_model import PopulationModel
 
-
 _SMALLEST = 1e-12  # lower bound of best values, to avoid the logarithm of 0
 
 
@@ -31,9 +30,9 @@ class _OptimizerSums(NamedTuple):
     problems: Tensor
 
     @classmethod
-    def of(cls, found: Unrolled) -> _OptimizerSums:
-        count = torch.tensor(len(found.mean), dtype=torch.float64)
-        return cls(found.mean.detach().sum(), found.last.detach().sum(), count)
+    def of(cls, unrolled: Unrolled) -> _OptimizerSums:
+        count = torch.tensor(len(unrolled.mean), dtype=torch.float64)
+        return cls(unrolled.mean.detach().sum(), unrolled.last.detach().sum(), count)
 
     def metrics(self) -> dict[str, float]:
         return {
@@ -77,9 +76,9 @@ class OptimizerTask(Task[Tensor, object]):
         self.burn_in = burn_in
 
     def loss(self, batch: Tensor, progress: float) -> tuple[Tensor, _OptimizerSums]:
-        before = int((self.burn_in + 2) ** float(torch.rand(()))) - 1  # seeded at each step
-        found = self._unroll(batch, self.unroll, before)
-        return found.loss.to(next(self.model.parameters()).dtype), _OptimizerSums.of(found)
+        burn_in = int((self.burn_in + 2) ** float(torch.rand(()))) - 1  # seeded at each step
+        unrolled = self._unroll(batch, self.unroll, burn_in)
+        return unrolled.loss.to(next(self.model.parameters()).dtype), _OptimizerSums.of(unrolled)
 
     def validation_sums(self, batch: Tensor) -> _OptimizerSums:
         # problems cannot be differentiated if their tensors are created in inference mode
@@ -92,10 +91,10 @@ class OptimizerTask(Task[Tensor, object]):
     def name(self, batch: Tensor) -> str:
         return f"problems of seeds {', '.join(map(str, batch.tolist()))}"
 
-    def _unroll(self, batch: Tensor, steps: int, before: int) -> Unrolled:
+    def _unroll(self, batch: Tensor, steps: int, burn_in: int) -> Unrolled:
         like = next(self.model.parameters())
         problems = [draw_problem(seed, like) for seed in batch.tolist()]
-        return unroll(self.model, problems, steps, before)
+        return unroll(self.model, problems, steps, burn_in)
 
 
 class _PopulationSums(NamedTuple):
@@ -103,8 +102,7 @@ class _PopulationSums(NamedTuple):
     problems: Tensor
 
     def metrics(self) -> dict[str, float]:
-        best, problems = (float(part) for part in self)
-        return {"log10_best": best / problems}
+        return {"log10_best": float(self.best / self.problems)}
 
 
 class PopulationTask(Task[Tensor, ProblemData]):
@@ -161,8 +159,8 @@ class PopulationTask(Task[Tensor, ProblemData]):
         populations.tell(functions(populations.state.position))
         first = populations.state.best_value.median(dim=1).values  # before any member has moved
         terms = []
-        for number in range(1, self.generations):
-            if number % self.window == 0:
+        for generation in range(1, self.generations):
+            if generation % self.window == 0:
                 detached = (part.detach() for part in populations.state)
                 populations.state = PopulationState(*detached)
             populations.tell(functions(populations.state.position))

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
     from molflt.data.structures.potential_data import PotentialData
 
-
 _HUBER = 0.01  # width of the quadratic part in normalized units, as in MACE's universal loss
 _FORCE_LABELS = "force_labels_meV_per_A"
 _NO_FORCE = 1.0  # meV/Å; below this mean magnitude, force labels count as zero
@@ -52,12 +51,16 @@ class _PointSums(NamedTuple):
     @classmethod
     def of(cls, errors: _Errors) -> "_PointSums":
         energy, forces, stress = (part.detach().double() for part in errors[:3])
-        count = energy.new_tensor
         return cls(
-            *(energy.abs().sum(), energy.square().sum(), count(energy.numel())),
-            *(forces.abs().sum(), forces.square().sum(), count(forces.numel())),
-            *(stress.abs().sum(), count(stress.numel())),
-            errors.labels.double().abs().sum(),
+            energy=energy.abs().sum(),
+            energy_square=energy.square().sum(),
+            structures=energy.new_tensor(energy.numel()),
+            forces=forces.abs().sum(),
+            forces_square=forces.square().sum(),
+            components=forces.new_tensor(forces.numel()),
+            stress=stress.abs().sum(),
+            stresses=stress.new_tensor(stress.numel()),
+            force_labels=errors.labels.double().abs().sum(),
         )
 
     def metrics(self) -> dict[str, float]:
@@ -69,14 +72,16 @@ class _PointSums(NamedTuple):
             float, self
         )
         count, components = count or math.nan, components or math.nan
-        found = {
+        metrics = {
             "energy_mae_meV_per_atom": 1e3 * energy / count,
             "energy_rmse_meV_per_atom": 1e3 * (square / count) ** 0.5,
             "force_mae_meV_per_A": 1e3 * forces / components,
             "force_rmse_meV_per_A": 1e3 * (forces_square / components) ** 0.5,
             _FORCE_LABELS: 1e3 * labels / components,
         }
-        return found | ({"stress_mae_meV_per_A3": 1e3 * stress / stresses} if stresses else {})
+        if stresses:
+            metrics["stress_mae_meV_per_A3"] = 1e3 * stress / stresses
+        return metrics
 
 
 class PotentialTask(OfStructures, Task["Batch", "PotentialData"]):
@@ -110,10 +115,10 @@ class PotentialTask(OfStructures, Task["Batch", "PotentialData"]):
     }
     best = "force_mae_meV_per_A"
 
-    def ranking(self, found: Mapping[str, float]) -> list[str]:
+    def ranking(self, metrics: Mapping[str, float]) -> list[str]:
         """Ranks forces first unless all force labels are 0 by symmetry or `force_weight` is 0."""
-        names = super().ranking(found)
-        if self.weights[1] and found.get(_FORCE_LABELS, math.inf) > _NO_FORCE:
+        names = super().ranking(metrics)
+        if self.weights[1] and metrics.get(_FORCE_LABELS, math.inf) > _NO_FORCE:
             return names
         return sorted(names, key=lambda name: name.startswith("force"))
 
@@ -136,7 +141,7 @@ class PotentialTask(OfStructures, Task["Batch", "PotentialData"]):
             raise ValueError(
                 "task.energy_weight, force_weight and stress_weight are 0; increase at least one"
             )
-        self.kind = loss
+        self.form = loss
         self.references = references
 
     def prepare(self, data: "PotentialData") -> None:
@@ -145,24 +150,24 @@ class PotentialTask(OfStructures, Task["Batch", "PotentialData"]):
         if self.weights[1]:
             data.expect_forces()
         self.store_references(data, self.references)
-        unit = self.model.get_buffer("energy_std")
-        if unit == 1:  # otherwise it was set by initial weights
-            unit.fill_(data.force_scale())
+        scale = self.model.get_buffer("energy_std")
+        if scale == 1:  # otherwise it was set by initial weights
+            scale.fill_(data.force_scale())
 
     def loss(self, batch: "Batch", progress: float) -> tuple[Tensor, _PointSums]:
         errors = point_errors(self.model(batch), batch)
         scale = self.model.get_buffer("energy_std")
-        parts = (errors.energy, errors.forces, errors.virial)
+        terms = (errors.energy, errors.forces, errors.virial)
         total = errors.energy.new_zeros(())
-        for weight, part in zip(self.weights, parts, strict=True):
-            if part.numel():
-                total = total + weight * self._mean(part / scale)
+        for weight, error in zip(self.weights, terms, strict=True):
+            if error.numel():
+                total = total + weight * self._mean_loss(error / scale)
         return total, _PointSums.of(errors)
 
-    def _mean(self, x: Tensor) -> Tensor:
-        if self.kind == "huber":
+    def _mean_loss(self, x: Tensor) -> Tensor:
+        if self.form == "huber":
             return F.huber_loss(x, torch.zeros_like(x), delta=_HUBER) / _HUBER
-        return x.abs().mean() if self.kind == "l1" else x.square().mean()
+        return x.abs().mean() if self.form == "l1" else x.square().mean()
 
 
 def point_errors(out: Mapping[str, Tensor], batch: "Batch") -> _Errors:
@@ -179,12 +184,12 @@ def point_errors(out: Mapping[str, Tensor], batch: "Batch") -> _Errors:
     energy = (out["energy"] - batch.energy) / counts
     forces = out["forces"] - batch.forces
     stress = out["stress"] - batch.stress
-    known = stress.isfinite().flatten(1).all(dim=1)
-    volume = torch.linalg.det(batch.cell.reshape(-1, 3, 3)).abs() / counts
+    has_stress = stress.isfinite().flatten(1).all(dim=1)
+    volume = torch.linalg.det(batch.cell.reshape(-1, 3, 3)).abs() / counts  # per atom
     return _Errors(
         energy[batch.energy.isfinite()],
         forces[batch.forces.isfinite()],
-        stress[known].flatten(1),
-        (stress * volume[:, None, None])[known].flatten(1),
+        stress[has_stress].flatten(1),
+        (stress * volume[:, None, None])[has_stress].flatten(1),
         batch.forces[batch.forces.isfinite()],
     )

@@ -15,7 +15,6 @@ from molflt.tasks.base import Task
 if TYPE_CHECKING:
     from molflt.sequence.classifier import SequenceClassifier
 
-
 _Batch = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
@@ -39,9 +38,9 @@ class _LabelSums(NamedTuple):
 
     def metrics(self) -> dict[str, float]:
         n, right, loss, x, y, xx, yy, xy = (float(part) for part in self)
-        apart = (n * xx - x * x) * (n * yy - y * y)
+        variances = (n * xx - x * x) * (n * yy - y * y)  # product, each times n^2
         # 0 if all predictions are equal, as in scikit-learn
-        correlation = (n * xy - x * y) / math.sqrt(apart) if apart > 1e-12 * n * n else 0.0
+        correlation = (n * xy - x * y) / math.sqrt(variances) if variances > 1e-12 * n * n else 0.0
         return {
             "accuracy_percent": 100 * right / n,
             "correlation_percent": 100 * correlation,
@@ -81,19 +80,19 @@ class SentenceTask(Task[_Batch, object]):
         **optimization: Any,
     ) -> None:
         super().__init__(model, **optimization)
-        scores = self.model.classes == 1
-        if scores and measure == "accuracy":
+        predicts_scores = self.model.classes == 1
+        if predicts_scores and measure == "accuracy":
             raise ValueError(
                 "task.measure='accuracy': accuracy is defined only for classes, but this task "
                 "predicts scores; remove the option"
             )
-        self.measure = measure or ("correlation" if scores else "accuracy")
-        named = self.metrics[self.best]._replace(label=self.measure)
-        self.metrics = {**self.metrics, self.best: named}  # type: ignore[misc]  # of this task
+        self.measure = measure or ("correlation" if predicts_scores else "accuracy")
+        score = self.metrics[self.best]._replace(label=self.measure)
+        self.metrics = {**self.metrics, self.best: score}  # type: ignore[misc]  # of this task
 
     def loss(self, batch: _Batch, progress: float) -> tuple[Tensor, _LabelSums]:
-        tokens, types, there, label = batch
-        logits = self.model(tokens, types, there).float()
+        tokens, types, key_mask, label = batch
+        logits = self.model(tokens, types, key_mask).float()
         if self.model.classes == 1:
             predicted = logits[:, 0]
             loss = F.mse_loss(predicted, label.to(predicted.dtype), reduction="sum")
@@ -108,8 +107,8 @@ class SentenceTask(Task[_Batch, object]):
 
     def summarize(self, totals: Tensor) -> dict[str, float]:
         """Computes metrics from `totals`, sums of shape (fields,); `measure` comes first."""
-        found = super().summarize(totals)
-        score = found[f"{self.measure}_percent"]
+        metrics = super().summarize(totals)
+        score = metrics[f"{self.measure}_percent"]
         if self.model.classes == 1:
-            del found["accuracy_percent"]
-        return {"score_percent": score, **found}
+            del metrics["accuracy_percent"]
+        return {"score_percent": score, **metrics}

@@ -43,17 +43,17 @@ class OfStructures:
         data: "IS2REData | PotentialData",
         references: Literal["none", "fit", "adapt"] | Path | None,
         of_adsorbates: bool = False,
-        explained: "NDArray[np.float64] | float" = 0.0,
+        predicted: "NDArray[np.float64] | float" = 0.0,
     ) -> "ElementEnergies | None":
         """Stores element energies, fitted or read from a file, in a buffer of the model.
 
-        `explained` contains the energies, in eV, that the fit subtracts from the labels.
+        `predicted` contains the energies, in eV, that the fit subtracts from the labels.
         """
         # same annotation as in the tasks, because typing caches the order of a union's members
         if references in (None, "none"):
             return None
         fit = data.element_energies(
-            None if references in ("fit", "adapt") else Path(references), of_adsorbates, explained
+            None if references in ("fit", "adapt") else Path(references), of_adsorbates, predicted
         )
         self.model.get_buffer("element_energies").copy_(torch.from_numpy(fit.energies))
         self._fitted = {symbol(z): float(fit.energies[z]) for z in np.flatnonzero(fit.present)}
@@ -67,9 +67,9 @@ class OfStructures:
         data.refuse_copies()
         if getattr(self.model, "charge_share", None) is None:
             data.refuse_charges()
-        beyond = undescribed(self.model)
+        unsupported = undescribed(self.model)
         for dataset in data.datasets.values():
-            if faults := element_faults(dataset, beyond):
+            if faults := element_faults(dataset, unsupported):
                 index, reason = next(iter(faults.items()))
                 raise ValueError(
                     f"{dataset.path}: sid {int(dataset[index].sid)}: {reason} ({len(faults)} "

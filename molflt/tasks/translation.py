@@ -15,7 +15,6 @@ from molflt.tasks.language import perplexity
 if TYPE_CHECKING:
     from molflt.sequence.encoder_decoder import EncoderDecoder
 
-
 _Batch = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
@@ -57,11 +56,12 @@ class TranslationTask(Task[_Batch, object]):
         self.label_smoothing = label_smoothing
 
     def loss(self, batch: _Batch, progress: float) -> tuple[Tensor, _TargetSums]:
-        source, there, seen, following = batch
-        hidden = self.model(source, seen, there)
-        score, smoothed = self.model.log_likelihood(hidden, following, self.label_smoothing)
-        totals = -score.detach().sum(), -smoothed.detach().sum(), torch.tensor(len(score))
-        return -smoothed.mean(), _TargetSums(*totals)
+        source, source_mask, inputs, targets = batch
+        hidden = self.model(source, inputs, source_mask)
+        score, smoothed = self.model.log_likelihood(hidden, targets, self.label_smoothing)
+        tokens = torch.tensor(len(score))
+        sums = _TargetSums(-score.detach().sum(), -smoothed.detach().sum(), tokens)
+        return -smoothed.mean(), sums
 
     def size(self, batch: _Batch) -> int:
         return int((batch[3] >= 0).sum())

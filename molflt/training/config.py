@@ -91,24 +91,25 @@ def read_config(run: Path) -> Config:
     """Reads config.yaml in the folder of a run and adds defaults for missing options."""
     path = Path(run) / "config.yaml"
     if not path.is_file():
-        above = (parent for parent in Path(run).parents if (parent / "config.yaml").is_file())
-        advice = f"; pass {found}" if (found := next(above, None)) else ""
+        runs = (parent for parent in Path(run).parents if (parent / "config.yaml").is_file())
+        parent = next(runs, None)
+        advice = "" if parent is None else f"; pass {parent}"
         got = f"{run}: not a folder" if Path(run).is_file() else f"{path}: no such file"
         raise FileNotFoundError(f"{got}; expected the folder of a training run{advice}")
     content = read_yaml(path)
     try:
         parser = ArgumentParser(exit_on_error=False)
         add_options(parser, str(content.get("recipe", DEFAULT)))
-        found = parser.parse_object(content)
-        check_values(parser, found)
+        config = parser.parse_object(content)
+        check_values(parser, config)
     except (ArgumentError, ValueError, TypeError, AttributeError, KeyError) as error:
         reason = readable(error)[:200]
         raise ValueError(f"{path}: {reason}; restore the file that training wrote") from None
     for key in ("config", "resume"):
-        found.pop(key, None)
-    if found.trainer.max_steps is None:  # this configuration was not written by training
-        found.trainer.max_steps = STEPS
-    return plain(found.as_dict())
+        config.pop(key, None)
+    if config.trainer.max_steps is None:  # this configuration was not written by training
+        config.trainer.max_steps = STEPS
+    return plain(config.as_dict())
 
 
 class _Loader(yaml.SafeLoader):
@@ -124,14 +125,14 @@ class _Loader(yaml.SafeLoader):
         return super().compose_node(parent, index)
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
-        found = super().compose_mapping_node(anchor)
+        mapping = super().compose_mapping_node(anchor)
         marks: dict[str, yaml.Mark] = {}
-        for key, _ in found.value:
+        for key, _ in mapping.value:
             first = marks.setdefault(str(key.value), key.start_mark)
             if first is not key.start_mark:
-                places = f"lines {first.line + 1} and {key.start_mark.line + 1}"
-                raise yaml.YAMLError(f"key {key.value!r} in {places}; expected it once")
-        return found
+                lines = f"lines {first.line + 1} and {key.start_mark.line + 1}"
+                raise yaml.YAMLError(f"key {key.value!r} in {lines}; expected it once")
+        return mapping
 
 
 def read_yaml(path: Path) -> dict[str, object]:

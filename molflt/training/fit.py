@@ -49,13 +49,13 @@ def fit(
     options.check()
     max_steps = options.steps(data)
     _warn_of_slow_average(options.ema_decay, max_steps)
-    steps = _LightningTask(task, data)
+    module = _LightningTask(task, data)
     ddp = options.devices > 1 or options.strategy == "ddp"
-    smaller = "lower data.batch_size, data.max_atoms or data.length"
+    advice = "lower data.batch_size, data.max_atoms or data.length"
     with (
         _loggers(options.logger, folder) as loggers,
         warnings.catch_warnings(),
-        within_memory(steps.step_description, smaller),
+        within_memory(module.step_description, advice),
     ):
         _silence_lightning()
         trainer = pl.Trainer(
@@ -83,9 +83,9 @@ def fit(
         last = None if folder.checkpoint is None else folder.last
         # Lightning would convert the weights after restoring and averaging them, which would first
         # round float64 weights to float32
-        trainer.precision_plugin.convert_module(steps)
+        trainer.precision_plugin.convert_module(module)
         try:
-            trainer.fit(steps, ckpt_path=last, weights_only=True)
+            trainer.fit(module, ckpt_path=last, weights_only=True)
         except _Interrupted as stop:
             signum, step = stop.args
             return signum, step
@@ -123,10 +123,11 @@ def _silence_lightning() -> None:
 
 
 def _warn_of_slow_average(decay: float | None, max_steps: int) -> None:
-    first = 0.0 if decay is None or max_steps == 1 else decay ** (max_steps - 1)
-    if first > 0.1:
+    """Warns if the first step contributes more than 10 % to the averaged weights."""
+    share = 0.0 if decay is None or max_steps == 1 else decay ** (max_steps - 1)
+    if share > 0.1:
         warnings.warn(
-            f"trainer.ema_decay={decay:g} with trainer.max_steps={max_steps}: {first:.0%} of the "
+            f"trainer.ema_decay={decay:g} with trainer.max_steps={max_steps}: {share:.0%} of the "
             "averaged weights, which are validated and saved, come from the first step; use "
             f"{max(0, 1 - 3 / max_steps):.3g} or less, or more steps",
             stacklevel=2,
@@ -146,10 +147,10 @@ def _loggers(name: LoggerName, folder: RunFolder) -> Iterator[list[Logger]]:
         logger.log_hyperparams(dict(folder.provenance["config"]))
         yield [logger]
     else:
-        begun = (folder.path / "versions.json").read_bytes()
-        own = hashlib.sha256(str(folder.path.resolve()).encode() + begun).hexdigest()[:16]
+        versions = (folder.path / "versions.json").read_bytes()
+        key = hashlib.sha256(str(folder.path.resolve()).encode() + versions).hexdigest()[:16]
         project = os.environ.get("WANDB_PROJECT", "molflt")
-        wandb = WandbLogger(folder.path.name, save_dir=folder.path, project=project, id=own)
+        wandb = WandbLogger(folder.path.name, save_dir=folder.path, project=project, id=key)
         try:
             wandb.log_hyperparams(dict(folder.provenance["config"]))  # prompts for the login
         except Exception as error:  # the errors of wandb only have Exception as a common base

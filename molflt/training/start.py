@@ -51,35 +51,36 @@ def build_parser(words: Sequence[str] = ()) -> ArgumentParser:
 
 
 def _recipe_named(words: list[str]) -> str:
-    found = [DEFAULT, *_values_in("recipe", _values_of("--resume", words))]
-    for name in _inits(words)[-1:]:
+    """Returns the recipe from --resume, --init, --config or --recipe; the last of these decides."""
+    recipes = [DEFAULT, *_values_in("recipe", _values_of("--resume", words))]
+    if (init := _init_named(words)) is not None:
         with contextlib.suppress(ValueError, OSError):  # reported when the weights are read
-            weights, run = find_weights(name)
+            weights, run = find_weights(init)
             known = [recipe_of(weights)] if run is None else _values_in("recipe", [str(run)])
-            found += filter(None, known)
-    found += _values_in("recipe", _values_of("--config", words))
-    return [*found, *_values_of("--recipe", words)][-1]
+            recipes += filter(None, known)
+    recipes += _values_in("recipe", _values_of("--config", words))
+    return [*recipes, *_values_of("--recipe", words)][-1]
 
 
-def _inits(words: list[str]) -> list[str]:
-    found = [*_values_in("init", _values_of("--config", words)), *_values_of("--init", words)]
-    return [] if found[-1:] == ["null"] else found
+def _init_named(words: list[str]) -> str | None:
+    """Returns the initial weights given by --init or a configuration; None without any."""
+    names = [*_values_in("init", _values_of("--config", words)), *_values_of("--init", words)]
+    return None if not names or names[-1] == "null" else names[-1]
 
 
 def _values_in(key: str, files: Sequence[str]) -> list[str]:
     """Returns the values of `key` in YAML files or run folders; "init" paths are made absolute."""
-    found = []
+    values = []
     for name in files:
-        # errors are reported by the parser
-        with contextlib.suppress(OSError, ValueError):
+        with contextlib.suppress(OSError, ValueError):  # reported by the parser
             path = Path(name, "config.yaml") if Path(name).is_dir() else find_config(name)
             content = read_yaml(path)
             if key in content:
                 value = content[key]
                 if key == "init" and value is not None:
                     value = absolute(Path(str(value)), path.absolute().parent)
-                found.append("null" if value is None else str(value))
-    return found
+                values.append("null" if value is None else str(value))
+    return values
 
 
 class _TrainParser(ArgumentParser):
@@ -91,12 +92,12 @@ class _TrainParser(ArgumentParser):
         words = _with_files(words)
         if runs:
             self._resume(runs[-1], words)
-        elif starts := _inits(words):
-            self._take_model_of(starts[-1], _recipe_named(words))
+        elif (init := _init_named(words)) is not None:
+            self._take_model_of(init, _recipe_named(words))
         config = super().parse_args(words)
         for key in ("config", "__default_config__"):
             config.pop(key, None)
-        _let_words_decide(config, words)
+        _keep_one_length(config, words)
         if runs:
             config.run = Path(runs[-1])
         elif config.run is None:
@@ -104,17 +105,19 @@ class _TrainParser(ArgumentParser):
         return config
 
     def _resume(self, run: str, words: list[str]) -> None:
+        """Uses the options of a run as defaults; rejects a different --run."""
         read_config(Path(run))  # raises if it is damaged
         # escapes glob patterns and ~, which jsonargparse would expand
         self.default_config_files = [glob.escape(str(Path(run, "config.yaml").absolute()))]
-        given = _values_of("--run", words)
-        if given and Path(given[-1]).resolve() != Path(run).resolve():
+        folders = _values_of("--run", words)
+        if folders and Path(folders[-1]).resolve() != Path(run).resolve():
             raise ValueError(
-                f"--run {given[-1]} with --resume {run}: a run is resumed in its own folder; "
+                f"--run {folders[-1]} with --resume {run}: a run is resumed in its own folder; "
                 "remove run, or start a new run from its weights with --init"
             )
 
     def _take_model_of(self, init: str, recipe: str) -> None:
+        """Uses the options of the model and the tokenizer of `init` as defaults."""
         source = read_initial_weights(init)
         related = source.recipe in Recipe.of({"recipe": recipe}).relatives
         if source.recipe not in (None, recipe) and not related:
@@ -123,59 +126,62 @@ class _TrainParser(ArgumentParser):
                 f"recipe {source.recipe}; use other weights"
             )
         known = {action.dest for action in self._actions}
-        taken = {}
+        options = {}
         for name, value in source.options[0].items():
             if f"model.{name}" in known:
-                taken[f"model.{name}"] = value
+                options[f"model.{name}"] = value
             elif not related:
                 raise ValueError(
                     f"{source.path}: its model has the option {shown(name)}, which models of "
                     f"recipe {recipe} do not have; use weights of the same recipe"
                 )
         if "data.tokenizer" in known and source.files is not None and TOKENIZER in source.files:
-            taken["data.tokenizer"] = _tokenizer_of(source.path)
-        self.set_defaults(taken)
+            options["data.tokenizer"] = _tokenizer_of(source.path)
+        self.set_defaults(options)
 
     def parse_path(self, path: str | os.PathLike[str], *args: Any, **kwargs: Any) -> Namespace:
         read_yaml(Path(path))  # raises for repeated keys, and for values in place of groups
         try:
-            found = super().parse_path(path, *args, **kwargs)
+            config = super().parse_path(path, *args, **kwargs)
         except ArgumentError as error:
             raise ArgumentError(None, f"{path}: {error}") from None
         known = {action.dest for action in self._actions}
-        for name, value in vars(found.as_flat()).items():
+        for name, value in vars(config.as_flat()).items():
             if name not in known or (name == "resume" and value is not None):
                 raise ArgumentError(None, f"{path}: unknown key {name!r}")
-            found[name] = absolute(value, Path(path).absolute().parent)
-        return found
+            config[name] = absolute(value, Path(path).absolute().parent)
+        return config
 
 
-def _let_words_decide(config: Namespace, words: list[str]) -> None:
+def _keep_one_length(config: Namespace, words: list[str]) -> None:
     """Removes max_steps set in a file if the command line sets max_epochs, and vice versa."""
-    both = ("max_steps", "max_epochs")
-    given = [key for key in both if {*_values_of(f"--trainer.{key}", words)} - {"null"}]
-    if len(given) == 1:
-        config.trainer[both[1 - both.index(given[0])]] = None
+    sets_steps = bool({*_values_of("--trainer.max_steps", words)} - {"null"})
+    sets_epochs = bool({*_values_of("--trainer.max_epochs", words)} - {"null"})
+    if sets_steps != sets_epochs:
+        config.trainer["max_epochs" if sets_steps else "max_steps"] = None
 
 
 def _tokenizer_of(weights: Path) -> Path | None:
+    """Returns the folder with the tokenizer of these weights, or None."""
     folder = weights.absolute().parent
-    above = folder.parent if folder.name == "checkpoints" else folder
-    return above if (above / TOKENIZER).is_file() or (above / "config.json").is_file() else None
+    if folder.name == "checkpoints":
+        folder = folder.parent
+    files = (folder / TOKENIZER, folder / "config.json")
+    return folder if any(file.is_file() for file in files) else None
 
 
 def _with_files(words: Sequence[str]) -> list[str]:
     """Replaces names of shipped configurations and models with the paths of their files."""
-    named: dict[str, Callable[[str], object]] = {
+    path_of: dict[str, Callable[[str], object]] = {
         "--config": find_config,
         "--init": lambda name: find(name) if is_packaged(name) else name,
     }
     out: list[str] = []
     for word in words:
         option, _, value = word.partition("=")
-        if out and out[-1] in named:
+        if out and out[-1] in path_of:
             option, value = out.pop(), word
-        out.append(f"{option}={named[option](value)}" if option in named and value else word)
+        out.append(f"{option}={path_of[option](value)}" if option in path_of and value else word)
     return out
 
 
@@ -193,7 +199,7 @@ def dated_run(name: str) -> Path:
     stem = f"{time.strftime('%Y-%m-%d')}-{re.sub(r'[^A-Za-z0-9._+-]+', '-', name)[:_LONGEST]}"
     names = itertools.chain([stem], (f"{stem}-{count}" for count in itertools.count(2)))
     runs = (Path("runs", each) for each in names)
-    run = next(each for each in runs if not os.path.lexists(each))
+    run = next(path for path in runs if not os.path.lexists(path))
     os.environ[_SHARED] = str(run)
     return run
 
@@ -256,13 +262,14 @@ class Initializer:
         A resumed run reads the content from its checkpoint. Returns None if the file is missing.
         """
         source = self._source
-        found = self.folder.remember(None if source is None else source.domain)
+        content = self.folder.remember(None if source is None else source.domain)
         name = f"--init {self.name}: {DOMAIN}" if source else f"{self.folder.last}: initial"
-        return None if found is None else (name, found)
+        return None if content is None else (name, content)
 
     def load(self, model: nn.Module, files: Mapping[str, bytes]) -> None:
         """Loads matching tensors; warns if the domain of the source is unknown."""
-        if (source := self._source) is None:
+        source = self._source
+        if source is None:
             return
         self._record = {
             "source": self.name,
@@ -271,9 +278,9 @@ class Initializer:
             "recipe": source.recipe,
             **_transfer(source, model, files),
         }
-        unit = source.weights[0].get("energy_std")
-        if "energy_std" in self._record["of_data"] and unit is not None:
-            model.get_buffer("energy_std").copy_(unit)  # until the task overwrites it
+        scale = source.weights[0].get("energy_std")
+        if "energy_std" in self._record["of_data"] and scale is not None:
+            model.get_buffer("energy_std").copy_(scale)  # until the task overwrites it
         if DOMAIN in files and source.domain is None:
             warnings.warn(
                 f"--init {self.name} has no {DOMAIN}, so the training data of these weights are "
@@ -288,31 +295,32 @@ class Initializer:
 
     def say(self, model: nn.Module, options: Mapping[str, object]) -> None:
         """Prints which tensors were loaded, newly initialized, or left unused."""
-        source, done = self._source, self._record
-        if source is None or not done:
+        source, record = self._source, self._record
+        if source is None or not record:
             return
-        own, new, was = model.state_dict(), done["new"], source.weights[0]
-        energies = [name for name in ("energy_mean", "energy_std") if name in was]
-        known = {name: f"{name}, {float(was[name]):.6g} eV in the source" for name in energies}
+        new, weights = record["new"], source.weights[0]
+        of_data = {name: name for name in record["of_data"]}
+        for name in ("energy_mean", "energy_std"):
+            if name in of_data and name in weights:
+                of_data[name] += f", {float(weights[name]):.6g} eV in the source"
         frozen = [n for n, p in model.named_parameters() if n in new and not p.requires_grad]
         rows = {
-            "loaded": [f"{len(done['loaded'])} of {len(own)} tensors"],
+            "loaded": [f"{len(record['loaded'])} of {len(model.state_dict())} tensors"],
             "new": [f"{name} {tuple(x['shape'])}, {x['why']}" for name, x in new.items()],
             "random and frozen": frozen,
-            "of data": [known.get(name, name) for name in done["of_data"]],
-            "left over": [f"{name} {tuple(shape)}" for name, shape in done["left_over"].items()],
+            "of data": list(of_data.values()),
+            "left over": [f"{name} {tuple(shape)}" for name, shape in record["left_over"].items()],
             "differs": [
-                f"{name} {shown(options[name])}, {shown(was)} in the source"
-                for name, was in self.options.items()
-                if name in options and options[name] != was
+                f"{name} {shown(options[name])}, {shown(value)} in the source"
+                for name, value in self.options.items()
+                if name in options and options[name] != value
             ],
         }
         lines = [f"{name}: {_listed(items)}" for name, items in rows.items() if items]
         members = len(source.options)
         first = f"the first of {members} models in " if members > 1 else ""
-        path = f"{first}{source.path} (sha256 {done['sha256'][:12]})"
-        start = f"{self.folder.path}: starts from {path}"
-        self.folder.say("\n  ".join([start, *lines]))
+        path = f"{first}{source.path} (sha256 {record['sha256'][:12]})"
+        self.folder.say("\n  ".join([f"{self.folder.path}: starts from {path}", *lines]))
 
 
 def _transfer(source: Saved, model: nn.Module, files: Mapping[str, bytes]) -> dict[str, Any]:
@@ -326,27 +334,28 @@ def _transfer(source: Saved, model: nn.Module, files: Mapping[str, bytes]) -> di
     its elements, which the new training extends. The model's `seen_by` maps each record to a
     weight; the record is not loaded if this weight is new.
     """
-    own, buffers = model.state_dict(), dict(model.named_buffers())
-    named = getattr(model, "of_data", ())
-    file_of: dict[str, str | None] = dict.fromkeys(named)  # None means any file
-    if isinstance(named, Mapping):
-        file_of = {prefix: file for file, prefixes in named.items() for prefix in prefixes}
-    was, weights = source.files, source.weights[0]
-    changed = [n for n in files if was is not None and not _is_same(was.get(n), files[n])]
+    state, buffers = model.state_dict(), dict(model.named_buffers())
+    prefixes = getattr(model, "of_data", ())
+    file_of: dict[str, str | None] = dict.fromkeys(prefixes)  # None means any file
+    if isinstance(prefixes, Mapping):
+        file_of = {prefix: file for file, group in prefixes.items() for prefix in group}
+    weights, earlier = source.weights[0], source.files
+    changed = [x for x in files if earlier is not None and not _is_same(earlier.get(x), files[x])]
     loaded, new, of_data = {}, {}, []
-    for name, tensor in own.items():
-        found = weights.get(name)
-        needed = [file for prefix, file in file_of.items() if name.startswith(prefix)]
+    for name, tensor in state.items():
+        weight = weights.get(name)
+        needed = {file for prefix, file in file_of.items() if name.startswith(prefix)}
+        unlike = [file for file in changed if not needed.isdisjoint({None, file})]
         if needed and name in buffers:  # such as the normalizer
             of_data.append(name)
-        elif found is None:
+        elif weight is None:
             new[name] = "not in the source"
-        elif found.shape != tensor.shape:
-            new[name] = f"{tuple(found.shape)} in the source"
-        elif other := [file for file in changed if needed and {None, file} & {*needed}]:
-            new[name] = f"trained with a different {other[0]}"
+        elif weight.shape != tensor.shape:
+            new[name] = f"{tuple(weight.shape)} in the source"
+        elif unlike:
+            new[name] = f"trained with a different {unlike[0]}"
         else:
-            loaded[name] = found
+            loaded[name] = weight
     for buffer, weight in getattr(model, "seen_by", {}).items():  # records of the training data
         if buffer in loaded and weight not in loaded:
             del loaded[buffer]
@@ -357,22 +366,21 @@ def _transfer(source: Saved, model: nn.Module, files: Mapping[str, bytes]) -> di
             f"this model; got {_listed(list(weights))}; omit the model options to use those of the "
             "source"
         )
-    kept = {name: own[name] for name in of_data}  # load_state_dict would reset missing buffers
-    model.load_state_dict(kept | loaded, strict=False)
-    left = {name: list(x.shape) for name, x in weights.items() if name not in own}
+    unchanged = {name: state[name] for name in of_data}  # load_state_dict would reset buffers
+    model.load_state_dict(unchanged | loaded, strict=False)
     return {
         "loaded": {name: list(x.shape) for name, x in loaded.items()},
-        "new": {name: {"shape": list(own[name].shape), "why": why} for name, why in new.items()},
+        "new": {name: {"shape": list(state[name].shape), "why": why} for name, why in new.items()},
         "of_data": of_data,
-        "left_over": left,
+        "left_over": {name: list(x.shape) for name, x in weights.items() if name not in state},
     }
 
 
-def _is_same(kept: object, content: bytes) -> bool:
-    """Returns True if `kept` is the SHA-256 digest of `content`, or `content` parsed as JSON."""
-    if isinstance(kept, str):
-        return kept == hashlib.sha256(content).hexdigest()
-    return kept is not None and kept == json.loads(content)
+def _is_same(earlier: object, content: bytes) -> bool:
+    """Returns True if `earlier` is the SHA-256 digest of `content`, or `content` parsed as JSON."""
+    if isinstance(earlier, str):
+        return earlier == hashlib.sha256(content).hexdigest()
+    return earlier is not None and earlier == json.loads(content)
 
 
 def _listed(names: list[str]) -> str:

@@ -85,13 +85,13 @@ class TrainerOptions:
                 f"trainer.logger={self.logger}: the package {self.logger} is not installed; run "
                 f"pip install 'molflt[{self.logger}]', or use csv"
             )
-        kind, most = computes_on(self.accelerator)
-        if not most:
+        kind, available = computes_on(self.accelerator)
+        if not available:
             raise ValueError("trainer.accelerator=gpu: torch does not find a GPU; use cpu or auto")
-        if self.devices > most:
+        if self.devices > available:
             raise ValueError(
-                f"trainer.devices must be at most {most}, the number of {kind}s on this machine; "
-                f"got {self.devices}"
+                f"trainer.devices must be at most {available}, the number of {kind}s on this "
+                f"machine; got {self.devices}"
             )
         if self.precision == "16-mixed" and kind == "core":
             raise ValueError(
