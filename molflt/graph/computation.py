@@ -16,7 +16,7 @@ from molflt.attention import Attention
 from molflt.attention.positions.spectral import GraphNodes
 from molflt.graph.dense import DenseAtoms
 from molflt.graph.geometry import Atoms, Geometry, _starts
-from molflt.graph.near import NearPairs, _Found
+from molflt.graph.near import NearPairs, _Terms
 from molflt.graph.neighbors import Neighbors, neighbor_list
 from molflt.graph.periodic import Auto, Images, OnMesh
 from molflt.graph.regressor import EnergyRegressor
@@ -87,12 +87,12 @@ class EnergyInputs(NamedTuple):
         model.readout.counted(geometry)  # compiled code does not check tags
         assert geometry.tags is not None
         encoding, nothing = model.encoding, geometry.pos.new_zeros(geometry.graphs, 2, 3)
-        around, found, dense = None, _Found(None), DenseAtoms.of(geometry)
+        around, found, dense = None, _Terms(None), DenseAtoms.of(geometry)
         if model.sees_neighbors:
             around = neighbor_list(geometry, model.neighbor_cutoff)
         if encoding is not None:
             dense = encoding.periodic.dense(geometry)
-            found = encoding._found(geometry, model._near(around))
+            found = encoding._terms(geometry, model._near(around))
             if isinstance(encoding.periodic, Auto):  # one form for graphs of all sizes
                 found = found._replace(nodes=encoding.periodic.nodes(geometry, encoding.position))
         nodes = found.nodes or GraphNodes(nothing, nothing[..., 0])
@@ -141,7 +141,7 @@ class EnergyComputation(nn.Module):
             nodes = GraphNodes(given.nodes, given.node_weights) if lattice else None
             if model.encoding.near_field is not None:
                 near = NearPairs(*given[8:12])
-            encoded = model.encoding._evaluate(dense, _Found(nodes, None, near))
+            encoded = model.encoding._evaluate(dense, _Terms(nodes, None, near))
         edges = None
         if model.sees_neighbors:
             center, neighbor, vector = given[12:]

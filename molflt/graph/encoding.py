@@ -31,7 +31,7 @@ from molflt.attention.spectra import GaussianBasis
 from molflt.graph.dense import DenseAtoms, places_of
 from molflt.graph.geometry import Geometry
 from molflt.graph.memory import _expect_memory
-from molflt.graph.near import NearPairs, _bound, _Found, in_pieces
+from molflt.graph.near import NearPairs, _bound, _Terms, in_pieces
 from molflt.graph.neighbors import Neighbors, neighbor_list
 from molflt.graph.periodic import Auto, Images, Near, OnMesh, Open, Reciprocal, make_periodic
 from molflt.graph.sizes import SizeClass, SizeClasses
@@ -77,43 +77,15 @@ class GraphEncoding(nn.Module):
         one_of("feature_map", feature_map, FEATURE_MAPS)
         self.periodic = make_periodic(periodic, **scheme)
         self.mixing, self.softmax = mixing, mixing == "softmax"
-        options = dict(position_options or {})
-        spectrum = str(options.get("spectrum", "gaussian_basis"))
-        options = {**self.periodic.defaults(position, spectrum), **options}
-        if self.periodic.lattice:
-            options["sampled"] = False
-        made = make_position(position, heads, 0, mixing=mixing, **{"dim": 3, **options})
-        self.position = cast(SpectralPosition, made)
-        self.position.on_lattice = self.periodic.lattice
-        if self.periodic.lattice and self.position.spectrum.on_shells:
-            raise ValueError(
-                f"spectrum={spectrum!r} exists only on its shells, not on reciprocal lattices; got "
-                f"periodic={self.periodic!r}; use another spectrum, or periodic='none' or 'images'"
-            )
+        options = position_options or {}
+        self.position = _make_position(position, heads, mixing, self.periodic, options)
         self.periodic.check(self.position, self.softmax, bool(near_field))
-        own = self.periodic
         if mixing == TRITON:
-            smooth = isinstance(own, Reciprocal) and own.smooth
-            if smooth or isinstance(own, Images | OnMesh | Near):
-                raise ValueError(
-                    "mixing='triton' requires periodic 'none', 'reciprocal' or 'auto'; got "
-                    f"{own!r}; use one of them, or mixing='auto'"
-                )
-            if isinstance(own, Auto):
-                own.nodes_only = True
+            _expect_no_mesh(self.periodic)
         self.near_field: NearField | None = None
         self.frequency_projection: FrequencyProjection | None = None
         if near_field:
-            positive(near_field=near_field)
-            if near_field <= _NARROWEST or position != "multiplicative":
-                raise ValueError(
-                    f"near_field corrects a multiplicative kernel and must be above {_NARROWEST} "
-                    f"Å, the width of its narrowest Gaussian; got near_field={near_field} and "
-                    f"position={position!r}"
-                )
-            # Near kernels learn much faster if their initial values differ between heads.
-            basis = GaussianBasis(heads, 32, width_range=(_NARROWEST, near_field), amplitude=0.7)
-            self.near_field = NearField(basis, near_field, exact=near_exact)
+            self.near_field = _make_near_field(heads, near_field, position, near_exact)
         if near_exact:
             if self.near_field is None:
                 no_effect("without near_field", near_exact=True)
@@ -133,50 +105,50 @@ class GraphEncoding(nn.Module):
             geometry: the batch.
             neighbors: all pairs within the cutoff of the near field, if known.
         """
-        found = self._found(geometry, neighbors)
+        terms = self._terms(geometry, neighbors)
         if self.mixing == TRITON:
-            return SizeClasses([self._ragged(geometry, found)])
+            return SizeClasses([self._ragged(geometry, terms)])
         compiling = torch.compiler.is_compiling()
-        columns = None if compiling else self._columns(geometry, found)
+        columns = None if compiling else self._columns(geometry, terms)
 
         def encode(part: Geometry, graphs: Tensor | None) -> SizeClass:
-            own = found if graphs is None else found.select(graphs, geometry.graphs)
-            return self.padded(part, own)
+            selected = terms if graphs is None else terms.select(graphs, geometry.graphs)
+            return self.padded(part, selected)
 
-        return SizeClasses.of(geometry, encode, columns, found.on_mesh)
+        return SizeClasses.of(geometry, encode, columns, terms.on_mesh)
 
-    def _ragged(self, geometry: Geometry, found: _Found) -> SizeClass:
+    def _ragged(self, geometry: Geometry, terms: _Terms) -> SizeClass:
         """Evaluates the encoding of all graphs without padding, for mixing "triton"."""
-        position, near = self.position, found.near
+        position, nodes, near = self.position, terms.nodes, terms.near
         assert isinstance(position, MultiplicativePosition)
         dense = self.periodic.dense(geometry)
         places = places_of(geometry, dense.mask)
         positions = dense.positions.flatten(0, 1).index_select(0, places)
-        if found.nodes is None:
+        if nodes is None:
             waves = position.waves()
         else:
-            waves = position.waves(
-                GraphNodes(*(x.to(positions) for x in found.nodes)), found.counts()
-            )
+            nodes = GraphNodes(nodes.xi.to(positions), nodes.weights.to(positions))
+            waves = position.waves(nodes, terms.node_counts())
         factors = None
         if near is not None:  # all graphs are parts of one row
             first = geometry.ptr[near.graph]
-            near = NearPairs(0 * first, near.query + first, near.key + first, near.vector)
-            if found.nodes is None:
+            row = torch.zeros_like(near.graph)
+            near = NearPairs(row, near.query + first, near.key + first, near.vector)
+            if nodes is None:
                 factors = position.factors(positions[None], positions[None])
         far = partial(self.periodic.far, position, factors)
-        pairs = self._near(found._replace(near=near), far)
+        pairs = self._corrected_pairs(terms._replace(near=near), far)
         tokens = Ragged.of(geometry.ptr.tolist(), places.device)
         encoding = RaggedKernel(waves, (positions, positions), (tokens, tokens), pairs)
-        there = torch.ones_like(places, dtype=torch.bool)[None]
-        row = DenseAtoms(there, positions[None], there, positions[None])
-        return SizeClass(row, encoding, torch.arange(len(places), device=places.device))
+        mask = torch.ones_like(places, dtype=torch.bool)[None]
+        atoms = DenseAtoms(mask, positions[None], mask, positions[None])
+        return SizeClass(atoms, encoding, torch.arange(len(places), device=places.device))
 
-    def padded(self, geometry: Geometry, found: _Found | None = None) -> SizeClass:
+    def padded(self, geometry: Geometry, terms: _Terms | None = None) -> SizeClass:
         """Evaluates the encoding with all graphs padded to the size of the largest graph."""
-        found = self._found(geometry) if found is None else found
-        by_cell = geometry.cell.requires_grad and torch.is_grad_enabled()
-        if by_cell and self.frequency_projection is not None:
+        terms = self._terms(geometry) if terms is None else terms
+        needs_cell_gradient = geometry.cell.requires_grad and torch.is_grad_enabled()
+        if needs_cell_gradient and self.frequency_projection is not None:
             raise ValueError(
                 "position='spectral' with reciprocal nodes has no gradient for the cell: random "
                 "features jump when frequencies change; got a cell that requires a gradient; "
@@ -184,52 +156,55 @@ class GraphEncoding(nn.Module):
             )
         dense = self.periodic.dense(geometry)
         mesh = None
-        if found.on_mesh is not None:
-            mesh = self.periodic.mesh(geometry, dense, self.position, found.on_mesh)
+        if terms.on_mesh is not None:
+            mesh = self.periodic.mesh(geometry, dense, self.position, terms.on_mesh)
         if mesh is not None and isinstance(self.position, MultiplicativePosition):
             far = partial(self.periodic.far, self.position, None)
-            encoding: Encoding = MeshNodes(mesh, self._near(found, far))
+            encoding: Encoding = MeshNodes(mesh, self._corrected_pairs(terms, far))
         else:
-            encoding = self._evaluate(dense, found)
+            encoding = self._evaluate(dense, terms)
         return SizeClass.of(geometry, dense, encoding)
 
-    def _found(self, geometry: Geometry, neighbors: Neighbors | None = None) -> _Found:
+    def _terms(self, geometry: Geometry, neighbors: Neighbors | None = None) -> _Terms:
         """Finds neighbors and nodes of the whole batch at once; errors thus refer to the batch."""
-        alone, near = self.periodic.without_nodes(geometry), self.near_field
-        large = self.periodic.on_mesh(geometry)
-        nodes = self.periodic.nodes(geometry, self.position, large if alone is None else alone)
+        without_nodes, on_mesh = (
+            self.periodic.without_nodes(geometry),
+            self.periodic.on_mesh(geometry),
+        )
+        unused = on_mesh if without_nodes is None else without_nodes
+        nodes = self.periodic.nodes(geometry, self.position, unused)
         if nodes is not None:
             _expect_memory(nodes.weights, geometry, self.position.spectrum.heads)
-        if near is None and alone is None:
-            return _Found(nodes, on_mesh=large)
-        cutoff = 0.0 if near is None else near.cutoff
+        if self.near_field is None and without_nodes is None:
+            return _Terms(nodes, on_mesh=on_mesh)
         if not self.periodic.lattice:
             neighbors = None
             geometry = geometry._replace(pbc=torch.zeros_like(geometry.pbc))
-        if neighbors is None and cutoff:
-            neighbors = neighbor_list(geometry, cutoff)
-        return _Found(nodes, alone, NearPairs.of(geometry, neighbors, alone), large)
+        if neighbors is None and self.near_field is not None:
+            neighbors = neighbor_list(geometry, self.near_field.cutoff)
+        near = NearPairs.of(geometry, neighbors, without_nodes)
+        return _Terms(nodes, without_nodes, near, on_mesh)
 
-    def _columns(self, geometry: Geometry, found: _Found) -> Tensor | None:
+    def _columns(self, geometry: Geometry, terms: _Terms) -> Tensor | None:
         """Returns the number of nodes, images or keys per atom in each graph: (graphs,) or None."""
-        if found.nodes is None:
+        if terms.nodes is None:
             return self.periodic.images(geometry)
-        atoms, nodes = geometry.ptr.diff(), found.counts()
+        atoms, nodes = geometry.ptr.diff(), terms.node_counts()
         if self.mixing == "linear":
             return nodes
         return torch.minimum(atoms, nodes) if self.mixing == "auto" else atoms
 
-    def _evaluate(self, dense: DenseAtoms, found: _Found) -> Encoding:
-        # Uses only tensors, because exported programs require it.
-        nodes = found.nodes
+    def _evaluate(self, dense: DenseAtoms, terms: _Terms) -> Encoding:
+        """Evaluates the encoding without a mesh; exported programs require that all are tensors."""
+        nodes = terms.nodes
         if self.softmax and nodes is None:
-            return self._exact(dense, found)
+            return self._exact_mask(dense, terms)
         dtype = torch.promote_types(dense.positions.dtype, torch.float32)
-        rounded = None if nodes is None else GraphNodes(*(x.to(dtype) for x in nodes))
+        rounded = None if nodes is None else GraphNodes(nodes.xi.to(dtype), nodes.weights.to(dtype))
         factors = self.position.factors(dense.positions, dense.key_positions, rounded)
         if isinstance(self.position, MultiplicativePosition):
             far = partial(self.periodic.far, self.position, factors)
-            encoding = Kernel(*factors, self._near(found, far))
+            encoding = Kernel(*factors, self._corrected_pairs(terms, far))
             if not self.softmax:
                 return encoding
             kernel = encoding.dense(dense.positions.shape[1], dense.key_positions.shape[1])
@@ -240,39 +215,48 @@ class GraphEncoding(nn.Module):
             return Factors(*self.frequency_projection(factors, nodes.xi))
         return Factors(*factors)
 
-    def _exact(self, dense: DenseAtoms, found: _Found) -> Encoding:
+    def _exact_mask(self, dense: DenseAtoms, terms: _Terms) -> Encoding:
         """Computes the exact mask for softmax, including the near field."""
         positions, keys, position = dense.positions, dense.key_positions, self.position
         if self.near_field is None or not isinstance(position, MultiplicativePosition):
             return position("softmax", positions, keys)
         kernel = position.kernel(differences(positions, keys))
-        pairs = self._near(found, lambda some, _: position.kernel(-some.vector[None])[0])
+
+        def far(near: NearPairs, _: float) -> Tensor:
+            return position.kernel(-near.vector[None])[0]
+
+        pairs = self._corrected_pairs(terms, far)
         if pairs is not None:
             batch, queries, _ = positions.shape
             kernel = kernel + pairs.dense(batch, queries, keys.shape[1])
         return Bias(kernel.clamp(min=position.positive).log())
 
-    def _near(self, found: _Found, far: Callable[[NearPairs, float], Tensor]) -> Pairs | None:
-        """Returns near-field pairs and their corrections; each atom is also paired with itself."""
-        if found.near is None:
+    def _corrected_pairs(
+        self, terms: _Terms, far: Callable[[NearPairs, float], Tensor]
+    ) -> Pairs | None:
+        """Returns near-field pairs and their corrections; each atom is also paired with itself.
+
+        `far` maps pairs and an upper bound on their distances, in Å, to the far field of the pairs.
+        """
+        if terms.near is None:
             return None
-        near, alone = found.near, found.alone
+        near, without_nodes = terms.near, terms.without_nodes
         cutoff = 0.0 if self.near_field is None else self.near_field.cutoff
-        farthest = cutoff if alone is None else _bound(distances(near.vector), cutoff)
+        farthest = cutoff if without_nodes is None else _bound(distances(near.vector), cutoff)
 
-        def added(some: NearPairs) -> tuple[Tensor, ...]:
-            pairs, kernel = some.pairs(), far(some, farthest)
-            out = pairs._replace(weight=torch.zeros_like(kernel))
+        def corrections(piece: NearPairs) -> tuple[Tensor, ...]:
+            pairs, kernel = piece.pairs(), far(piece, farthest)
+            corrected = pairs._replace(weight=torch.zeros_like(kernel))
             if self.near_field is not None:
-                out = self.near_field(pairs, some.vector, kernel)
-            weight = out.weight
-            if alone is not None:
-                weight = weight + kernel * alone[some.graph]
-            return weight, *(out.exact or ())
+                corrected = self.near_field(pairs, piece.vector, kernel)
+            weight = corrected.weight
+            if without_nodes is not None:  # these graphs have no other far field
+                weight = weight + kernel * without_nodes[piece.graph]
+            return weight, *(corrected.exact or ())
 
-        parts = zip(*in_pieces(added, near), strict=True)
-        weight, *own = (torch.cat(x, dim=-1) for x in parts)
-        return near.pairs()._replace(weight=weight, exact=(own[0], own[1]) if own else None)
+        pieces = zip(*in_pieces(corrections, near), strict=True)
+        weight, *exact = (torch.cat(parts, dim=-1) for parts in pieces)
+        return near.pairs()._replace(weight=weight, exact=(exact[0], exact[1]) if exact else None)
 
     @torch.no_grad()
     def radial_profile(self, distance: Tensor) -> Tensor:
@@ -302,30 +286,76 @@ class GraphEncoding(nn.Module):
         return f"position={type(self.position).__name__}, periodic={self.periodic!r}"
 
 
-def _expect_map(feature_map: str, able: str, why: str) -> None:
-    known = [name for name, phi in FEATURE_MAPS.items() if getattr(phi, able)]
-    if feature_map not in known:
-        raise ValueError(f"{why}; got feature_map={feature_map!r}; use one of {', '.join(known)}")
+def _make_position(
+    name: str, heads: int, mixing: str, scheme: Open, position_options: Mapping[str, object]
+) -> SpectralPosition:
+    """Builds the position with the defaults of a periodic scheme, unless options override them."""
+    spectrum = str(position_options.get("spectrum", "gaussian_basis"))
+    options = {"dim": 3, **scheme.defaults(name, spectrum), **position_options}
+    if scheme.lattice:
+        options["sampled"] = False
+    position = cast(SpectralPosition, make_position(name, heads, 0, mixing=mixing, **options))
+    position.on_lattice = scheme.lattice
+    if scheme.lattice and position.spectrum.on_shells:
+        raise ValueError(
+            f"spectrum={spectrum!r} exists only on its shells, not on reciprocal lattices; got "
+            f"periodic={scheme!r}; use another spectrum, or periodic='none' or 'images'"
+        )
+    return position
+
+
+def _expect_no_mesh(scheme: Open) -> None:
+    """Raises ValueError for schemes without Triton kernels; makes `Auto` always use nodes."""
+    smooth = isinstance(scheme, Reciprocal) and scheme.smooth
+    if smooth or isinstance(scheme, Images | OnMesh | Near):
+        raise ValueError(
+            "mixing='triton' requires periodic 'none', 'reciprocal' or 'auto'; got "
+            f"{scheme!r}; use one of them, or mixing='auto'"
+        )
+    if isinstance(scheme, Auto):
+        scheme.nodes_only = True
+
+
+def _make_near_field(heads: int, cutoff: float, position: str, exact: bool) -> NearField:
+    positive(near_field=cutoff)
+    if cutoff <= _NARROWEST or position != "multiplicative":
+        raise ValueError(
+            f"near_field corrects a multiplicative kernel and must be above {_NARROWEST} Å, the "
+            f"width of its narrowest Gaussian; got near_field={cutoff} and position={position!r}"
+        )
+    # Near kernels learn much faster if their initial values differ between heads.
+    basis = GaussianBasis(heads, 32, width_range=(_NARROWEST, cutoff), amplitude=0.7)
+    return NearField(basis, cutoff, exact=exact)
+
+
+def _expect_map(feature_map: str, capability: str, why: str) -> None:
+    """Raises ValueError unless the class of the feature map sets the attribute `capability`."""
+    capable = [name for name, phi in FEATURE_MAPS.items() if getattr(phi, capability)]
+    if feature_map not in capable:
+        raise ValueError(f"{why}; got feature_map={feature_map!r}; use one of {', '.join(capable)}")
 
 
 def _make_encoding(
     heads: int,
     position: GraphPositionName,
-    kind: dict[str, Any],
+    kernel: dict[str, Any],
     periodic: str | Open | None,
-    **where: Any,
+    **options: Any,
 ) -> GraphEncoding | None:
+    """Builds the encoding; with position "none", rejects its options and returns None."""
     one_of("position", position, _GRAPH_POSITIONS)
     if position != "none":
-        return GraphEncoding(heads, position=position, periodic=periodic or "none", **where, **kind)
-    where["periodic"] = None if periodic == "none" else periodic
-    no_effect("with position='none'", **{name: value or None for name, value in where.items()})
+        options["periodic"] = periodic or "none"
+        return GraphEncoding(heads, position=position, **options, **kernel)
+    options["periodic"] = None if periodic == "none" else periodic
+    no_effect("with position='none'", **{name: value or None for name, value in options.items()})
     return None
 
 
 def _encode(
     encoding: GraphEncoding | None, geometry: Geometry, neighbors: Neighbors | None = None
 ) -> SizeClasses:
+    """Evaluates an encoding; None only pads the atoms."""
     if encoding is not None:
         return encoding(geometry, neighbors)
     return SizeClasses.of(geometry, lambda part, _: SizeClass.of(part, DenseAtoms.of(part)))
