@@ -36,6 +36,7 @@ from molflt.graph.neighbors import Neighbors, neighbor_list
 from molflt.graph.periodic import Auto, Images, Near, OnMesh, Open, Reciprocal, make_periodic
 from molflt.graph.sizes import SizeClass, SizeClasses
 
+_FarField = Callable[[NearPairs, float], Tensor]  # of pairs, with a bound on distances, in Å
 _NARROWEST = 0.2  # Å, narrowest Gaussian of the near field
 GraphPositionName = Literal["none", "spectral", "multiplicative"]
 _GRAPH_POSITIONS = get_args(GraphPositionName)
@@ -47,11 +48,9 @@ class GraphEncoding(nn.Module):
     Args:
         heads: number of heads.
         position: "spectral" adds f(r_i - r_j) to the logit, exp(q.k + f), as in FLT
-            (arXiv:2302.01925, eq. 3). "multiplicative" multiplies phi(q).phi(k) by a kernel h(r_i -
-            r_j) (`MultiplicativePosition`).
+            (arXiv:2302.01925, eq. 3). "multiplicative" multiplies phi(q).phi(k) by a kernel.
         position_options: further arguments of the position (see `SpectralPosition.build`):
-            spectrum, nodes, num_nodes, arguments of the spectrum, and arguments of the nodes with
-            the prefix `node_`.
+            spectrum, nodes, num_nodes, arguments of the spectrum and, after `node_`, of the nodes.
         periodic: name as in `EnergyRegressor`, or a scheme of `molflt.graph.periodic`.
         near_field, near_exact, mixing, feature_map, num_features: see `EnergyRegressor`.
         scheme: image_cutoff, max_frequency or mesh_order; see `EnergyRegressor`.
@@ -83,7 +82,6 @@ class GraphEncoding(nn.Module):
         if mixing == TRITON:
             _expect_no_mesh(self.periodic)
         self.near_field: NearField | None = None
-        self.frequency_projection: FrequencyProjection | None = None
         if near_field:
             self.near_field = _make_near_field(heads, near_field, position, near_exact)
         if near_exact:
@@ -92,6 +90,7 @@ class GraphEncoding(nn.Module):
             if self.softmax:
                 no_effect("with mixing='softmax', whose q.k is exact everywhere", near_exact=True)
             _expect_map(feature_map, "estimates_exp", "near_exact=True needs estimates of exp(q.k)")
+        self.frequency_projection: FrequencyProjection | None = None
         if self.periodic.lattice and position == "spectral" and not self.softmax:
             why = "position='spectral' with reciprocal nodes needs a map of random projections"
             _expect_map(feature_map, "takes_projected", why)
@@ -101,15 +100,12 @@ class GraphEncoding(nn.Module):
     def forward(self, geometry: Geometry, neighbors: Neighbors | None = None) -> SizeClasses:
         """Evaluates the encoding separately for each class of graphs of similar size.
 
-        Args:
-            geometry: the batch.
-            neighbors: all pairs within the cutoff of the near field, if known.
+        `neighbors` are all pairs within the cutoff of the near field, if known.
         """
         terms = self._terms(geometry, neighbors)
         if self.mixing == TRITON:
             return SizeClasses([self._ragged(geometry, terms)])
-        compiling = torch.compiler.is_compiling()
-        columns = None if compiling else self._columns(geometry, terms)
+        columns = None if torch.compiler.is_compiling() else self._columns(geometry, terms)
 
         def encode(part: Geometry, graphs: Tensor | None) -> SizeClass:
             selected = terms if graphs is None else terms.select(graphs, geometry.graphs)
@@ -163,14 +159,12 @@ class GraphEncoding(nn.Module):
             encoding: Encoding = MeshNodes(mesh, self._corrected_pairs(terms, far))
         else:
             encoding = self._evaluate(dense, terms)
-        return SizeClass.of(geometry, dense, encoding)
+        return SizeClass(dense, encoding, places_of(geometry, dense.mask))
 
     def _terms(self, geometry: Geometry, neighbors: Neighbors | None = None) -> _Terms:
         """Finds neighbors and nodes of the whole batch at once; errors thus refer to the batch."""
-        without_nodes, on_mesh = (
-            self.periodic.without_nodes(geometry),
-            self.periodic.on_mesh(geometry),
-        )
+        without_nodes = self.periodic.without_nodes(geometry)
+        on_mesh = self.periodic.on_mesh(geometry)
         unused = on_mesh if without_nodes is None else without_nodes
         nodes = self.periodic.nodes(geometry, self.position, unused)
         if nodes is not None:
@@ -221,23 +215,14 @@ class GraphEncoding(nn.Module):
         if self.near_field is None or not isinstance(position, MultiplicativePosition):
             return position("softmax", positions, keys)
         kernel = position.kernel(differences(positions, keys))
-
-        def far(near: NearPairs, _: float) -> Tensor:
-            return position.kernel(-near.vector[None])[0]
-
-        pairs = self._corrected_pairs(terms, far)
+        pairs = self._corrected_pairs(terms, lambda near, _: position.kernel(-near.vector[None])[0])
         if pairs is not None:
             batch, queries, _ = positions.shape
             kernel = kernel + pairs.dense(batch, queries, keys.shape[1])
         return Bias(kernel.clamp(min=position.positive).log())
 
-    def _corrected_pairs(
-        self, terms: _Terms, far: Callable[[NearPairs, float], Tensor]
-    ) -> Pairs | None:
-        """Returns near-field pairs and their corrections; each atom is also paired with itself.
-
-        `far` maps pairs and an upper bound on their distances, in Å, to the far field of the pairs.
-        """
+    def _corrected_pairs(self, terms: _Terms, far: _FarField) -> Pairs | None:
+        """Returns near-field pairs and their corrections; each atom is also paired with itself."""
         if terms.near is None:
             return None
         near, without_nodes = terms.near, terms.without_nodes
@@ -275,10 +260,7 @@ class GraphEncoding(nn.Module):
         return kernel.clamp(min=self.position.positive).log()
 
     def redraw_(self, generator: torch.Generator | None = None) -> None:
-        """Draws new random features in place; use the same seed on every rank.
-
-        Nodes of the mask are kept, because the mask is learned with them.
-        """
+        """Draws new random features, not nodes, in place; use the same seed on every rank."""
         if self.frequency_projection is not None:
             self.frequency_projection.redraw_(generator)
 
@@ -336,19 +318,15 @@ def _expect_map(feature_map: str, capability: str, why: str) -> None:
 
 
 def _make_encoding(
-    heads: int,
-    position: GraphPositionName,
-    kernel: dict[str, Any],
-    periodic: str | Open | None,
-    **options: Any,
+    heads: int, position: GraphPositionName, kernel: dict[str, Any], **options: Any
 ) -> GraphEncoding | None:
     """Builds the encoding; with position "none", rejects its options and returns None."""
     one_of("position", position, _GRAPH_POSITIONS)
+    options["periodic"] = options["periodic"] or "none"
     if position != "none":
-        options["periodic"] = periodic or "none"
         return GraphEncoding(heads, position=position, **options, **kernel)
-    options["periodic"] = None if periodic == "none" else periodic
-    no_effect("with position='none'", **{name: value or None for name, value in options.items()})
+    unused = {name: value or None for name, value in options.items() if value != "none"}
+    no_effect("with position='none'", **unused)
     return None
 
 
@@ -358,4 +336,9 @@ def _encode(
     """Evaluates an encoding; None only pads the atoms."""
     if encoding is not None:
         return encoding(geometry, neighbors)
-    return SizeClasses.of(geometry, lambda part, _: SizeClass.of(part, DenseAtoms.of(part)))
+
+    def pad(part: Geometry, _: Tensor | None) -> SizeClass:
+        dense = DenseAtoms.of(part)
+        return SizeClass(dense, None, places_of(part, dense.mask))
+
+    return SizeClasses.of(geometry, pad)
