@@ -37,10 +37,7 @@ class NearPairs(NamedTuple):
     def of(
         cls, geometry: Geometry, neighbors: Neighbors | None, without_nodes: Tensor | None
     ) -> "NearPairs":
-        """Pairs atoms with themselves and with neighbors.
-
-        In the graphs of the mask `without_nodes` (graphs,), atoms are paired with all atoms.
-        """
+        """Pairs atoms with themselves and neighbors or, in graphs of the mask, with all atoms."""
         atoms = torch.arange(geometry.pos.shape[0], device=geometry.pos.device)
         groups: list[tuple[Tensor, ...]] = [(atoms, atoms, torch.zeros_like(geometry.pos))]
         if neighbors is not None:
