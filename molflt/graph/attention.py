@@ -31,8 +31,7 @@ class GraphAttention(Redrawn):
     Args:
         dim: width of the atom features, a multiple of `heads`.
         heads: number of heads.
-        position: "spectral" (FLT's mask), "multiplicative" (a kernel) or "none" (a Performer
-            without positions).
+        position: "spectral" (FLT's mask), "multiplicative" (a kernel) or "none" (a Performer).
         periodic: "none" ignores periodicity; "images", "reciprocal", "mesh" and "auto" account for
             it. With None, periodic structures are rejected. The layer does not receive tags;
             "images" therefore uses images of all atoms along all periodic axes.
@@ -67,8 +66,8 @@ class GraphAttention(Redrawn):
         at_least_one(dim=dim, heads=heads)
         if attention.get("causal") or attention.get("gate"):
             raise ValueError("atoms are not ordered; got causal or gate; remove them")
-        kind = dict[str, Any](mixing=mixing, feature_map=feature_map, num_features=num_features)
-        where: dict[str, Any] = {
+        kernel = dict[str, Any](mixing=mixing, feature_map=feature_map, num_features=num_features)
+        encoding_options: dict[str, Any] = {
             "position_options": position_options,
             "periodic": periodic,
             "image_cutoff": image_cutoff,
@@ -77,19 +76,18 @@ class GraphAttention(Redrawn):
             "near_field": near_field,
             "near_exact": near_exact,
         }
-        self._again = partial(
-            GraphAttention, dim, heads, position=position, **where, **kind, **attention
-        )
+        options = {**encoding_options, **kernel, **attention}
+        self._rebuild = partial(GraphAttention, dim, heads, position=position, **options)
         self.dim = dim
         self.periodic = periodic
-        self.encoding: GraphEncoding | None = _make_encoding(heads, position, kind, **where)
-        own = None if self.encoding is None else self.encoding.position
-        self.attention = Attention(dim, heads, position=own, **kind, **attention)
+        self.encoding = _make_encoding(heads, position, kernel, **encoding_options)
+        mask = None if self.encoding is None else self.encoding.position
+        self.attention = Attention(dim, heads, position=mask, **kernel, **attention)
         self.attention.share_position()
 
     def reset_parameters(self) -> None:
         """Draws new weights, masks and random features."""
-        self.load_state_dict(self._again().state_dict())
+        self.load_state_dict(self._rebuild().state_dict())
 
     _reset_parameters = reset_parameters  # name used by PyG's GPSConv
 
@@ -115,8 +113,7 @@ class GraphAttention(Redrawn):
         """
         if torch.jit.is_tracing():
             raise ValueError(
-                "torch.jit.trace keeps the neighbors and nodes of one batch; use torch.compile or "
-                "torch.export"
+                "torch.jit.trace keeps the nodes of one batch; use torch.compile or torch.export"
             )
         tensors(x=x, pos=pos, batch=batch, cell=cell, pbc=pbc)
         if x.ndim != 2 or x.shape[1] != self.dim:
@@ -139,11 +136,12 @@ class GraphAttention(Redrawn):
     def _expect_cell(
         self, encoding: GraphEncoding, cell: Tensor | None, pbc: Tensor | None
     ) -> None:
+        """Raises ValueError for periodic structures without a cell or a choice of `periodic`."""
         if encoding.periodic.needs_cell:
-            wrong = cell is None
+            unusable = cell is None
         else:
-            wrong = self.periodic is None and (cell is not None or pbc is not None)
-        if wrong and (pbc is None or torch.compiler.is_compiling() or bool(pbc.any())):
+            unusable = self.periodic is None and (cell is not None or pbc is not None)
+        if unusable and (pbc is None or torch.compiler.is_compiling() or bool(pbc.any())):
             raise ValueError(
                 f"got a periodic structure, which needs cell, (graphs, 3, 3), Å, and periodic="
                 f"'reciprocal' or 'images', or 'none' to ignore the boundaries; the layer has "

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from molflt.attention import Attention
 from molflt.attention.positions.spectral import GraphNodes
-from molflt.graph.dense import DenseAtoms
+from molflt.graph.dense import DenseAtoms, places_of
 from molflt.graph.geometry import Atoms, Geometry, _starts
-from molflt.graph.near import NearPairs, _Found
+from molflt.graph.near import NearPairs, _Terms
 from molflt.graph.neighbors import Neighbors, neighbor_list
 from molflt.graph.periodic import Auto, Images, OnMesh
 from molflt.graph.regressor import EnergyRegressor
@@ -28,15 +28,15 @@ if TYPE_CHECKING:
 
 _MOST_IN_MATRIX = 2048
 """largest number of atoms per graph in machine code; larger N x N matrices would exhaust memory"""
-_SIZES = {
-    "numbers tags places": "atoms",
-    "references": "graphs",
-    "mask positions": "graphs width",
-    "nodes node_weights": "graphs nodes",
-    "pair_graphs pair_queries pair_keys pair_vectors": "pairs",
-    "edge_centers edge_neighbors edge_vectors": "edges",
+_DIMENSIONS = {
+    ("numbers", "tags", "places"): ("atoms",),
+    ("references",): ("graphs",),
+    ("mask", "positions"): ("graphs", "width"),
+    ("nodes", "node_weights"): ("graphs", "nodes"),
+    ("pair_graphs", "pair_queries", "pair_keys", "pair_vectors"): ("pairs",),
+    ("edge_centers", "edge_neighbors", "edge_vectors"): ("edges",),
 }
-"""fields of `EnergyInputs`, in order, and their leading dimensions"""
+"""leading dimensions, whose sizes may change, of the fields of `EnergyInputs`"""
 
 
 class EnergyInputs(NamedTuple):
@@ -77,7 +77,7 @@ class EnergyInputs(NamedTuple):
     @classmethod
     def of(cls, model: EnergyRegressor, batch: "Data") -> "EnergyInputs":
         """Checks and prepares a batch in the format of `EnergyRegressor.forward`."""
-        _check(model)
+        _expect_exportable(model)
         atoms = Atoms.of(batch, model.embedding.element.weight)
         references = atoms.geometry.sum(model._references(atoms))
         if not model.subsurface:
@@ -86,44 +86,46 @@ class EnergyInputs(NamedTuple):
         model.embedding.element.check(numbers)
         model.readout.counted(geometry)  # compiled code does not check tags
         assert geometry.tags is not None
-        encoding, nothing = model.encoding, geometry.pos.new_zeros(geometry.graphs, 2, 3)
-        around, found, dense = None, _Found(None), DenseAtoms.of(geometry)
+        encoding, neighbors = model.encoding, None
         if model.sees_neighbors:
-            around = neighbor_list(geometry, model.neighbor_cutoff)
-        if encoding is not None:
+            neighbors = neighbor_list(geometry, model.neighbor_cutoff)
+        if encoding is None:
+            dense, terms = DenseAtoms.of(geometry), _Terms(None)
+        else:
             dense = encoding.periodic.dense(geometry)
-            found = encoding._found(geometry, model._near(around))
+            terms = encoding._terms(geometry, model._near(neighbors))
             if isinstance(encoding.periodic, Auto):  # one form for graphs of all sizes
-                found = found._replace(nodes=encoding.periodic.nodes(geometry, encoding.position))
-        nodes = found.nodes or GraphNodes(nothing, nothing[..., 0])
-        none = numbers.new_zeros(2)
-        near = found.near or NearPairs(none, none, none, geometry.pos.new_zeros(2, 3))
-        edges: tuple[Tensor, ...] = (none, none, geometry.pos.new_ones(2, 3))
+                terms = terms._replace(nodes=encoding.periodic.nodes(geometry, encoding.position))
+        # inputs that the model does not use
+        no_nodes = geometry.pos.new_zeros(geometry.graphs, 2, 3)
+        no_pairs, no_vectors = numbers.new_zeros(2), geometry.pos.new_zeros(2, 3)
+        nodes = terms.nodes or GraphNodes(no_nodes, no_nodes[..., 0])
+        near = terms.near or NearPairs(no_pairs, no_pairs, no_pairs, no_vectors)
+        edges: tuple[Tensor, ...] = (no_pairs, no_pairs, torch.ones_like(no_vectors))
         return cls(
             numbers,
             geometry.tags,
-            SizeClass.of(geometry, dense).places,
+            places_of(geometry, dense.mask),
             references,
             dense.mask,
             dense.positions,
             nodes.xi.to(geometry.pos),
             nodes.weights.to(geometry.pos),
             *near,
-            *(edges if around is None else around[:3]),
+            *(edges if neighbors is None else neighbors[:3]),
         )
 
 
 class EnergyComputation(nn.Module):
     """Computes the energies of graphs from `EnergyInputs` without inspecting values.
 
-    With a near field or reciprocal nodes, attention uses the N x N matrix of each graph for all
-    sizes, which takes O(width^2) and is faster for up to a few thousand atoms; otherwise, the
-    linear form. The energies equal those of `model`, which is copied.
+    With a near field or reciprocal nodes, attention uses the N x N matrix of each graph, which is
+    faster for up to a few thousand atoms. The energies equal those of `model`, which is copied.
     """
 
     def __init__(self, model: EnergyRegressor) -> None:
         super().__init__()
-        _check(model)
+        _expect_exportable(model)
         self.model = copy.deepcopy(model).eval().requires_grad_(False)
         mixing = "quadratic" if takes_matrix(self.model) else "linear"
         for layer in self.model.modules():
@@ -132,37 +134,38 @@ class EnergyComputation(nn.Module):
 
     def forward(self, *inputs: Tensor) -> Tensor:
         """Computes float64 energies (graphs,), in eV, from the ordered fields of `EnergyInputs`."""
-        given, model = EnergyInputs(*inputs), self.model
-        mask = given.mask
-        dense = DenseAtoms(mask, given.positions, mask, given.positions)
-        encoded = None
+        batch, model = EnergyInputs(*inputs), self.model
+        dense = DenseAtoms(batch.mask, batch.positions, batch.mask, batch.positions)
+        encoding = None
         if model.encoding is not None:
-            lattice, near = model.encoding.periodic.lattice, None
-            nodes = GraphNodes(given.nodes, given.node_weights) if lattice else None
+            nodes = near = None
+            if model.encoding.periodic.lattice:
+                nodes = GraphNodes(batch.nodes, batch.node_weights)
             if model.encoding.near_field is not None:
-                near = NearPairs(*given[8:12])
-            encoded = model.encoding._evaluate(dense, _Found(nodes, None, near))
+                pairs = batch.pair_graphs, batch.pair_queries, batch.pair_keys
+                near = NearPairs(*pairs, batch.pair_vectors)
+            encoding = model.encoding._evaluate(dense, _Terms(nodes, near=near))
         edges = None
         if model.sees_neighbors:
-            center, neighbor, vector = given[12:]
-            edges = Neighbors(center, neighbor, vector, vector.norm(dim=-1))
-        nowhere = given.positions.new_zeros(3)  # the encoding and the edges contain positions
+            distance = batch.edge_vectors.norm(dim=-1)
+            ends = batch.edge_centers, batch.edge_neighbors
+            edges = Neighbors(*ends, batch.edge_vectors, distance)
+        unused = batch.positions.new_zeros(3)  # the encoding and the edges contain positions
         geometry = Geometry(
-            nowhere,
-            torch.div(given.places, mask.shape[1], rounding_mode="floor"),
-            _starts(mask.sum(dim=1)),
-            nowhere,
-            nowhere,
-            given.tags,
+            pos=unused,
+            batch=torch.div(batch.places, batch.mask.shape[1], rounding_mode="floor"),
+            ptr=_starts(batch.mask.sum(dim=1)),
+            cell=unused,
+            pbc=unused,
+            tags=batch.tags,
         )
-        x = model.embedding(given.numbers, geometry, edges)
-        padded = SizeClass(dense, encoded, given.places)
+        x = model.embedding(batch.numbers, geometry, edges)
+        padded = SizeClass(dense, encoding, batch.places)
         for _ in range(model.stack.refinements):
             x = padded.apply(model.stack.one_pass, x)
         atomic, _ = model.readout(model.stack.norm(x), geometry, edges)
-        return (
-            geometry.sum(atomic.double()) * model.energy_std + model.energy_mean + given.references
-        )
+        energy = geometry.sum(atomic.double()) * model.energy_std + model.energy_mean
+        return energy + batch.references
 
 
 def export_energies(model: EnergyRegressor, batch: "Data") -> "ExportedProgram":
@@ -174,15 +177,15 @@ def export_energies(model: EnergyRegressor, batch: "Data") -> "ExportedProgram":
     from torch.export import Dim, export
 
     computation, inputs = EnergyComputation(model), EnergyInputs.of(model, batch)
-    names = {name for sizes in _SIZES.values() for name in sizes.split()}
-    dims = {name: Dim(name, min=1) for name in names}
-    shapes = tuple(
-        {axis: dims[name] for axis, name in enumerate(sizes.split())}
-        for fields, sizes in _SIZES.items()
-        for _ in fields.split()
-    )
+    dims = {name: Dim(name, min=1) for names in _DIMENSIONS.values() for name in names}
+    shapes = {
+        field: {axis: dims[name] for axis, name in enumerate(names)}
+        for fields, names in _DIMENSIONS.items()
+        for field in fields
+    }
+    ordered = tuple(shapes[field] for field in EnergyInputs._fields)
     with torch.no_grad():
-        return export(computation, tuple(inputs), dynamic_shapes=(shapes,), strict=True)
+        return export(computation, tuple(inputs), dynamic_shapes=(ordered,), strict=True)
 
 
 def takes_matrix(model: EnergyRegressor) -> bool:
@@ -191,7 +194,8 @@ def takes_matrix(model: EnergyRegressor) -> bool:
     return encoding is not None and bool(encoding.periodic.lattice or encoding.near_field)
 
 
-def _check(model: nn.Module) -> None:
+def _expect_exportable(model: nn.Module) -> None:
+    """Raises ValueError for models whose energies `EnergyComputation` cannot compute."""
     if type(model) is not EnergyRegressor:
         raise ValueError(
             f"expected one EnergyRegressor; got {type(model).__name__}, which cannot be exported; "
@@ -220,8 +224,7 @@ def compile_energies(model: EnergyRegressor, path: Path) -> Path:
         get_cpp_compiler()
     except InvalidCxxCompiler:
         raise ValueError(
-            "compilation needs a C++ compiler; got none; install g++ or clang++, or set the "
-            "environment variable CXX"
+            "compilation needs a C++ compiler; got none; install g++ or clang++, or set $CXX"
         ) from None
     aoti_compile_and_package(export_energies(model, _example(model)), package_path=str(path))
     return path
@@ -247,13 +250,9 @@ class CompiledEnergies(nn.Module):
         self.element_energies = model.element_energies
 
     def forward(self, batch: "Data") -> Mapping[str, Tensor]:
-        """Computes float64 energies (graphs,), in eV, like `EnergyRegressor.forward`.
-
-        Use batches with graphs of similar size, because graphs are padded to the size of the
-        largest graph. If a graph is too large for an N x N matrix, `model` computes the batch.
-        """
+        """Computes float64 energies (graphs,), in eV, like `EnergyRegressor.forward`."""
         inputs = EnergyInputs.of(self.model, batch)
-        if self.matrix and inputs.mask.shape[1] > _MOST_IN_MATRIX:
+        if self.matrix and inputs.mask.shape[1] > _MOST_IN_MATRIX:  # too large for machine code
             return {"energy": self.model(batch)["energy"]}
         return {"energy": self.program(*inputs) + self.model.baseline(batch)}
 
@@ -262,9 +261,9 @@ def _example(model: EnergyRegressor) -> "Data":
     """Returns two graphs, of three and two atoms, that every model accepts."""
     from torch_geometric.data import Data
 
-    places = [[0.0, 0.0, 0.0], [0.0, 0.0, 1.5], [1.5, 0.0, 3.0], [0.0, 0.0, 0.0], [0.0, 0.0, 1.5]]
+    pos = [[0.0, 0.0, 0.0], [0.0, 0.0, 1.5], [1.5, 0.0, 3.0], [0.0, 0.0, 0.0], [0.0, 0.0, 1.5]]
     return Data(
-        pos=torch.tensor(places, dtype=model.embedding.element.weight.dtype),
+        pos=torch.tensor(pos, dtype=model.embedding.element.weight.dtype),
         batch=torch.tensor([0, 0, 0, 1, 1]),
         atomic_numbers=torch.tensor([29, 29, 8, 29, 29]),
         tags=torch.tensor([1, 2, 2, 1, 2]),

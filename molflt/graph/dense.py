@@ -10,15 +10,12 @@ from molflt.graph.geometry import Geometry
 
 
 class DenseAtoms(NamedTuple):
-    """Padded atoms as queries and keys; with periodic="images", images are additional keys.
-
-    Positions, in Å, are relative to the mean position of the atoms in each graph.
-    """
+    """Padded atoms as queries and keys; with periodic="images", images are additional keys."""
 
     mask: Tensor
     """(graphs, atoms) bool"""
     positions: Tensor
-    """(graphs, atoms, 3)"""
+    """(graphs, atoms, 3), in Å, relative to the mean position of the atoms in each graph"""
     key_mask: Tensor
     """(graphs, keys) bool"""
     key_positions: Tensor
@@ -32,29 +29,25 @@ class DenseAtoms(NamedTuple):
     def keys(self) -> Keys:
         """Keyword arguments of attention layers that describe the keys."""
         # a literal, because Dynamo cannot trace the call `Keys(...)`
-        return {
-            "key_mask": self.key_mask,
-            "key_weight": self.key_weight,
-            "key_index": self.key_index,
-        }
+        mask, index, weight = self.key_mask, self.key_index, self.key_weight
+        return {"key_mask": mask, "key_weight": weight, "key_index": index}
 
     @classmethod
     def of(cls, geometry: Geometry, lattice: bool = False) -> "DenseAtoms":
         """Centers and pads the atoms; all keys are atoms.
 
         With `lattice`, atoms are centered only perpendicular to all periodic lattice vectors. Along
-        these vectors, the mean would depend on the choice of the cell and of images. As a
-        consequence, features of the additive encoding depend on the position of a crystal; features
-        of the multiplicative encoding do not.
+        these vectors, the mean would depend on the choice of the cell and of images. Features of
+        the additive encoding, unlike the multiplicative one, thus depend on a crystal's position.
         """
         mask = atom_mask(geometry)
-        mean = geometry.sum(geometry.pos) / geometry.ptr.diff().clamp(min=1)[:, None]
+        center = geometry.sum(geometry.pos) / geometry.ptr.diff().clamp(min=1)[:, None]
         if lattice:
-            vectors = geometry.cell.detach().to(mean)
-            with torch.autocast(mean.device.type, enabled=False):
-                mean = mean - (mean[:, None] @ torch.linalg.pinv(vectors) @ vectors)[:, 0]
-        centred = geometry.pos - mean[geometry.batch]
-        positions = padded(centred, mask, places_of(geometry, mask))
+            vectors = geometry.cell.detach().to(center)
+            with torch.autocast(center.device.type, enabled=False):
+                center = center - (center[:, None] @ torch.linalg.pinv(vectors) @ vectors)[:, 0]
+        centered = geometry.pos - center[geometry.batch]
+        positions = padded(centered, mask, places_of(geometry, mask))
         return cls(mask, positions, mask, positions)
 
 
@@ -69,9 +62,9 @@ def atom_mask(geometry: Geometry) -> Tensor:
 
 def places_of(geometry: Geometry, mask: Tensor) -> Tensor:
     """Returns the index of each atom in the flattened mask: (atoms,)."""
-    number = torch.arange(geometry.batch.shape[0], device=mask.device)
-    first = mask.shape[1] * torch.arange(geometry.graphs, device=mask.device)
-    return number + (first - geometry.ptr[:-1])[geometry.batch]
+    atoms = torch.arange(geometry.batch.shape[0], device=mask.device)
+    first_places = mask.shape[1] * torch.arange(geometry.graphs, device=mask.device)
+    return atoms + (first_places - geometry.ptr[:-1])[geometry.batch]
 
 
 def padded(x: Tensor, mask: Tensor, places: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from molflt.atoms import MAX_ATOMIC_NUMBER
 
-_NOBLE = (0, 2, 10, 18, 36, 54, 86, 118)
+_NOBLE_GASES = (0, 2, 10, 18, 36, 54, 86, 118)
 
 # Electronegativities of elements 1 to 103 on Pauling's scale; nan if no bonds are known.
 _ELECTRONEGATIVITY = """
@@ -25,20 +25,20 @@ _ELECTRONEGATIVITY = """
 
 def period_and_group(number: int) -> tuple[int, int]:
     """Returns the period and group of an element; lanthanides and actinides are in group 3."""
-    period = next(i for i, last in enumerate(_NOBLE) if number <= last)
-    place = number - _NOBLE[period - 1]
-    if place <= 2 and number != 2:
-        return period, place
-    return period, max(3, 18 - (_NOBLE[period] - number))
+    period = next(i for i, last in enumerate(_NOBLE_GASES) if number <= last)
+    column = number - _NOBLE_GASES[period - 1]
+    if column <= 2 and number != 2:
+        return period, column
+    return period, max(3, 18 - (_NOBLE_GASES[period] - number))
 
 
 def _valence(number: int) -> tuple[int, int, int, int]:
-    # numbers of s, p, d and f electrons outside closed shells
+    """Returns the numbers of s, p, d and f electrons outside closed shells."""
     if number == 2:
         return 2, 0, 0, 0
     period, group = period_and_group(number)
     d = group - 2 if 3 <= group <= 12 else 0
-    f = max(0, min(14, number - _NOBLE[period - 1] - 3)) if group == 3 and period >= 6 else 0
+    f = max(0, min(14, number - _NOBLE_GASES[period - 1] - 3)) if group == 3 and period >= 6 else 0
     return min(2, group), max(0, group - 12), d, f
 
 
@@ -47,8 +47,7 @@ def descriptors() -> Tensor:
 
     Columns are period, group, covalent radius, electronegativity, and the numbers of s, p, d and f
     electrons, with mean 0 and standard deviation 1 over the elements for which all are known. The
-    rows of number 0 and of elements without known bonds (helium, neon, argon, and elements from 104
-    on) are NaN.
+    rows of number 0 and of elements without known bonds (He, Ne, Ar, and 104 to 118) are NaN.
 
     Sources: covalent radii from Cordero et al., doi:10.1039/b801115j, as in ASE;
     electronegativities on Pauling's scale from the CRC Handbook of Chemistry and Physics.
@@ -57,9 +56,10 @@ def descriptors() -> Tensor:
 
     # in NumPy, because torch computes no values when a model is built on the meta device
     rows = np.full((MAX_ATOMIC_NUMBER + 1, 8), np.nan)
-    for number, scale in enumerate(map(float, _ELECTRONEGATIVITY.split()), start=1):
-        own = (*period_and_group(number), covalent_radii[number], scale, *_valence(number))
-        if not math.isnan(scale):
-            rows[number] = own
+    for number, electronegativity in enumerate(map(float, _ELECTRONEGATIVITY.split()), start=1):
+        if not math.isnan(electronegativity):
+            period, group = period_and_group(number)
+            radius = covalent_radii[number]
+            rows[number] = period, group, radius, electronegativity, *_valence(number)
     rows = (rows - np.nanmean(rows, axis=0)) / np.nanstd(rows, axis=0)
     return torch.tensor(rows, dtype=torch.float32)

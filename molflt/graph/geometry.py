@@ -52,30 +52,30 @@ class Geometry(NamedTuple):
         is the number of atoms, if known. Rows of the cell along nonperiodic axes are ignored.
         """
         tensors(pos=pos, batch=batch, cell=cell, pbc=pbc, tags=tags)
-        pos = _points(pos, atoms)
+        pos = _checked_positions(pos, atoms)
         if pbc is not None and pbc.is_floating_point():
             raise ValueError(f"pbc must be bool, one for each axis; got {pbc.dtype}; use .bool()")
-        given = ((cell, 3), (pbc, 2))  # `len` would fix the size in exported programs
-        stacked = [x.shape[0] for x, axes in given if x is not None and x.ndim == axes]
+        with_rows = ((cell, 3), (pbc, 2))  # `len` would fix the size in exported programs
+        rows = [x.shape[0] for x, axes in with_rows if x is not None and x.ndim == axes]
         if batch is not None:
-            batch = _in_order(batch, pos, graphs)
+            batch = _checked_batch(batch, pos, graphs)
         else:
             batch = torch.zeros(pos.shape[0], dtype=torch.long, device=pos.device)
             if pos.shape[0]:
-                found = 1 if graphs is None else graphs, max(stacked, default=1)
-                if found != (1, 1):
+                most = max(rows, default=1)
+                if (graphs is not None and graphs != 1) or most != 1:
                     raise ValueError(
                         f"without batch, there must be one graph; got batch_size={graphs} and "
-                        f"{found[1]} in cell or pbc; pass batch, (atoms,), the graph of each atom"
+                        f"{most} in cell or pbc; pass batch, (atoms,), the graph of each atom"
                     )
                 graphs = 1
         if graphs is None:
-            graphs = _number_of_graphs(batch, stacked)
+            graphs = _number_of_graphs(batch, rows)
         if pbc is None:
             pbc = torch.full((3,), cell is not None, device=pos.device)
         cell = pos.new_zeros(3, 3) if cell is None else cell.to(pos)
-        pbc = _for_each("pbc", pbc.to(pos.device).bool(), (3,), graphs)
-        cell = _for_each("cell", cell, (3, 3), graphs).masked_fill(~pbc[..., None], 0.0)
+        pbc = _per_graph("pbc", pbc.to(pos.device).bool(), (3,), graphs)
+        cell = _per_graph("cell", cell, (3, 3), graphs).masked_fill(~pbc[..., None], 0.0)
         if readable(pos) and not bool(cell.isfinite().all()):
             raise ValueError(
                 "cell must be finite along periodic axes; got NaN or infinity; correct it"
@@ -113,9 +113,8 @@ class Geometry(NamedTuple):
         counts = self.ptr.diff()[graphs]
         ptr = _starts(counts)
         batch = torch.arange(len(graphs), device=graphs.device).repeat_interleave(counts)
-        atoms = torch.arange(len(batch), device=graphs.device)
-        atoms = atoms + (self.ptr[graphs] - ptr[:-1])[batch]
-        found = Geometry(
+        atoms = torch.arange(len(batch), device=batch.device) + (self.ptr[graphs] - ptr[:-1])[batch]
+        selected = Geometry(
             self.pos[atoms],
             batch,
             ptr,
@@ -124,7 +123,7 @@ class Geometry(NamedTuple):
             None if self.tags is None else self.tags[atoms],
             None if self.charge is None else self.charge[graphs],
         )
-        return found, atoms
+        return selected, atoms
 
     def above_subsurface(self) -> Tensor:
         """Selects atoms with tag > 0, and all atoms of graphs without such atoms: mask (atoms,)."""
@@ -149,7 +148,8 @@ def _starts(counts: Tensor) -> Tensor:
     return F.pad(counts.cumsum(0), (1, 0))
 
 
-def _points(pos: Tensor | None, atoms: int | None) -> Tensor:
+def _checked_positions(pos: Tensor | None, atoms: int | None) -> Tensor:
+    """Checks positions (atoms, 3), in Å, and casts them to at least float32."""
     if pos is None or pos.ndim != 2 or pos.shape != (pos.shape[0] if atoms is None else atoms, 3):
         rows = "atoms" if atoms is None else atoms
         got = None if pos is None else tuple(pos.shape)
@@ -159,16 +159,18 @@ def _points(pos: Tensor | None, atoms: int | None) -> Tensor:
             f"pos must be real numbers, Å; got {pos.dtype}; pass positions instead of indices"
         )
     pos = at_least_float32(pos)
-    if readable(pos) and not bool((near := pos.detach().abs() <= FARTHEST).all()):  # False for NaN
-        atom = int((~near).any(dim=1).nonzero()[0])
-        raise ValueError(
-            f"pos must be finite and within {FARTHEST:g} Å; got {pos[atom].tolist()} for atom "
-            f"{atom}; correct it, move the structure or remove the atom"
-        )
+    if readable(pos):
+        in_range = pos.detach().abs() <= FARTHEST  # False for NaN
+        if not bool(in_range.all()):
+            atom = int((~in_range).any(dim=1).nonzero()[0])
+            raise ValueError(
+                f"pos must be finite and within {FARTHEST:g} Å; got {pos[atom].tolist()} for atom "
+                f"{atom}; correct it, move the structure or remove the atom"
+            )
     return pos
 
 
-def _in_order(batch: Tensor, atoms: Tensor, graphs: int | None) -> Tensor:
+def _checked_batch(batch: Tensor, atoms: Tensor, graphs: int | None) -> Tensor:
     """Checks the indices `batch` (atoms,) and casts them to int64; `atoms` has a row per atom."""
     if batch.device != atoms.device or batch.shape != atoms.shape[:1]:
         raise ValueError(
@@ -180,31 +182,31 @@ def _in_order(batch: Tensor, atoms: Tensor, graphs: int | None) -> Tensor:
     batch = batch.long()
     if not torch.compiler.is_compiling() and bool((batch[1:] < batch[:-1]).any()):
         raise ValueError(
-            "batch must be ascending; got a graph after a later one; sort atoms by graph, as PyG's "
-            "Batch does"
+            "batch must be ascending; got a graph after a later one; sort the atoms by graph"
         )
     return batch
 
 
-def _number_of_graphs(batch: Tensor, stacked: list[int]) -> int:
-    """Infers the number of graphs from the last batch index or the number of cells or axes."""
+def _number_of_graphs(batch: Tensor, rows: list[int]) -> int:
+    """Infers the number of graphs from the last batch index or the `rows` of cells and axes."""
     if torch.compiler.is_compiling():  # these are sizes, unlike the numbers in `batch`
-        if stacked:
-            return max(stacked)
+        if rows:
+            return max(rows)
         last = cast(int, batch[-1].item())
         torch._check(last >= 0)
         return last + 1
-    return int(batch[-1]) + 1 if len(batch) else max(stacked, default=1)
+    return int(batch[-1]) + 1 if len(batch) else max(rows, default=1)
 
 
-def _for_each(name: str, given: Tensor, shape: tuple[int, ...], graphs: int) -> Tensor:
-    if not torch.compiler.is_compiling() and given.shape not in (shape, (graphs, *shape)):
+def _per_graph(name: str, x: Tensor, shape: tuple[int, ...], graphs: int) -> Tensor:
+    """Checks that `x` has the shape `shape` or (graphs, *shape), and expands it to the latter."""
+    if not torch.compiler.is_compiling() and x.shape not in (shape, (graphs, *shape)):
         raise ValueError(
-            f"{name} must have shape {(graphs, *shape)} or {shape}; got {tuple(given.shape)}; "
+            f"{name} must have shape {(graphs, *shape)} or {shape}; got {tuple(x.shape)}; "
             f"store {(1, *shape)} in the Data of each graph, and pass batch_size if the last "
             "graphs are empty"
         )
-    return given.expand(graphs, *shape)
+    return x.expand(graphs, *shape)
 
 
 class Atoms(NamedTuple):
@@ -234,9 +236,9 @@ class Atoms(NamedTuple):
             raise ValueError(
                 "pbc is True, which needs cell, (graphs, 3, 3), Å; got None; set one of them"
             )
-        none = torch.zeros(len(pos), dtype=torch.long, device=pos.device)
-        tags = none if geometry.tags is None else geometry.tags
-        fixed = none.bool() if data.get("fixed") is None else data.fixed
+        zeros = torch.zeros(len(pos), dtype=torch.long, device=pos.device)
+        tags = zeros if geometry.tags is None else geometry.tags
+        fixed = zeros.bool() if data.get("fixed") is None else data.fixed
         for name, values in {"atomic_numbers": numbers, "tags": tags, "fixed": fixed}.items():
             tensors(**{name: values})
             if values.shape != pos.shape[:1] or values.device != pos.device:
@@ -263,40 +265,43 @@ class Atoms(NamedTuple):
 
         Graphs that have only atoms with tag 0 are not changed.
         """
-        geometry, kept = self.geometry, self.geometry.above_subsurface()
+        geometry, mask = self.geometry, self.geometry.above_subsurface()
         assert geometry.tags is not None
-        part = geometry._replace(
-            pos=geometry.pos[kept],
-            batch=geometry.batch[kept],
-            ptr=_starts(geometry.sum(kept.long())),
-            tags=geometry.tags[kept],
+        remaining = geometry._replace(
+            pos=geometry.pos[mask],
+            batch=geometry.batch[mask],
+            ptr=_starts(geometry.sum(mask.long())),
+            tags=geometry.tags[mask],
         )
-        return Atoms(part, self.numbers[kept], self.fixed[kept]), kept
+        return Atoms(remaining, self.numbers[mask], self.fixed[mask]), mask
 
 
 def _charges(data: "Data", geometry: Geometry, charged: bool) -> Tensor | None:
     """Returns total charges (graphs,), in units of e, with 0 for NaN; None if unused or missing."""
-    found = None
-    for name, usual, hint in (
-        ("multiplicity", 1.0, "because no model reads it"),
-        ("charge", 0.0, "because only potentials with total_charge=True read it"),
-    ):
-        values = data.get(name)
-        if values is None:
-            continue
-        values = torch.as_tensor(values, device=geometry.pos.device).reshape(-1)
-        if len(values) != geometry.graphs:
-            raise ValueError(
-                f"{name} must have shape ({geometry.graphs},), one for each graph; got "
-                f"{tuple(values.shape)}"
-            )
-        values = torch.where(values.isnan(), usual, values)
-        if name == "charge" and charged:
-            found = values
-        elif not (torch.compiler.is_compiling() or in_transform()) and (values != usual).any():
-            graph = int((values != usual).nonzero()[0])
-            raise ValueError(
-                f"{name} of this model must be {usual:g}; got {float(values[graph]):g} of graph "
-                f"{graph}; remove it, {hint}"
-            )
-    return found
+    _read_per_graph(data, geometry, "multiplicity", 1.0, "no model reads it")
+    if charged:
+        return _read_per_graph(data, geometry, "charge", 0.0)
+    _read_per_graph(data, geometry, "charge", 0.0, "only potentials with total_charge=True read it")
+    return None
+
+
+def _read_per_graph(
+    data: "Data", geometry: Geometry, name: str, default: float, hint: str = ""
+) -> Tensor | None:
+    """Returns numbers (graphs,), if any, with `default` for NaN; with a `hint`, rejects others."""
+    if (values := data.get(name)) is None:
+        return None
+    values = torch.as_tensor(values, device=geometry.pos.device).reshape(-1)
+    if len(values) != geometry.graphs:
+        raise ValueError(
+            f"{name} must have shape ({geometry.graphs},), one per graph; got {tuple(values.shape)}"
+        )
+    values = torch.where(values.isnan(), default, values)
+    differs = values != default
+    if hint and not torch.compiler.is_compiling() and not in_transform() and differs.any():
+        graph = int(differs.nonzero()[0])
+        raise ValueError(
+            f"{name} of this model must be {default:g}; got {float(values[graph]):g} of graph "
+            f"{graph}; remove it, because {hint}"
+        )
+    return values

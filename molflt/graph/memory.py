@@ -14,21 +14,21 @@ def _expect_memory(weights: Tensor, geometry: Geometry, heads: int) -> None:
     """Raises MemoryError if waves of nodes exceed free CPU memory; `weights` is (graphs, nodes)."""
     if not readable(weights):
         return
-    counts, atoms = (weights != 0).sum(dim=1), geometry.ptr.diff()
-    # graphs are counted separately, because classes of similar size have little padding
-    size = _WHILE_MADE * geometry.pos.element_size() * 2 * 2 * int((counts * atoms).sum()) * heads
-    most = int((counts * atoms).argmax()) if len(atoms) else 0
+    nodes, atoms = (weights != 0).sum(dim=1), geometry.ptr.diff()
+    phases = nodes * atoms  # per graph, because classes of similar size have little padding
+    size = _WHILE_MADE * geometry.pos.element_size() * 2 * 2 * int(phases.sum()) * heads
+    largest = int(phases.argmax()) if len(atoms) else 0
     expect_memory(
         size,
-        f"{int(counts[most]):,} reciprocal nodes x {int(atoms[most]):,} atoms x {heads} heads "
+        f"{int(nodes[largest]):,} reciprocal nodes x {int(atoms[largest]):,} atoms x {heads} heads "
         f"of the largest of {len(atoms)} structures, plus those of the others,",
         "reduce max_frequency, or use periodic='mesh' (predict: --mesh_order 5)",
     )
 
 
-def expect_memory(size: float, what: str, advice: str) -> None:
-    """Raises MemoryError if `size` bytes are not free; its message begins with the noun `what`."""
+def expect_memory(size: float, contents: str, advice: str) -> None:
+    """Raises MemoryError if `size` bytes, which the plural noun `contents` takes, are not free."""
     free = available_memory() if size > _SMALL else None
     if free is not None and size > free:
-        need, left = size / 1e9, free / 1e9
-        raise MemoryError(f"{what} take {need:.1f} GB; {left:.1f} GB are free; {advice}")
+        needed = f"{contents} take {size / 1e9:.1f} GB"
+        raise MemoryError(f"{needed}; {free / 1e9:.1f} GB are free; {advice}")

@@ -17,19 +17,19 @@ def use_mesh_(model: nn.Module, order: int = 5) -> None:
         model: model with periodic="reciprocal", or a module that contains such a model.
         order: order of the splines: 4, 5, 6 or 8; see `Auto`.
     """
-    parts = [part for part in model.modules() if isinstance(part, GraphEncoding)]
-    found = [(part, part.periodic) for part in parts if isinstance(part.periodic, Reciprocal)]
-    fits = [
+    encodings = [part for part in model.modules() if isinstance(part, GraphEncoding)]
+    with_nodes = [(x, x.periodic) for x in encodings if isinstance(x.periodic, Reciprocal)]
+    supported = [
         type(scheme) in (Reciprocal, OnMesh, Auto) and not scheme.smooth and part.mixing != TRITON
-        for part, scheme in found
+        for part, scheme in with_nodes
     ]
-    if not found or not all(fits):
+    if not with_nodes or not all(supported):
         raise ValueError(
             f"mesh_order={order} computes sums over reciprocal nodes on a mesh; got "
-            f"{type(model).__name__} with periodic={[part.periodic for part in parts]} and "
-            f"mixing={[part.mixing for part in parts]}; remove it"
+            f"{type(model).__name__} with periodic={[part.periodic for part in encodings]} and "
+            f"mixing={[part.mixing for part in encodings]}; remove it"
         )
-    for part, scheme in found:
+    for part, scheme in with_nodes:
         mesh = OnMesh(scheme.max_frequency, order)
         mesh.check(part.position, part.softmax, part.near_field is not None)
         part.periodic = mesh

@@ -95,9 +95,10 @@ class EquivariantMessages(nn.Module):
         # 0 instead of NaN if two atoms coincide
         square = neighbors.vector.square().sum(dim=-1, keepdim=True)
         direction = neighbors.vector / softened(square).sqrt()
-        shared = basis.to(tokens.dtype), direction.to(tokens.dtype)[..., None]
-        edges = _Edges(neighbors.center, neighbors.neighbor, *shared)
-        pairs, vectors = _Matrices.of(edges, geometry) or edges, None
+        basis, direction = basis.to(tokens.dtype), direction.to(tokens.dtype)[..., None]
+        edges = _Edges(neighbors.center, neighbors.neighbor, basis, direction)
+        pairs = _Matrices.of(edges, geometry) or edges
+        vectors: Tensor | None = None
         for layer in self.layers:
             tokens, vectors = layer(tokens, vectors, pairs)
         return tokens
@@ -132,9 +133,9 @@ class _Interaction(nn.Module):
         first, second = self.project(vectors).chunk(2, dim=-1)
         length = (second.square().sum(dim=-2) + 1).sqrt() - 1  # without a kink at 0
         gates = self.update(torch.cat((self.norm(tokens), length), dim=-1))
-        own, product, turn = gates.chunk(3, dim=-1)
-        tokens = tokens + own + product * (first * second).sum(dim=-2)
-        return tokens, vectors + turn.unsqueeze(-2) * first
+        token_gate, product_gate, vector_gate = gates.chunk(3, dim=-1)
+        tokens = tokens + token_gate + product_gate * (first * second).sum(dim=-2)
+        return tokens, vectors + vector_gate.unsqueeze(-2) * first
 
     def _sums(
         self, edges: _Edges, message: Tensor, vectors: Tensor | None
@@ -142,24 +143,26 @@ class _Interaction(nn.Module):
         """Computes contributions of pairs to tokens (atoms, dim) and vectors (atoms, 3, dim)."""
         center, neighbor, basis, direction = edges
         filtered = self.filter(basis) * message.index_select(0, neighbor)
-        scalar, along, *turned = filtered.chunk(2 if vectors is None else 3, dim=-1)
-        added = along[:, None] * direction
+        parts = filtered.split(self.norm.normalized_shape[0], dim=-1)
+        of_tokens, of_vectors = parts[0], parts[1][:, None] * direction
         if vectors is not None:
-            added = torch.addcmul(added, turned[0][:, None], vectors.index_select(0, neighbor))
-        return _sum_by(scalar, center, len(message)), _sum_by(added, center, len(message))
+            of_neighbors = vectors.index_select(0, neighbor)
+            of_vectors = torch.addcmul(of_vectors, parts[2][:, None], of_neighbors)
+        return _sum_by(of_tokens, center, len(message)), _sum_by(of_vectors, center, len(message))
 
     def _products(
         self, matrices: _Matrices, message: Tensor, vectors: Tensor | None
     ) -> tuple[Tensor, Tensor]:
+        """Computes the same contributions as `_sums` with one matrix product per graph."""
         dim = self.norm.normalized_shape[0]
         filters = self.filter.weight.unflatten(0, (-1, dim)).transpose(1, 2)[:, :, None]
-        scalar, along, *turned = message.split(dim, dim=1)
+        parts = message.split(dim, dim=1)
         invariant, directed = matrices.invariant, matrices.directed
-        tokens = invariant @ (matrices.padded(scalar) * filters[0]).flatten(1, 2)
-        summed = directed @ (matrices.padded(along) * filters[1]).flatten(1, 2)
-        added = summed.unflatten(1, (-1, 3))
+        of_tokens = invariant @ (matrices.padded(parts[0]) * filters[0]).flatten(1, 2)
+        along = directed @ (matrices.padded(parts[1]) * filters[1]).flatten(1, 2)
+        of_vectors = along.unflatten(1, (-1, 3))
         if vectors is not None:
-            moved = matrices.padded((turned[0][:, None] * vectors).flatten(1))
-            rotated = invariant @ (moved * filters[2].repeat(1, 1, 3)).flatten(1, 2)
-            added = added + rotated.unflatten(2, (3, -1))
-        return matrices.rows(tokens), matrices.rows(added)
+            scaled = matrices.padded((parts[2][:, None] * vectors).flatten(1))
+            of_neighbors = invariant @ (scaled * filters[2].repeat(1, 1, 3)).flatten(1, 2)
+            of_vectors = of_vectors + of_neighbors.unflatten(2, (3, -1))
+        return matrices.rows(of_tokens), matrices.rows(of_vectors)

@@ -35,18 +35,19 @@ class NearPairs(NamedTuple):
 
     @classmethod
     def of(
-        cls, geometry: Geometry, neighbors: Neighbors | None, alone: Tensor | None
+        cls, geometry: Geometry, neighbors: Neighbors | None, without_nodes: Tensor | None
     ) -> "NearPairs":
-        """Pairs atoms with themselves and neighbors or, in graphs of `alone`, with all atoms."""
-        own = torch.arange(geometry.pos.shape[0], device=geometry.pos.device)
-        found: list[tuple[Tensor, ...]] = [(own, own, torch.zeros_like(geometry.pos))]
+        """Pairs atoms with themselves and neighbors or, in graphs of the mask, with all atoms."""
+        atoms = torch.arange(geometry.pos.shape[0], device=geometry.pos.device)
+        groups: list[tuple[Tensor, ...]] = [(atoms, atoms, torch.zeros_like(geometry.pos))]
         if neighbors is not None:
-            kept = slice(None) if alone is None else ~alone[geometry.batch[neighbors.center]]
-            found.append(tuple(x[kept] for x in neighbors[:3]))
-        if alone is not None:
-            query, key = _all_pairs(geometry, alone)
-            found.append((query, key, nearest_images(geometry, query, key)))
-        query, key, vector = (torch.cat(parts) for parts in zip(*found, strict=True))
+            graph = geometry.batch[neighbors.center]
+            selected = slice(None) if without_nodes is None else ~without_nodes[graph]
+            groups.append(tuple(x[selected] for x in neighbors[:3]))
+        if without_nodes is not None:
+            query, key = _all_pairs(geometry, without_nodes)
+            groups.append((query, key, nearest_images(geometry, query, key)))
+        query, key, vector = (torch.cat(parts) for parts in zip(*groups, strict=True))
         graph = geometry.batch[query]
         first = geometry.ptr[graph]
         return cls(graph, query - first, key - first, vector)
@@ -55,60 +56,66 @@ class NearPairs(NamedTuple):
         """Returns the pairs in the format that attention expects, without corrections."""
         return Pairs(self.graph, self.query, self.key, self.vector.new_zeros(1, 1))
 
+    def select(self, graphs: Tensor, total: int) -> "NearPairs":
+        """Returns the pairs of graphs with indices (n,) among `total`, which become 0 to n - 1."""
+        new_index = graphs.new_full((total,), -1)
+        new_index[graphs] = torch.arange(len(graphs), device=graphs.device)
+        graph = new_index[self.graph]
+        selected = (graph >= 0).nonzero()[:, 0]
+        return NearPairs(*(x.index_select(0, selected) for x in self._replace(graph=graph)))
 
-class _Found(NamedTuple):
-    """Nodes and pairs found for a batch; see `Open`."""
+
+class _Terms(NamedTuple):
+    """Nodes and pairs over which the encoding of a batch is summed; see `Open`."""
 
     nodes: GraphNodes | None
-    alone: Tensor | None = None
+    without_nodes: Tensor | None = None
     near: NearPairs | None = None
     on_mesh: Tensor | None = None
 
-    def counts(self) -> Tensor:
+    def node_counts(self) -> Tensor:
         """Counts the nodes of each graph up to the last one with a nonzero weight: (graphs,)."""
         assert self.nodes is not None
-        place = torch.arange(1, self.nodes.xi.shape[1] + 1, device=self.nodes.xi.device)
-        return ((self.nodes.weights.detach() != 0) * place).amax(dim=1)
+        number = torch.arange(1, self.nodes.xi.shape[1] + 1, device=self.nodes.xi.device)
+        return torch.where(self.nodes.weights.detach() != 0, number, 0).amax(dim=1)
 
-    def select(self, graphs: Tensor, total: int) -> "_Found":
+    def select(self, graphs: Tensor, total: int) -> "_Terms":
         """Selects graphs by index (n,) from `total` graphs; drops padding that only others need."""
-        nodes, near = self.nodes, self.near
+        nodes = self.nodes
         if nodes is not None:
-            most = max(1, int(self.counts()[graphs].max()))
-            nodes = GraphNodes(*(x[graphs, :most] for x in nodes))
-        if near is not None:
-            place = graphs.new_full((total,), -1)
-            place[graphs] = torch.arange(len(graphs), device=graphs.device)
-            graph = place[near.graph]
-            inside = (graph >= 0).nonzero()[:, 0]
-            near = NearPairs(*(x.index_select(0, inside) for x in (graph, *near[1:])))
-        alone, on_mesh = (None if x is None else x[graphs] for x in (self.alone, self.on_mesh))
-        return _Found(nodes, alone, near, on_mesh)
+            most = max(1, int(self.node_counts()[graphs].max()))
+            nodes = GraphNodes(nodes.xi[graphs, :most], nodes.weights[graphs, :most])
+        return _Terms(
+            nodes,
+            None if self.without_nodes is None else self.without_nodes[graphs],
+            None if self.near is None else self.near.select(graphs, total),
+            None if self.on_mesh is None else self.on_mesh[graphs],
+        )
 
 
 def _all_pairs(geometry: Geometry, graphs: Tensor) -> tuple[Tensor, Tensor]:
     """Returns all pairs of different atoms in the graphs of a mask: two index tensors (pairs,)."""
-    counts = geometry.ptr.diff()
-    member = torch.arange(len(geometry.pos), device=counts.device)[graphs[geometry.batch]]
-    count = counts[geometry.batch[member]]
-    query = member.repeat_interleave(count)
-    first = (count.cumsum(0) - count).repeat_interleave(count)
-    place = torch.arange(len(query), device=counts.device) - first
-    key = geometry.ptr[geometry.batch[query]] + place
+    sizes = geometry.ptr.diff()
+    atoms = torch.arange(len(geometry.pos), device=sizes.device)[graphs[geometry.batch]]
+    keys_of_atom = sizes[geometry.batch[atoms]]
+    query = atoms.repeat_interleave(keys_of_atom)
+    first_pair = (keys_of_atom.cumsum(0) - keys_of_atom).repeat_interleave(keys_of_atom)
+    key_in_graph = torch.arange(len(query), device=sizes.device) - first_pair
+    key = geometry.ptr[geometry.batch[query]] + key_in_graph
     different = query != key
     return query[different], key[different]
 
 
 def in_pieces(
-    function: Callable[..., _R], pairs: tuple[Tensor, ...], *rest: object
+    function: Callable[..., _R], pairs: tuple[Tensor, ...], *arguments: object
 ) -> Iterator[_R]:
-    """Yields function(pairs, *rest) for each piece of a long list of pairs, to save memory."""
+    """Yields function(piece, *arguments) for pieces of a long list of pairs, to save memory."""
     # Compiled code has one computation graph for all sizes.
     if torch.compiler.is_compiling() or len(pairs[0]) <= _MANY:
-        yield function(pairs, *rest)
+        yield function(pairs, *arguments)
         return
     for piece in zip(*(x.split(_PIECE) for x in pairs), strict=True):
-        yield recomputed(function, type(pairs)(*piece), *rest)
+        yield recomputed(function, type(pairs)(*piece), *arguments)
 
 
 def _bound(distance: Tensor, least: float) -> float:

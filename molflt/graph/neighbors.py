@@ -19,7 +19,7 @@ from molflt.graph.memory import expect_memory
 # 0 if less than one cell remains along an axis.
 _MOST_CELLS = 1e5
 _FEWEST_ALONG_AXIS = 4  # vesin rounds down once for each axis
-_PAIR = 240  # bytes per pair during the search for neighbors, measured
+_PAIR_BYTES = 240  # per pair, during the search for neighbors, measured
 
 _Array: TypeAlias = NDArray[np.float64]
 
@@ -46,8 +46,7 @@ def expect_lattice(geometry: Geometry) -> None:
 def neighbor_list(geometry: Geometry, cutoff: float) -> Neighbors:
     """Finds all pairs within `cutoff`, in Å, using vesin with the reduced cell of each graph.
 
-    Indices refer to the atoms of the batch, and each pair appears in both directions. Raises
-    MemoryError if the pairs do not fit into memory.
+    Each pair appears in both directions. Raises MemoryError if the pairs do not fit into memory.
     """
     pos, cell = geometry.pos, geometry.cell
     (center, neighbor), shift, graph = _neighbors(pos, cell, geometry.pbc, geometry.ptr, cutoff)
@@ -72,7 +71,7 @@ def _neighbors(
     from vesin import NeighborList  # imported here because reading signatures must not load it
 
     points, boxes = _numbers(pos).astype(np.float64), _numbers(cell).astype(np.float64)
-    periodic, first = _numbers(pbc), _numbers(ptr).tolist()
+    periodic, starts = _numbers(pbc), _numbers(ptr)
     if not ((np.abs(points) <= FARTHEST).all() and np.isfinite(boxes[periodic]).all()):  # or NaN
         raise ValueError(
             f"pos must be finite and within {FARTHEST:g} Å, and cell finite along periodic axes; "
@@ -81,43 +80,42 @@ def _neighbors(
     reduced, steps = reduced_cell(boxes, periodic)
     closed = [
         _closed(points[start:stop], reduced[graph], periodic[graph], cutoff)
-        for graph, (start, stop) in enumerate(pairwise(first))
+        for graph, (start, stop) in enumerate(pairwise(starts.tolist()))
     ]
     closed_boxes = np.stack([box for _, box in closed])
     _check_shapes(closed_boxes, boxes, periodic, cutoff)
     volumes = np.abs(np.linalg.det(closed_boxes))
-    expected = np.diff(first) ** 2 * 4 / 3 * math.pi * cutoff**3 / volumes
-    _expect_pairs(expected.tolist(), np.diff(first), cutoff)
+    sizes = np.diff(starts)
+    expected = sizes**2 * 4 / 3 * math.pi * cutoff**3 / volumes
+    _expect_pairs(expected.tolist(), sizes, cutoff)
     search = NeighborList(cutoff=cutoff, full_list=True)
-    found, counts = [], []
-    for graph, (inside, box) in enumerate(closed):
-        i, j, shift = search.compute(inside, box, True, quantities="ijS")
-        ends = np.stack((i, j)).astype(np.int64) + first[graph]
-        found.append((ends, shift @ steps[graph], np.full(len(i), graph)))
+    pairs, shifts, counts = [], [], []
+    for graph, (points_in_box, box) in enumerate(closed):
+        i, j, shift = search.compute(points_in_box, box, True, quantities="ijS")
+        pairs.append(np.stack((i, j)).astype(np.int64) + starts[graph])
+        shifts.append((shift @ steps[graph]).astype(np.int64))
         counts.append(len(i))
-        _expect_pairs(counts, np.diff(first), cutoff)
-    ends, shift, graph_index = (
-        torch.from_numpy(np.concatenate(part, axis=axis)).to(pos.device)
-        for part, axis in zip(zip(*found, strict=True), (1, 0, 0), strict=True)
-    )
-    return ends, shift.long(), graph_index
+        _expect_pairs(counts, sizes, cutoff)
+    graphs = np.arange(len(closed)).repeat(counts)
+    arrays = np.concatenate(pairs, axis=1), np.concatenate(shifts), graphs
+    center_and_neighbor, offsets, graph_index = (torch.from_numpy(x).to(pos.device) for x in arrays)
+    return center_and_neighbor, offsets, graph_index
 
 
 @uncompiled
 def nearest_images(geometry: Geometry, query: Tensor, key: Tensor) -> Tensor:
     """Returns vectors (pairs, 3), in Å, from atoms `query` to the nearest images of atoms `key`.
 
-    Images are found by rounding fractional coordinates in a reduced cell. The result is
-    differentiable with respect to positions and cells.
+    Rounds fractional coordinates in a reduced cell. Differentiable in positions and cells.
     """
     vector = geometry.pos[key] - geometry.pos[query]
     periodic = _numbers(geometry.pbc)
     if not periodic.any():
         return vector
-    short, steps = reduced_cell(_numbers(geometry.cell).astype(np.float64), periodic)
+    reduced, steps = reduced_cell(_numbers(geometry.cell).astype(np.float64), periodic)
     graph = _numbers(geometry.batch[query])
-    turns = np.einsum("pc,pcs->ps", _numbers(vector), np.linalg.pinv(short)[graph]).round()
-    shift = torch.from_numpy(np.einsum("ps,psr->pr", turns, steps[graph])).to(vector)
+    fractional = np.einsum("pc,pcs->ps", _numbers(vector), np.linalg.pinv(reduced)[graph])
+    shift = torch.from_numpy(np.einsum("ps,psr->pr", fractional.round(), steps[graph])).to(vector)
     return vector - torch.einsum("ps,psc->pc", shift, geometry.cell[geometry.batch[query]])
 
 
@@ -131,13 +129,13 @@ def images_are_far(geometry: Geometry, distance: float) -> Tensor:
 def _numbers(x: Tensor) -> NDArray[Any]:
     """Returns the values of a tensor as an array, even inside `torch.func.grad`."""
     with torch._C._DisableFuncTorch():
-        held = torch.func.debug_unwrap(x)
-        if held.shape != x.shape:
+        unwrapped = torch.func.debug_unwrap(x)
+        if unwrapped.shape != x.shape:
             raise ValueError(
-                f"near_field cannot be mapped by torch.func.vmap; got a batch of {held.shape[0]}; "
-                "put the structures into one batch instead"
+                "near_field cannot be mapped by torch.func.vmap; got a batch of "
+                f"{unwrapped.shape[0]}; put the structures into one batch instead"
             )
-        return held.detach().cpu().numpy()
+        return unwrapped.detach().cpu().numpy()
 
 
 def _closed(
@@ -149,21 +147,21 @@ def _closed(
     if periodic.all():
         return points, box
     normals = np.linalg.qr(box[periodic].T, mode="complete")[0].T[periodic.sum() :]
-    along = points @ normals.T
-    order = along.argsort(axis=0)
-    gaps = np.diff(np.take_along_axis(along, order, axis=0), axis=0)
-    kept = np.minimum(gaps, 2 * cutoff)
-    excess = np.zeros_like(along)
-    np.put_along_axis(excess, order[1:], (gaps - kept).cumsum(axis=0), axis=0)
+    heights = points @ normals.T
+    order = heights.argsort(axis=0)
+    gaps = np.diff(np.take_along_axis(heights, order, axis=0), axis=0)
+    reduced_gaps = np.minimum(gaps, 2 * cutoff)
+    excess = np.zeros_like(heights)
+    np.put_along_axis(excess, order[1:], (gaps - reduced_gaps).cumsum(axis=0), axis=0)
     closed = box.copy()
-    closed[~periodic] = normals * (kept.sum(axis=0) + 2 * cutoff)[:, None]
+    closed[~periodic] = normals * (reduced_gaps.sum(axis=0) + 2 * cutoff)[:, None]
     return points - excess @ normals, closed
 
 
 def _check_shapes(
     closed: _Array, boxes: _Array, periodic: NDArray[np.bool_], cutoff: float
 ) -> None:
-    """Raises ValueError for boxes (graphs, 3, 3) that would exhaust memory or crash vesin."""
+    """Raises ValueError for `closed` boxes (graphs, 3, 3) that exhaust memory or crash vesin."""
     heights = lattice_heights(closed, np.ones_like(periodic))
     _check_heights(heights, boxes, periodic)
     cells = np.maximum(heights // cutoff, 1)
@@ -179,9 +177,9 @@ def _check_shapes(
 
 
 def _check_heights(heights: _Array, boxes: _Array, periodic: NDArray[np.bool_]) -> None:
-    low = ((heights < LOWEST) & periodic).any(axis=1)
-    if low.any():
-        graph = int(low.argmax())
+    too_low = ((heights < LOWEST) & periodic).any(axis=1)
+    if too_low.any():
+        graph = int(too_low.argmax())
         raise ValueError(
             f"graph {graph}: lattice planes must be at least {LOWEST} Å apart; got "
             f"{heights[graph][periodic[graph]].min():.2g} Å in the reduced form of cell "
@@ -190,10 +188,11 @@ def _check_heights(heights: _Array, boxes: _Array, periodic: NDArray[np.bool_]) 
 
 
 def _expect_pairs(pairs: Sequence[float], atoms: NDArray[np.int64], cutoff: float) -> None:
-    most = int(np.argmax(pairs))
+    """Raises MemoryError if the numbers of pairs of each graph do not fit into memory."""
+    largest = int(np.argmax(pairs))
     expect_memory(
-        _PAIR * sum(pairs),
-        f"{pairs[most]:.2g} or more neighbors within {cutoff:g} Å of the {atoms[most]:,} atoms "
-        f"of graph {most}, plus those of the other graphs,",
+        _PAIR_BYTES * sum(pairs),
+        f"{pairs[largest]:.2g} or more neighbors within {cutoff:g} Å of the {atoms[largest]:,} "
+        f"atoms of graph {largest}, plus those of the other graphs,",
         "use a smaller cutoff or fewer structures at once, or remove duplicate atoms",
     )

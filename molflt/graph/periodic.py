@@ -4,7 +4,7 @@ import copy
 import inspect
 import itertools
 import math
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -29,6 +29,7 @@ _FADE = 1.0  # distance before the cutoff, in Å, over which an image fades out
 _MOST_PAIRED = 1000  # all pairs are computed in molecules with up to this number of atoms
 _MOST_BY_NODES = 1000  # `Auto` uses a mesh if atoms and vectors both exceed this number
 _ALONE = 200.0  # Å of vacuum beyond which the kernel of an image is below 1e-8
+_Factors: TypeAlias = tuple[Tensor, Tensor] | None
 _IN_PLANE = [(a, b, 0) for a, b in itertools.product((-1, 0, 1), repeat=2) if (a, b) != (0, 0)]
 
 
@@ -39,8 +40,7 @@ class Open:
     its constructor are its options.
 
     Attributes:
-        needs_cell: True if the scheme reads the cell, which is then required for periodic
-            structures.
+        needs_cell: True if the scheme requires the cell of periodic structures.
         lattice: True if the scheme provides the nodes; neighbors then include images.
     """
 
@@ -86,21 +86,10 @@ class Open:
         return None
 
     def far(
-        self,
-        position: MultiplicativePosition,
-        factors: tuple[Tensor, Tensor] | None,
-        near: NearPairs,
-        farthest: float,
+        self, position: MultiplicativePosition, factors: _Factors, near: NearPairs, farthest: float
     ) -> Tensor:
-        """Computes the far field of pairs of atoms and images: (heads, pairs).
-
-        Args:
-            position: kernel.
-            factors: factors of the kernel; None on a mesh.
-            near: the pairs.
-            farthest: upper bound on the distances of these pairs, in Å.
-        """
-        assert factors is not None
+        """Computes the far field of pairs: (heads, pairs); `farthest` bounds distances, in Å."""
+        assert factors is not None  # factors of the kernel; None on a mesh
         return products(*factors, near.pairs())
 
     def profile(self, position: MultiplicativePosition, r: Tensor, farthest: float) -> Tensor:
@@ -121,8 +110,7 @@ class Images(Open):
 
     The weight of an image is 1 - prod_c (1 - s(d_c)), with a product over the atoms c near which
     images are kept. The switch s is twice differentiable and falls from 1 to 0 over the last 1 Å
-    before the cutoff, `image_cutoff`. Rounding at the cutoff therefore has no effect, and energies
-    are differentiable.
+    before the cutoff, `image_cutoff`. Energies are therefore differentiable.
     """
 
     needs_cell = True
@@ -139,55 +127,58 @@ class Images(Open):
 
     def dense(self, geometry: Geometry) -> DenseAtoms:
         mask, positions, *_ = DenseAtoms.of(geometry)
-        centres = sources = mask
+        centers = sources = mask
+        in_plane = geometry.tags is not None
         if geometry.tags is not None:
             adsorbate = (geometry.tags == Tag.ADSORBATE.value)[:, None]
             adsorbate = padded(adsorbate, mask, places_of(geometry, mask))[..., 0]
             has_adsorbate = adsorbate.any(dim=1, keepdim=True)
-            centres = torch.where(has_adsorbate, adsorbate, mask)
+            centers = torch.where(has_adsorbate, adsorbate, mask)
             sources = torch.where(has_adsorbate, ~adsorbate & mask, mask)
-        cell, plane = geometry.cell.to(positions.dtype), geometry.tags is not None
-        box = cell.detach(), geometry.pbc
+        cell = geometry.cell.to(positions.dtype)
+        lattice = cell.detach(), geometry.pbc
         with torch.autocast(mask.device.type, enabled=False):
-            index, step, kept = _images(
-                positions.detach(), mask, *box, centres, sources, self.image_cutoff, plane
+            source, step, exists = _images(
+                positions.detach(), mask, *lattice, centers, sources, self.image_cutoff, in_plane
             )
-            places = positions.gather(1, index[..., None].expand(-1, -1, 3)) + step @ cell
-        weight = self._weight(places, positions, centres)
-        there = kept & (weight > 0)
-        one = torch.ones_like(positions[..., 0])
-        number = torch.arange(mask.shape[1], device=mask.device).expand(mask.shape[0], -1)
+            images = positions.gather(1, source[..., None].expand(-1, -1, 3)) + step @ cell
+        weight = self._weight(images, positions, centers)
+        exists = exists & (weight > 0)
+        atoms = torch.arange(mask.shape[1], device=mask.device).expand(mask.shape[0], -1)
+        atom_weight = torch.ones_like(positions[..., 0])
         return DenseAtoms(
             mask,
             positions,
-            torch.cat((mask, there), dim=1),
-            torch.cat((positions, places), dim=1),
-            torch.cat((number, index), dim=1),
-            torch.cat((one, weight.masked_fill(~there, 1.0)), dim=1),
+            key_mask=torch.cat((mask, exists), dim=1),
+            key_positions=torch.cat((positions, images), dim=1),
+            key_index=torch.cat((atoms, source), dim=1),
+            key_weight=torch.cat((atom_weight, weight.masked_fill(~exists, 1.0)), dim=1),
         )
 
     def images(self, geometry: Geometry) -> Tensor:
         expect_lattice(geometry)  # checked here, where errors can refer to graphs
         if geometry.tags is not None:
             return torch.full_like(geometry.ptr[1:], len(_IN_PLANE))
-        inverse = torch.linalg.pinv(geometry.cell.detach())
-        most = (1 + self.image_cutoff * inverse.norm(dim=1)).floor() * geometry.pbc
+        inverse_heights = torch.linalg.pinv(geometry.cell.detach()).norm(dim=1)
+        most = (1 + self.image_cutoff * inverse_heights).floor() * geometry.pbc
         return (2 * most + 1).prod(dim=1) - 1
 
-    def _weight(self, places: Tensor, positions: Tensor, centres: Tensor) -> Tensor:
+    def _weight(self, images: Tensor, positions: Tensor, centers: Tensor) -> Tensor:
+        """Returns weights (graphs, images) from positions of images and atoms; see the class."""
         width = min(_FADE, self.image_cutoff)
-        distance = distances(places[:, :, None] - positions[:, None])
-        share = fade((distance - self.image_cutoff) / width + 1)
-        rest = 1 - share.masked_fill(~centres[:, None], 0.0)
+        distance = distances(images[:, :, None] - positions[:, None])
+        switch = fade((distance - self.image_cutoff) / width + 1)
+        factors = 1 - switch.masked_fill(~centers[:, None], 0.0)
         if torch.compiler.is_compiling():  # the gradient of `prod` searches for zeros
-            return 1 - rest.clamp(min=torch.finfo(rest.dtype).tiny).log().sum(dim=-1).exp()
-        return 1 - rest.prod(dim=-1)
+            return 1 - factors.clamp(min=torch.finfo(factors.dtype).tiny).log().sum(dim=-1).exp()
+        return 1 - factors.prod(dim=-1)
 
 
 def _unknown_images(positions: Tensor, mask: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns empty outputs of `_images`, with an unknown number of images, for the compiler."""
     images = torch.library.get_ctx().new_dynamic_size()
-    kept = mask.new_empty(mask.shape[0], images)  # `len` would fix the size to that of the example
-    return kept.long(), positions.new_empty(*kept.shape, 3), kept
+    exists = mask.new_empty(mask.shape[0], images)  # `len` would fix the size of the example
+    return exists.long(), positions.new_empty(*exists.shape, 3), exists
 
 
 @opaque(_unknown_images)
@@ -196,14 +187,17 @@ def _images(
     mask: Tensor,
     cell: Tensor,
     pbc: Tensor,
-    centres: Tensor,
+    centers: Tensor,
     sources: Tensor,
     cutoff: float,
-    plane: bool,
+    in_plane: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Finds images near centers; returns atoms (graphs, images), cells (..., 3) and a mask."""
-    graphs, most = mask.shape
-    if plane:
+    """Finds images of `sources` near `centers`, both masks of atoms.
+
+    Returns indices of atoms (graphs, images), cells (graphs, images, 3), and the mask of images.
+    """
+    graphs, size = mask.shape
+    if in_plane:
         steps = torch.as_tensor(_IN_PLANE, device=mask.device)
     else:
         steps = _steps(positions, mask, cell, pbc, cutoff)
@@ -213,21 +207,21 @@ def _images(
     images = (positions[:, None] + shifts[:, :, None]).flatten(1, 2)  # [g, k n, 3]
     exact = "donot_use_mm_for_euclid_dist"  # matrix products would lose half of the digits
     distance = torch.cdist(images, positions, compute_mode=exact)
-    near = ((distance < cutoff) & centres[:, None]).any(dim=-1)
-    kept = near & (allowed[:, :, None] & sources[:, None]).flatten(1)
-    count = int(kept.sum(dim=1).max()) if kept.numel() else 0
-    order = torch.argsort((~kept).to(torch.uint8), dim=1, stable=True)[:, :count]
-    most = max(most, 1)
-    return order % most, steps[order // most].to(positions.dtype), kept.gather(1, order)
+    near = ((distance < cutoff) & centers[:, None]).any(dim=-1)
+    selected = near & (allowed[:, :, None] & sources[:, None]).flatten(1)
+    count = int(selected.sum(dim=1).max()) if selected.numel() else 0
+    order = torch.argsort((~selected).to(torch.uint8), dim=1, stable=True)[:, :count]
+    size = max(size, 1)
+    return order % size, steps[order // size].to(positions.dtype), selected.gather(1, order)
 
 
 def _steps(positions: Tensor, mask: Tensor, cell: Tensor, pbc: Tensor, cutoff: float) -> Tensor:
     """Returns int64 steps (n, 3) to the other cells that may contain atoms within the cutoff."""
     inverse = torch.linalg.pinv(cell)  # norms of columns: 1 / height of the cell
     fractional = positions @ inverse
-    outside = ~mask[..., None]
-    upper = fractional.masked_fill(outside, -torch.inf).amax(dim=1)
-    span = upper - fractional.masked_fill(outside, torch.inf).amin(dim=1)
+    padding = ~mask[..., None]
+    upper = fractional.masked_fill(padding, -torch.inf).amax(dim=1)
+    span = upper - fractional.masked_fill(padding, torch.inf).amin(dim=1)
     reach = span.clamp(min=0.0) + cutoff * inverse.norm(dim=1)
     most = (reach * pbc).amax(dim=0).floor().long().tolist()
     axes = [torch.arange(-n, n + 1, device=cell.device) for n in most]
@@ -242,9 +236,8 @@ class Reciprocal(Open):
         max_frequency: largest |G|, in cycles/Å; the number of nodes grows as its cube.
         smooth: make nodes analytic functions of positions along nonperiodic directions. Otherwise,
             forces jump by about 1e-4 eV/Å when a different atom becomes the outermost. With
-            `smooth`, molecules of up to 1,000 atoms, including molecules in cells larger than 200 Å
-            along all periodic axes, use all pairs instead of nodes; their energy does not depend on
-            the orientation.
+            `smooth`, molecules of up to 1,000 atoms, also in cells larger than 200 Å along all
+            periodic axes, use all pairs; their energy does not depend on the orientation.
     """
 
     lattice = True
@@ -259,16 +252,13 @@ class Reciprocal(Open):
         if position != "multiplicative":
             return {}
         # Sums over images must converge, and supercells must give the same result.
-        decays: dict[str, object] = {"background": 0.0}
-        return decays | ({"positive": True} if spectrum == "gaussian_basis" else {})
+        if spectrum == "gaussian_basis":
+            return {"background": 0.0, "positive": True}
+        return {"background": 0.0}
 
     def check(self, position: SpectralPosition, softmax: bool, near: bool) -> None:
-        if near and not position.spectrum.isotropic:
-            usable = {k: v for k, v in SPECTRA.items() if v.isotropic and not v.on_shells}
-            raise ValueError(
-                f"near_field with reciprocal nodes needs an isotropic spectrum; got "
-                f"{type(position.spectrum).__name__}; use one of {', '.join(usable)}"
-            )
+        if near:
+            _expect_isotropic(position, "near_field with reciprocal nodes")
 
     def nodes(
         self, geometry: Geometry, position: SpectralPosition, left_out: Tensor | None = None
@@ -280,10 +270,10 @@ class Reciprocal(Open):
             small = torch.eye(3, dtype=cell.dtype, device=cell.device)
             cell = torch.where(left_out[:, None, None], small, cell)
         extent = free_extent(geometry.pos.double(), geometry.batch, cell, pbc, self.smooth)
-        found = reciprocal_nodes(cell, pbc, self.max_frequency, extent, taper=position.taper)
-        if left_out is None:
-            return GraphNodes(*found)
-        return GraphNodes(found[0], found[1].masked_fill(left_out[:, None], 0.0))
+        xi, weights = reciprocal_nodes(cell, pbc, self.max_frequency, extent, taper=position.taper)
+        if left_out is not None:
+            weights = weights.masked_fill(left_out[:, None], 0.0)
+        return GraphNodes(xi, weights)
 
     def without_nodes(self, geometry: Geometry) -> Tensor | None:
         if not self.smooth:
@@ -291,16 +281,19 @@ class Reciprocal(Open):
         return images_are_far(geometry, _ALONE) & (geometry.ptr.diff() <= _MOST_PAIRED)
 
     def far(
-        self,
-        position: MultiplicativePosition,
-        factors: tuple[Tensor, Tensor] | None,
-        near: NearPairs,
-        farthest: float,
+        self, position: MultiplicativePosition, factors: _Factors, near: NearPairs, farthest: float
     ) -> Tensor:
         return self.profile(position, distances(near.vector), farthest)
 
     def profile(self, position: MultiplicativePosition, r: Tensor, farthest: float) -> Tensor:
         return tapered_mask(position.spectrum, r, self.max_frequency, position.taper, farthest)
+
+
+def _expect_isotropic(position: SpectralPosition, option: str) -> None:
+    if not position.spectrum.isotropic:
+        usable = ", ".join(k for k, v in SPECTRA.items() if v.isotropic and not v.on_shells)
+        kind = type(position.spectrum).__name__
+        raise ValueError(f"{option} needs an isotropic spectrum; got {kind}; use one of {usable}")
 
 
 class Near(Reciprocal):
@@ -309,8 +302,8 @@ class Near(Reciprocal):
     def nodes(
         self, geometry: Geometry, position: SpectralPosition, left_out: Tensor | None = None
     ) -> GraphNodes:
-        nothing = geometry.pos.new_zeros(geometry.graphs, 1, 3, dtype=torch.float64)
-        return GraphNodes(nothing, nothing[..., 0])
+        zeros = geometry.pos.new_zeros(geometry.graphs, 1, 3, dtype=torch.float64)
+        return GraphNodes(zeros, zeros[..., 0])
 
     far = Open.far
 
@@ -339,17 +332,17 @@ class Auto(Reciprocal):
         self.mesh_order = mesh_order
 
     def check(self, position: SpectralPosition, softmax: bool, near: bool) -> None:
-        multiplies = isinstance(position, MultiplicativePosition)
-        self.nodes_only = softmax or not (multiplies and position.spectrum.isotropic)
+        multiplicative = isinstance(position, MultiplicativePosition)
+        self.nodes_only = softmax or not (multiplicative and position.spectrum.isotropic)
         super().check(position, softmax, near)
 
     def on_mesh(self, geometry: Geometry) -> Tensor | None:
-        large = geometry.ptr.diff() > _MOST_BY_NODES
-        if self.nodes_only or torch.compiler.is_compiling() or not large.any():
+        many_atoms = geometry.ptr.diff() > _MOST_BY_NODES
+        if self.nodes_only or torch.compiler.is_compiling() or not many_atoms.any():
             return None
         vectors = 4 / 3 * math.pi * self.max_frequency**3 * _lattice(geometry).volume
-        large = large & (vectors > _MOST_BY_NODES)
-        return large if large.any() else None
+        mask = many_atoms & (vectors > _MOST_BY_NODES)
+        return mask if mask.any() else None
 
     @uncompiled
     def mesh(
@@ -358,8 +351,9 @@ class Auto(Reciprocal):
         if not chosen.any():
             return None
         assert isinstance(position, MultiplicativePosition)
-        where = self.max_frequency, self.mesh_order
-        return position.on_mesh(dense.positions, dense.mask, _lattice(geometry), *where)
+        return position.on_mesh(
+            dense.positions, dense.mask, _lattice(geometry), self.max_frequency, self.mesh_order
+        )
 
 
 class OnMesh(Auto):
@@ -367,8 +361,7 @@ class OnMesh(Auto):
 
     A mesh is faster than nodes for large cells: at least 1,000 atoms for a `max_frequency` of 0.25
     cycles/Å, and at least 5,000 atoms for 0.1. It supports multiplicative kernels with an isotropic
-    spectrum. The invariances of nodes (under shifts of all atoms, under changes of the cell and,
-    except with normalize="unmasked", in supercells) hold only up to the interpolation error.
+    spectrum. The invariances of nodes hold only up to the interpolation error.
     """
 
     def check(self, position: SpectralPosition, softmax: bool, near: bool) -> None:
@@ -378,15 +371,14 @@ class OnMesh(Auto):
                 f"{'mixing=softmax' if softmax else type(position).__name__}; use "
                 "position='multiplicative', or periodic='reciprocal'"
             )
-        if not position.spectrum.isotropic:
-            kind = type(position.spectrum).__name__
-            raise ValueError(f"a mesh needs an isotropic spectrum; got {kind}")
+        _expect_isotropic(position, "periodic='mesh'")
 
     def on_mesh(self, geometry: Geometry) -> Tensor:
         return torch.ones_like(geometry.ptr[1:], dtype=torch.bool)
 
 
 def _lattice(geometry: Geometry) -> Lattice:
+    """Returns the float64 lattice, with virtual vectors that enclose the atoms along open axes."""
     cell, pbc = geometry.cell.double(), geometry.pbc
     return Lattice.of(cell, pbc, free_extent(geometry.pos.double(), geometry.batch, cell, pbc))
 

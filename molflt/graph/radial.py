@@ -21,9 +21,9 @@ def radial_bumps(distance: Tensor, number: int, cutoff: float) -> Tensor:
     """
     centers = torch.arange(1, number + 1, dtype=distance.dtype, device=distance.device)
     u = distance[:, None] * ((number + 1) / cutoff) - centers
-    rest = 1 - u * u
-    inside = rest > _EDGE
-    bumps = (2 - 2 / torch.where(inside, rest, 1.0)).exp() * (_E3NN * number**0.5)
+    complement = 1 - u * u
+    inside = complement > _EDGE
+    bumps = (2 - 2 / torch.where(inside, complement, 1.0)).exp() * (_E3NN * number**0.5)
     return torch.where(inside, bumps, 0.0)
 
 
@@ -35,9 +35,9 @@ def radial_waves(distance: Tensor, number: int, cutoff: float) -> Tensor:
     in bond length that are smaller than the width of a `radial_bumps` function.
     """
     u = distance / cutoff
-    rest = 1 - u * u
-    inside = rest > _EDGE
-    fade = torch.where(inside, (1 - 1 / torch.where(inside, rest, 1.0)).exp(), 0.0)
+    complement = 1 - u * u
+    inside = complement > _EDGE
+    fade = torch.where(inside, (1 - 1 / torch.where(inside, complement, 1.0)).exp(), 0.0)
     waves = torch.arange(1, number + 1, dtype=distance.dtype, device=distance.device)
     return sinc(waves * u[:, None]) * (math.pi * waves) * fade[:, None]
 
@@ -45,8 +45,7 @@ def radial_waves(distance: Tensor, number: int, cutoff: float) -> Tensor:
 def softened(square: Tensor) -> Tensor:
     """Returns squared distances, in Å^2, smoothly bounded from below by 1/300 Å^2.
 
-    Squares are exact beyond 0.1 Å and have two continuous derivatives. Quotients stay finite if two
-    atoms coincide.
+    They are exact beyond 0.1 Å and twice differentiable. Quotients stay finite if atoms coincide.
     """
-    rest = (1 - square / _NEAR**2).clamp(min=0.0)
-    return square + rest**3 * (_NEAR**2 / 3)
+    closeness = (1 - square / _NEAR**2).clamp(min=0.0)  # 1 at distance 0, 0 beyond `_NEAR`
+    return square + closeness**3 * (_NEAR**2 / 3)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from molflt.attention.encodings import Encoding
-from molflt.graph.dense import DenseAtoms, padded, places_of
+from molflt.graph.dense import DenseAtoms, padded
 from molflt.graph.geometry import Geometry
 
 # Number of padded atoms that cost as much time as starting one more class. On a CPU, 64 to 256 were
@@ -26,13 +26,6 @@ class SizeClass(NamedTuple):
     encoding: Encoding | None
     places: Tensor
     """(atoms,), indices of the atoms into the flattened mask of `dense`"""
-
-    @classmethod
-    def of(
-        cls, geometry: Geometry, dense: DenseAtoms, encoding: Encoding | None = None
-    ) -> "SizeClass":
-        """Builds a class that contains all graphs of a geometry."""
-        return cls(dense, encoding, places_of(geometry, dense.mask))
 
     def apply(self, layer: Callable[..., Tensor], x: Tensor) -> Tensor:
         """Applies a layer as in `SizeClasses.apply`; `x` has only the atoms of this class."""
@@ -54,63 +47,64 @@ class SizeClasses(NamedTuple):
         geometry: Geometry,
         encode: Callable[[Geometry, Tensor | None], SizeClass],
         columns: Tensor | None = None,
-        apart: Tensor | None = None,
+        separate: Tensor | None = None,
     ) -> "SizeClasses":
         """Sorts a batch into classes.
 
         `encode` builds a class from the geometry and the indices of its graphs, which are None for
-        a class with all graphs. `columns` (graphs,) contains the number of nodes, images or keys
-        per atom of each graph, if any. Graphs in the mask `apart` (graphs,) do not share a class
-        with other graphs.
+        a class with all graphs. `columns` (graphs,) are numbers of nodes, images or keys per atom.
+        Graphs in the mask `separate` (graphs,) do not share a class with other graphs.
         """
         if torch.compiler.is_compiling():  # one computation graph for all sizes
             return cls([encode(geometry, None)])
-        start = _START.get(geometry.pos.device.type, _START_ELSEWHERE)
-        start *= 1 if columns is None else _PREPARED
-        members = _members(geometry.ptr, columns, start, apart)
+        start_cost = _START.get(geometry.pos.device.type, _START_ELSEWHERE)
+        if columns is not None:
+            start_cost *= _PREPARED
+        members = _members(geometry.ptr, columns, start_cost, separate)
         if len(members) < 2:
             return cls([encode(geometry, None)])
         classes, atoms = [], []
-        for each in members:
-            graphs = torch.tensor(each, device=geometry.ptr.device)
-            part, own = geometry.select(graphs)
+        for indices in members:
+            graphs = torch.tensor(indices, device=geometry.ptr.device)
+            part, atoms_of_part = geometry.select(graphs)
             classes.append(encode(part, graphs))
-            atoms.append(own)
+            atoms.append(atoms_of_part)
         return cls(classes, torch.cat(atoms))
 
     def apply(self, layer: Callable[..., Tensor], x: Tensor) -> Tensor:
         """Applies a layer to every class: (atoms, dim) -> (atoms, dim).
 
-        The layer maps tokens (graphs, atoms, dim) and takes `encoding` and `Keys` as keyword
-        arguments.
+        The layer maps tokens (graphs, atoms, dim), and takes `encoding` and `Keys` by keyword.
         """
         if self.atoms is None:
             return self.classes[0].apply(layer, x)
-        parts = x.index_select(0, self.atoms).split([len(each.places) for each in self.classes])
-        pairs = zip(self.classes, parts, strict=True)
-        out = torch.cat([each.apply(layer, part) for each, part in pairs])
+        parts = x.index_select(0, self.atoms).split([len(c.places) for c in self.classes])
+        outputs = [c.apply(layer, part) for c, part in zip(self.classes, parts, strict=True)]
+        out = torch.cat(outputs)
         return torch.zeros_like(out).index_copy(0, self.atoms, out)
 
 
 def _members(
-    ptr: Tensor, columns: Tensor | None, start: int, apart: Tensor | None = None
+    ptr: Tensor, columns: Tensor | None, start_cost: int, separate: Tensor | None
 ) -> list[list[int]]:
     """Sorts nonempty graphs by size, largest first; starts a new class if padding is costly."""
-    atoms = ptr.diff().tolist()
-    each = [0.0] * len(atoms) if columns is None else columns.tolist()
-    cost = [1 + number / _COLUMNS for number in each]  # per atom, for each graph
-    kind = [False] * len(atoms) if apart is None else apart.tolist()
-    graphs = [graph for graph, count in enumerate(atoms) if count]
-    graphs.sort(key=lambda graph: (not kind[graph], -atoms[graph] * cost[graph]))
+    sizes = ptr.diff().tolist()
+    widths = [0.0] * len(sizes) if columns is None else columns.tolist()
+    atom_costs = [1 + width / _COLUMNS for width in widths]  # relative to atoms without columns
+    is_separate = [False] * len(sizes) if separate is None else separate.tolist()
+    graphs = [graph for graph, size in enumerate(sizes) if size]
+    graphs.sort(key=lambda graph: (not is_separate[graph], -sizes[graph] * atom_costs[graph]))
     classes: list[list[int]] = [[]]
-    most, highest, needed = 0, 0.0, 0.0
+    most_atoms, highest_cost, unpadded = 0, 0.0, 0.0
     for graph in graphs:
-        most, highest = max(most, atoms[graph]), max(highest, cost[graph])
-        needed += atoms[graph] * cost[graph]
-        other = classes[-1] and kind[classes[-1][-1]] != kind[graph]
-        if other or (len(classes[-1]) + 1) * most * highest - needed > start:
+        size, atom_cost = sizes[graph], atom_costs[graph]
+        members = classes[-1]
+        most_atoms, highest_cost = max(most_atoms, size), max(highest_cost, atom_cost)
+        unpadded += size * atom_cost
+        padded_cost = (len(members) + 1) * most_atoms * highest_cost
+        mixed = bool(members) and is_separate[members[-1]] != is_separate[graph]
+        if mixed or padded_cost - unpadded > start_cost:
             classes.append([])
-            most, highest = atoms[graph], cost[graph]
-            needed = most * highest
+            most_atoms, highest_cost, unpadded = size, atom_cost, size * atom_cost
         classes[-1].append(graph)
     return classes

@@ -18,20 +18,17 @@ class PBCRadiusGraph(BaseTransform):
     This transform is similar to `torch_geometric.transforms.RadiusGraph`, but supports periodic
     structures and does not need a compiled extension. Each periodic image within the radius is a
     separate edge. This includes images of the atom itself, but not the atom itself at distance 0.
-    Edges point from the neighbor, `edge_index[0]`, to the atom, `edge_index[1]`, as in message
-    passing, and are sorted by atom.
+    Edges point from the neighbor, `edge_index[0]`, to the atom, `edge_index[1]`; sorted by atom.
 
     It sets `edge_index` (2, edges); `edge_weight` (edges,), the distance in Å; `edge_vec` (edges,
     3), from atom to neighbor, in Å; and `edge_shift` (edges, 3) int64, the cell n of the neighbor:
     edge_vec = pos[edge_index[0]] + n @ cell - pos[edge_index[1]]. Distances and vectors are
-    differentiable with respect to `pos` and `cell`. The transform removes the `edge_attr` of
-    earlier edges, which `Distance` and other transforms set.
+    differentiable with respect to `pos` and `cell`. The `edge_attr` of earlier edges is removed.
 
     Args:
         r: radius, in Å.
         max_neighbors: largest number of edges per atom; keeps the nearest neighbors and all ties
-            with the farthest of these. None keeps all. With a number, some edges may exist in only
-            one direction.
+            with the farthest of these, so edges may lack their reverse. None keeps all.
     """
 
     def __init__(self, r: float, max_neighbors: int | None = None) -> None:
@@ -56,12 +53,13 @@ class PBCRadiusGraph(BaseTransform):
             offset = (shift.to(cell.dtype)[:, None] @ cell[graph])[:, 0]
         vector = pos[source] - pos[target] + offset
         distance = vector.norm(dim=-1)
-        kept = torch.argsort(target, stable=True)
-        if self.max_neighbors is not None:
-            kept = _nearest(target, distance.detach(), len(pos), self.max_neighbors)
-        data.edge_index = torch.stack((source, target))[:, kept]
-        data.edge_vec, data.edge_weight = vector[kept], distance[kept]
-        data.edge_shift = shift[kept]
+        if self.max_neighbors is None:
+            edges = torch.argsort(target, stable=True)
+        else:
+            edges = _nearest(target, distance.detach(), len(pos), self.max_neighbors)
+        data.edge_index = torch.stack((source, target))[:, edges]
+        data.edge_vec, data.edge_weight = vector[edges], distance[edges]
+        data.edge_shift = shift[edges]
         if "edge_attr" in data:
             del data.edge_attr
         return data
@@ -74,9 +72,9 @@ class PBCRadiusGraph(BaseTransform):
 def _nearest(target: Tensor, distance: Tensor, atoms: int, most: int) -> Tensor:
     """Returns indices of the `most` nearest edges of each atom and of edges as long as the last."""
     order = torch.argsort(distance, stable=True)
-    order = order[torch.argsort(target[order], stable=True)]
-    own = target[order]
+    order = order[torch.argsort(target[order], stable=True)]  # by atom, then by distance
+    target, distance = target[order], distance[order]
     count = torch.bincount(target, minlength=atoms)
     first = count.cumsum(0) - count
     last = first + count.clamp(max=most) - 1
-    return order[distance[order] <= distance[order][last[own]] + _TIE]
+    return order[distance <= distance[last[target]] + _TIE]

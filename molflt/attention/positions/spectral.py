@@ -1,4 +1,4 @@
-"""FLT's relative positional encoding: a mask learned through its Fourier transform."""
+"""FLT's positional encoding: sums over nodes for the mask of `attention.spectra.base`, eq. 4."""
 
 import math
 import warnings
