@@ -8,7 +8,7 @@ from torch.utils._pytree import tree_map_only
 
 from molflt.attention.checks import at_least_one, whole
 from molflt.attention.decoder import DecoderState
-from molflt.sequence.encoder_decoder import EncoderDecoder, Translating
+from molflt.sequence.encoder_decoder import EncoderDecoder
 from molflt.sequence.generation import expect_finite
 
 
@@ -57,19 +57,19 @@ def beam_search(
         raise ValueError("beam_search needs a model without dropout; call model.eval() first")
     at_least_one(beam=beam, limit=1 if limit is None else limit)
     whole("end", source.new_tensor(end), 0, model.vocabulary - 1, "an id of the vocabulary")
+    mask = torch.ones_like(source) if source_mask is None else source_mask.long()
+    limits = 2 * mask.sum(dim=1) + 10 if limit is None else mask.new_full((len(mask),), limit)
     search = _Search(model, source, source_mask, begin, end, beam, length_penalty)
-    there = torch.ones_like(source) if source_mask is None else source_mask.long()
-    most = 2 * there.sum(dim=1) + 10 if limit is None else there.new_full((len(there),), limit)
-    search.most = most if model.longest is None else most.clamp(max=model.longest)
+    search.limits = limits if model.longest is None else limits.clamp(max=model.longest)
     while search.open:
         search.step()
-    return [max(found, key=lambda one: one.score) for found in search.found]
+    return [max(complete, key=lambda target: target.score) for complete in search.complete]
 
 
 class _Search:
     """Hypotheses of all unfinished sources, with `beam` rows for each source."""
 
-    most: Tensor
+    limits: Tensor  # maximum length of the target of each source, (sources,)
 
     def __init__(
         self,
@@ -84,12 +84,10 @@ class _Search:
         self.model, self.encoded, self.mask = model, model.encode(source, mask), mask
         self.end, self.beam, self.penalty = end, beam, penalty
         count, device = len(source), source.device
-        self.found: list[list[Hypothesis]] = [[] for _ in range(count)]
+        self.complete: list[list[Hypothesis]] = [[] for _ in range(count)]
         self.open = list(range(count))  # index of each source in the batch
         self.tokens = torch.full((count * beam, 1), begin, device=device)
-        self.state: Translating | None = None
-        if model.decodes:
-            self.state = model.begin(self.encoded, mask)
+        self.state = model.begin(self.encoded, mask) if model.decodes else None
         # Only one hypothesis of a source counts at the start, because all are equal.
         self.score = torch.full((count, beam), -torch.inf, dtype=torch.float64, device=device)
         self.score[:, 0] = 0.0
@@ -98,7 +96,7 @@ class _Search:
         log_p = self._next().double().unflatten(0, (-1, self.beam))  # [source, beam, id]
         expect_finite(log_p)
         length = self.tokens.shape[1]  # includes the new token but not the start token
-        last = length >= self.most
+        last = length >= self.limits
         other = torch.arange(log_p.shape[-1], device=log_p.device) != self.end
         log_p = log_p.masked_fill(last[:, None, None] & other, -torch.inf)
         total = (self.score[..., None] + log_p).flatten(1)
@@ -108,23 +106,24 @@ class _Search:
         ended = (token == self.end) & best.values.isfinite()
         # an ended hypothesis counts if it is among the best `beam`, or at the last step
         ended[:, self.beam :] &= last[:, None]
-        for i, place in ended.nonzero().tolist():
-            row = i * self.beam + int(parent[i, place])
-            score = float(best.values[i, place]) / length**self.penalty
-            self.found[self.open[i]].append(Hypothesis(self.tokens[row, 1:].tolist(), score))
-        going = best.values.masked_fill(token == self.end, -torch.inf)
-        kept = going.topk(self.beam, dim=1)
+        for i, rank in ended.nonzero().tolist():
+            row = i * self.beam + int(parent[i, rank])
+            score = float(best.values[i, rank]) / length**self.penalty
+            self.complete[self.open[i]].append(Hypothesis(self.tokens[row, 1:].tolist(), score))
+        unfinished = best.values.masked_fill(token == self.end, -torch.inf)
+        kept = unfinished.topk(self.beam, dim=1)
         token, parent = token.gather(1, kept.indices), parent.gather(1, kept.indices)
         self._keep(last.tolist(), kept.values, token, parent)
 
     def _keep(self, last: list[bool], score: Tensor, token: Tensor, parent: Tensor) -> None:
-        count = [len(self.found[name]) for name in self.open]
-        rows = [i for i, n in enumerate(count) if n < self.beam and not last[i]]
+        """Appends a token to each hypothesis and removes the sources that are finished."""
+        complete = [len(self.complete[i]) for i in self.open]
+        rows = [i for i, count in enumerate(complete) if count < self.beam and not last[i]]
         kept = torch.tensor(rows, dtype=torch.long, device=score.device)
         self.open = [self.open[i] for i in rows]
-        self.score, self.most = score[kept], self.most[kept]
-        chosen = (kept[:, None] * self.beam + parent[kept]).flatten()
-        self.tokens = torch.cat((self.tokens[chosen], token[kept].flatten()[:, None]), dim=1)
+        self.score, self.limits = score[kept], self.limits[kept]
+        parents = (kept[:, None] * self.beam + parent[kept]).flatten()
+        self.tokens = torch.cat((self.tokens[parents], token[kept].flatten()[:, None]), dim=1)
         if self.state is None:
             self.encoded = self.encoded[kept]
             self.mask = None if self.mask is None else self.mask[kept]
@@ -133,7 +132,7 @@ class _Search:
         assert stack is not None  # at least one step has been made
         if len(rows) < len(score):
             memory = tree_map_only(Tensor, lambda part: part[kept], memory)
-        blocks = tree_map_only(Tensor, lambda part: part[chosen], stack.blocks)
+        blocks = tree_map_only(Tensor, lambda part: part[parents], stack.blocks)
         decoder = DecoderState(memory, stack._replace(blocks=blocks))
         self.state = self.state._replace(decoder=decoder)
 
