@@ -54,6 +54,6 @@ class SequenceClassifier(EncoderModel):
         elif key_mask is None:
             pooled = hidden.mean(dim=1)
         else:
-            there = key_mask[..., None].to(hidden.dtype)
-            pooled = (hidden * there).sum(dim=1) / there.sum(dim=1).clamp(min=1)
+            mask = key_mask[..., None].to(hidden.dtype)
+            pooled = (hidden * mask).sum(dim=1) / mask.sum(dim=1).clamp(min=1)
         return self.classify(self.head_dropout(self.pooler(pooled).tanh()))

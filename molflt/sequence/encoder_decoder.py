@@ -15,8 +15,7 @@ from molflt.sequence.places import TokenModel, expect_first, expect_targets
 class Translating(NamedTuple):
     """Decoding state: the source and the target tokens decoded so far."""
 
-    length: int
-    """number of target tokens"""
+    length: int  # number of target tokens
     decoder: DecoderState
 
 
@@ -54,9 +53,9 @@ class EncoderDecoder(TokenModel):
         decoder: dict[str, Any] | None = None,
         **options: Any,
     ) -> None:
-        own = decoder or {}
-        idle = {name: own.get(name) for name in ("position", "position_options")}
-        no_effect("in the decoder, which has the position of the encoder", **idle)
+        of_decoder = decoder or {}
+        fixed = {name: of_decoder.get(name) for name in ("position", "position_options")}
+        no_effect("in the decoder, which has the position of the encoder", **fixed)
         super().__init__(
             vocabulary,
             dim,
@@ -72,7 +71,7 @@ class EncoderDecoder(TokenModel):
         )
         shared = {name: value for name, value in options.items() if name not in _OF_TOKENS}
         shared["position_options"] = self._position_options
-        self.decoder = Decoder(dim, heads, **{**shared, **own})
+        self.decoder = Decoder(dim, heads, **{**shared, **of_decoder})
         self.head = _PlainHead(dim, self.vocabulary)
         self._set_places(0.1)
 
@@ -147,12 +146,12 @@ class EncoderDecoder(TokenModel):
             smoothing: epsilon; the label is 1 - epsilon for the target, and epsilon / vocabulary
                 is added for every id (arXiv:1512.00567, section 7).
         """
-        there = expect_targets(hidden, targets, self.vocabulary)
-        wanted, seen = targets[there].long(), hidden[there]
-        score = self.head.score(seen, wanted)
+        has_target = expect_targets(hidden, targets, self.vocabulary)
+        ids, states = targets[has_target].long(), hidden[has_target]
+        log_p = self.head.score(states, ids)
         if not smoothing:
-            return score, score
-        return score, score + smoothing * self.head.excess(seen, wanted)
+            return log_p, log_p
+        return log_p, log_p + smoothing * self.head.excess(states, ids)
 
     def _embed(self, name: str, tokens: Tensor, start: int) -> tuple[Tensor, Tensor | None]:
         """Returns embeddings (batch, n, dim) and positions (1, n, 1); indices begin at `start`."""

@@ -42,7 +42,8 @@ class Head(nn.Module):
 
     def score(self, hidden: Tensor, targets: Tensor) -> Tensor:
         """Computes `log_likelihood`, in pieces if the logits would need too much memory."""
-        size, targets = max(1, _AT_ONCE // self.width), targets.long()
+        targets = targets.long()
+        size = max(1, _AT_ONCE // self.width)
         if len(hidden) <= size:
             return self.log_likelihood(hidden, targets)
         pieces = zip(hidden.split(size), targets.split(size), strict=True)
@@ -113,8 +114,8 @@ class _AdaptiveHead(Head):
         x = F.embedding(tokens.clamp(max=starts[0] - 1), self.softmax.head.weight)
         for start, (project, embedding) in zip(starts, self._tails(), strict=True):
             index = (tokens - start).clamp(0, len(embedding) - 1)
-            own = (F.embedding(index, embedding) @ project).to(x.dtype)
-            x = torch.where((tokens >= start)[..., None], own, x)
+            in_cluster = (F.embedding(index, embedding) @ project).to(x.dtype)
+            x = torch.where((tokens >= start)[..., None], in_cluster, x)
         return x
 
     def log_probabilities(self, hidden: Tensor) -> Tensor:

@@ -92,9 +92,10 @@ class LanguageModel(TokenModel):
             targets: ids (batch, length) of the next tokens; -1 at the end and at padding.
         """
         tensors(tokens=tokens)
-        wanted = expect_targets(tokens, targets, self.vocabulary)
-        found = self.head.score(self(tokens).flatten(0, 1), targets.where(wanted, 0).flatten())
-        return found.view(targets.shape).where(wanted, 0.0)
+        has_target = expect_targets(tokens, targets, self.vocabulary)
+        ids = targets.where(has_target, 0).flatten()
+        log_p = self.head.score(self(tokens).flatten(0, 1), ids)
+        return log_p.view(targets.shape).where(has_target, 0.0)
 
     def log_probabilities(self, hidden: Tensor) -> Tensor:
         """Returns normalized log-probabilities of all ids: (..., dim) -> (..., vocabulary)."""

@@ -68,8 +68,8 @@ class MaskedLanguageModel(EncoderModel):
             hidden: hidden states (batch, length, dim) from `forward`.
             targets: ids (batch, length); -1 for tokens that are not masked.
         """
-        gaps = expect_targets(hidden, targets, self.vocabulary)
-        return self.head.score(hidden[gaps], targets[gaps])
+        has_target = expect_targets(hidden, targets, self.vocabulary)
+        return self.head.score(hidden[has_target], targets[has_target])
 
     def follows(self, hidden: Tensor) -> Tensor:
         """Returns logits of "follows" and "does not follow": (batch, length, dim) -> (batch, 2)."""

@@ -89,14 +89,14 @@ class TokenModel(Redrawn):
         limit = {} if max_length is None else {"max_tokens": max_length}
         options = {**known_options(position, dim=1, **limit), **(position_options or {})}
         self._position_options = options
-        made = Stack(
+        blocks = Stack(
             dim, heads, causal=causal, position=position, position_options=options, **stack
         )
-        self.add_module(self._stack_name, made)
-        if made.position is not None and made.position.dim not in self._axes:
+        self.add_module(self._stack_name, blocks)
+        if blocks.position is not None and blocks.position.dim not in self._axes:
             raise ValueError(
                 f"position_options dim must be {' or '.join(map(str, self._axes))}; got "
-                f"{made.position.dim}; omit it for 1, the index of the token"
+                f"{blocks.position.dim}; omit it for 1, the index of the token"
             )
         self.embedding_dropout = nn.Dropout(embedding_dropout)
 
@@ -176,9 +176,9 @@ def expect_first(name: str, mask: Tensor, tokens: Tensor) -> None:
 
 def embedding(count: int, dim: int, std: float) -> nn.Embedding:
     """Draws embeddings from a normal distribution with standard deviation `std`."""
-    made = nn.Embedding(count, dim)
-    nn.init.normal_(made.weight, std=std)
-    return made
+    layer = nn.Embedding(count, dim)
+    nn.init.normal_(layer.weight, std=std)
+    return layer
 
 
 def expect_targets(hidden: Tensor, targets: Tensor, vocabulary: int) -> Tensor:

@@ -50,10 +50,10 @@ def renamed(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     The result fits a `molflt.sequence.MaskedLanguageModel` or `SequenceClassifier` that is built
     with `options_of`. Tensors are not copied.
     """
-    return {_own(name): x for name, x in weights.items() if not _UNUSED.fullmatch(name)}
+    return {_rename(name): x for name, x in weights.items() if not _UNUSED.fullmatch(name)}
 
 
-def _own(name: str) -> str:
+def _rename(name: str) -> str:
     for pattern, ours in _PATTERNS:
         if (match := pattern.fullmatch(name)) is not None:
             return f"{match.expand(ours)}.{_TENSORS.get(match.groups()[-1], match.groups()[-1])}"
@@ -100,11 +100,7 @@ def options_of(weights: Mapping[str, Tensor], config: Mapping[str, object]) -> d
         "project_embeddings": "encoder.projection.weight" in weights,
         "next_sentence": "next_sentence.weight" in weights,
     }
-    if attends:
-        options |= {
-            "mixing": "softmax",
-            "attention_dropout": config.get("attention_probs_dropout_prob", 0.1),
-        }
-    else:
-        options["mixer"] = "fourier"
-    return options
+    if not attends:
+        return {**options, "mixer": "fourier"}
+    dropout = config.get("attention_probs_dropout_prob", 0.1)
+    return {**options, "mixing": "softmax", "attention_dropout": dropout}
