@@ -20,8 +20,7 @@ from torch import Tensor
 from molflt.attention.checks import one_of
 from molflt.attention.numerics import haar_rotation, rand64
 
-HALF_WIDTH = 5.0
-"""half width of the search domain, which is centered at 0"""
+HALF_WIDTH = 5.0  # half width of the search domain, which is centered at 0
 _FARTHEST = 4.0  # bound on the coordinates of the minimizer
 
 _Shape = Mapping[str, Tensor]
@@ -65,8 +64,8 @@ def _ackley(z: Tensor, shape: _Shape) -> Tensor:
 
 
 def _griewank(z: Tensor, shape: _Shape) -> Tensor:
-    place = torch.arange(1, z.shape[-1] + 1, dtype=z.dtype, device=z.device)
-    return z.square().sum(dim=-1) / 4000 + 1 - (z / place.sqrt()).cos().prod(dim=-1)
+    axis = torch.arange(1, z.shape[-1] + 1, dtype=z.dtype, device=z.device)
+    return z.square().sum(dim=-1) / 4000 + 1 - (z / axis.sqrt()).cos().prod(dim=-1)
 
 
 def _levy(z: Tensor, shape: _Shape) -> Tensor:
@@ -134,7 +133,7 @@ class Functions(NamedTuple):
             minimizers.append(_FARTHEST * (2 * rand64(dimension, generator=generator) - 1))
             rotations.append(haar_rotation(dimension, generator))
             shapes.append(kind.draw(dimension, generator))
-        shape = {name: torch.stack([own[name] for own in shapes]) for name in shapes[0]}
+        shape = {name: torch.stack([drawn[name] for drawn in shapes]) for name in shapes[0]}
         return cls(family, torch.stack(minimizers), torch.stack(rotations), shape)
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -144,9 +143,9 @@ class Functions(NamedTuple):
         turned = (moved @ self.rotation.mT).view(x.shape)
         return kind.base(kind.minimizer + kind.half_width / HALF_WIDTH * turned, self.shape)
 
-    def only(self, place: int) -> Functions:
-        """Returns a batch that contains only the function with index `place`."""
-        return self._each(lambda drawn: drawn[place : place + 1])
+    def only(self, index: int) -> Functions:
+        """Returns a batch that contains only the function with this index."""
+        return self._each(lambda drawn: drawn[index : index + 1])
 
     def to(self, device: torch.device) -> Functions:
         """Returns the functions, moved to a device."""

@@ -19,8 +19,7 @@ from molflt.attention.mixing.causal import DecodeState, KeyValues, State
 from molflt.attention.positions import PositionName, known_options
 from molflt.attention.stack import Block, Redrawn, StackState
 
-MemoryState = tuple[Tensor, ...]
-"""tensors of shape (coordinates, ...); empty at the start"""
+MemoryState = tuple[Tensor, ...]  # tensors of shape (coordinates, ...); empty at the start
 
 
 class Memory(Redrawn, ABC):
@@ -35,11 +34,11 @@ class Memory(Redrawn, ABC):
 
         `state` is the state after `start` earlier steps.
         """
-        found = []
-        for number, one in enumerate(x.unbind(dim=1)):
-            hidden, state = self.step(one, state, start + number)
-            found.append(hidden)
-        return torch.stack(found, dim=1)
+        hidden_states = []
+        for number, features in enumerate(x.unbind(dim=1)):
+            hidden, state = self.step(features, state, start + number)
+            hidden_states.append(hidden)
+        return torch.stack(hidden_states, dim=1)
 
     @abstractmethod
     def step(self, x: Tensor, state: MemoryState, start: int) -> tuple[Tensor, MemoryState]:

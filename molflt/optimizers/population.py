@@ -51,7 +51,7 @@ class Populations:
 
     def _normal(self, *shape: int) -> Tensor:
         """Draws float64 normal numbers (batch, *shape) on the CPU and moves them to the device."""
-        draws = [randn64(shape, generator=each) for each in self.generators]
+        draws = [randn64(shape, generator=generator) for generator in self.generators]
         return torch.stack(draws).to(self.device)
 
 
@@ -191,15 +191,17 @@ class PopulationOptimizer:
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Restores a `state_dict`; with equal weights, later steps are bitwise identical."""
-        now, new = ({n: tuple(x.shape) for n, x in s.items()} for s in (self.state_dict(), state))
-        if now != new:
+        expected = {name: tuple(part.shape) for name, part in self.state_dict().items()}
+        shapes = {name: tuple(part.shape) for name, part in state.items()}
+        if shapes != expected:
             raise ValueError(
-                f"expected a state of shapes {now}; got {new}; pass the result of state_dict() of "
-                "an optimizer with the same numbers of members and dimensions"
+                f"expected a state of shapes {expected}; got {shapes}; pass the result of "
+                "state_dict() of an optimizer with the same numbers of members and dimensions"
             )
-        populations, kept = self._populations, {name: part.clone() for name, part in state.items()}
-        populations.generators[0].set_state(kept.pop("noise"))
-        self._asked = bool(kept.pop("asked"))
-        on_device = {name: part.to(populations.device) for name, part in kept.items()}
+        populations = self._populations
+        parts = {name: part.clone() for name, part in state.items()}
+        populations.generators[0].set_state(parts.pop("noise"))
+        self._asked = bool(parts.pop("asked"))
+        on_device = {name: part.to(populations.device) for name, part in parts.items()}
         populations.state = PopulationState(**on_device)
         self.evaluations = self.generation * self.members

@@ -45,8 +45,7 @@ class PopulationState(NamedTuple):
 
     position: Tensor  # positions to evaluate next, (batch, members, d)
     best_position: Tensor  # best position of each member, (batch, members, d)
-    best_value: Tensor
-    """best value of each member, infinite before the first value, (batch, members)"""
+    best_value: Tensor  # best value of each member, at first infinite, (batch, members)
     age: Tensor  # generations since the best value was found, (batch, members)
     path: Tensor  # averaged movement of the mean of best positions, (batch, d)
     log_spread: Tensor  # logarithm of the initial spread of best positions, (batch,)
@@ -154,11 +153,11 @@ class PopulationModel(Redrawn):
             count = 8 if num_gaussians is None else num_gaussians
             basis = GaussianBasis(heads, count, dimension, _WIDTHS)
             mask = PopulationMask(basis, 16 if num_nodes is None else num_nodes)
-        kind: dict[str, Any] = {"mixing": mixing, "feature_map": feature_map}
-        kind["num_features"] = num_features
+        attention: dict[str, Any] = {"mixing": mixing, "feature_map": feature_map}
+        attention["num_features"] = num_features
         self.embed = nn.Linear(_FEATURES, dim)
-        self.stack = Stack(dim, heads, layers, ffn_dim=ffn_dim, position=mask, **kind)
-        self.read = Attention(dim, heads, position=mask, **kind)
+        self.stack = Stack(dim, heads, layers, ffn_dim=ffn_dim, position=mask, **attention)
+        self.read = Attention(dim, heads, position=mask, **attention)
         self.read.share_position()
         for unused in ("to_value", "to_out"):  # the model uses only the attention weights
             self.read.add_module(unused, nn.Identity())
@@ -275,15 +274,15 @@ def _told(state: PopulationState, values: Tensor) -> tuple[PopulationState, Tens
     """Updates the best positions; also returns 1 for members that improved and 0 for others."""
     better = values < state.best_value
     best = torch.where(better[..., None], state.position, state.best_position)
-    begun = (state.generation > 0)[:, None]
     movement = best.mean(dim=1) - state.best_position.mean(dim=1)
     path = _KEPT * state.path + (1 - _KEPT**2) ** 0.5 * movement
+    log_spread = _spread(best.detach()).log()
     return state._replace(
         best_position=best,
         best_value=torch.where(better, values, state.best_value),
         age=torch.where(better, 0.0, state.age + 1),
         path=path,
-        log_spread=torch.where(begun[:, 0], state.log_spread, _spread(best.detach()).log()),
+        log_spread=torch.where(state.generation > 0, state.log_spread, log_spread),
         generation=state.generation + 1,
     ), better.to(values)
 

@@ -20,10 +20,8 @@ class Unrolled(NamedTuple):
 
     loss: Tensor
     """mean of log((f + floor f_0) / f_0) over problems and steps; float64, differentiable"""
-    mean: Tensor
-    """mean of this logarithm over steps for each problem, (problems,)"""
-    last: Tensor
-    """the logarithm after the last step, (problems,)"""
+    mean: Tensor  # mean of this logarithm over steps for each problem, (problems,)
+    last: Tensor  # the logarithm after the last step, (problems,)
 
 
 def unroll(
@@ -70,13 +68,13 @@ def unroll(
             pulls.append(gradient / floored.to(gradient).repeat_interleave(counts))
         # derivative of the sum of later losses with respect to the update of each step
         pull = torch.stack(pulls, dim=1).flip(1).cumsum(dim=1).flip(1) / (steps * len(problems))
-    found = torch.stack(logs)  # [steps, problems]
-    value = found.mean()
+    log_losses = torch.stack(logs)  # [steps, problems]
+    value = log_losses.mean()
     if torch.is_grad_enabled():
         updates = model(torch.stack(features, 1), torch.stack(directions, 1), begun, before)
         surrogate = (updates * pull).sum()
         value = value + (surrogate - surrogate.detach()).to(value)
-    return Unrolled(value, found.mean(dim=0), found[-1])
+    return Unrolled(value, log_losses.mean(dim=0), log_losses[-1])
 
 
 def _slopes(
