@@ -92,11 +92,9 @@ GLUE: dict[str, GlueTask] = {
 
 
 _IMDB = {"train": ("aclImdb/train",), "val": ("aclImdb/train",), "test": ("aclImdb/test",)}
-_PIXELS = {
-    "train": ("train", "train-images-idx3-ubyte"),
-    "test": ("test", "t10k-images-idx3-ubyte"),
-}
-_PIXELS["val"] = _PIXELS["train"]
+_TRAIN_IMAGES, _TEST_IMAGES = "train-images-idx3-ubyte", "t10k-images-idx3-ubyte"
+_PIXELS = {"train": ("train", _TRAIN_IMAGES), "val": ("train", _TRAIN_IMAGES)}
+_PIXELS["test"] = ("test", _TEST_IMAGES)
 
 _LONG_RANGE: dict[str, GlueTask] = {
     "ListOps": GlueTask(
@@ -153,8 +151,8 @@ def read_splits(
         path, whole = paths[split], found[split]
         share = _VAL_FRACTION if val_fraction is None else val_fraction
         labels = torch.tensor([one.label for one in whole])
-        kept = held_out(labels, share, path, TASKS[task].form) == (split == "val")
-        found[split] = list(itertools.compress(whole, kept.tolist()))
+        in_split = held_out(labels, share, path, TASKS[task].form) == (split == "val")
+        found[split] = list(itertools.compress(whole, in_split.tolist()))
     return {split: (path, found[split]) for split, path in paths.items()}
 
 

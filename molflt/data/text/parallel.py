@@ -68,10 +68,10 @@ def paired(items: Sequence[_Item], pad: int) -> tuple[Tensor, Tensor, Tensor, Te
     target); the target of padding is -1.
     """
     sources, targets = zip(*items, strict=True)
-    there = padded_rows([torch.ones_like(ids) for ids in sources], 0).bool()
-    seen = padded_rows([ids[:-1] for ids in targets], pad)
+    source_mask = padded_rows([torch.ones_like(ids) for ids in sources], 0).bool()
+    inputs = padded_rows([ids[:-1] for ids in targets], pad)
     following = padded_rows([ids[1:] for ids in targets], _NO_TARGET)
-    return padded_rows(sources, pad), there, seen, following
+    return padded_rows(sources, pad), source_mask, inputs, following
 
 
 class ParallelData(TokenizedData[Pairs]):

@@ -72,8 +72,8 @@ class Sentences(Dataset[_Item]):
 def padded(items: Sequence[_Item], pad: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Collates items into ids, types and masks, each (batch, longest), and labels (batch,)."""
     tokens, types, labels = zip(*items, strict=True)
-    there = padded_rows([torch.ones_like(row) for row in tokens], 0).bool()
-    return padded_rows(tokens, pad), padded_rows(types, 0), there, torch.stack(labels)
+    mask = padded_rows([torch.ones_like(row) for row in tokens], 0).bool()
+    return padded_rows(tokens, pad), padded_rows(types, 0), mask, torch.stack(labels)
 
 
 class SentenceData(TokenizedData[Sentences]):

@@ -62,10 +62,8 @@ def split(
     for path in paths.values():
         if path.exists() and path.samefile(src):
             raise ValueError(f"{path} is the source file; choose another folder")
-    print(
-        f"{dst}: {len(groups):,} records in {len(side):,} "
-        f"{'clusters' if clusters else 'different sequences'}"
-    )
+    kind = "clusters" if clusters else "different sequences"
+    print(f"{dst}: {len(groups):,} records in {len(side):,} {kind}")
     for use, path in paths.items():
         own = [record for record, group in zip(records, groups, strict=True) if side[group] == use]
         with atomically(path) as part, open(part, "w", encoding="utf-8") as file:

@@ -17,20 +17,13 @@ from molflt.optional import require
 if TYPE_CHECKING:
     import tokenizers
 
-TOKENIZER = "tokenizer.json"
-"""file name of a tokenizer in runs and in published models"""
+TOKENIZER = "tokenizer.json"  # file name of a tokenizer in runs and in published models
 
 TokenizerKind = Literal["wordpiece", "unigram", "bpe", "protein", "listops", "byte"]
-_UNKNOWN = "[UNK]"
-_OTHER_NAMES = {
-    "[PAD]": "<pad>",
-    _UNKNOWN: "<unk>",
-    "[CLS]": "<s>",
-    "[SEP]": "</s>",
-    "[MASK]": "<mask>",
-}
+_UNK = "[UNK]"
+_ALIASES = {"[PAD]": "<pad>", _UNK: "<unk>", "[CLS]": "<s>", "[SEP]": "</s>", "[MASK]": "<mask>"}
 _NOT_UTF8 = "expected text in UTF-8; convert it, or use data.kind byte"
-_SPECIAL = tuple(_OTHER_NAMES)  # ids 0 to 4 of tokenizers that are trained here
+_SPECIAL = tuple(_ALIASES)  # ids 0 to 4 of tokenizers that are trained here
 _MOST_UNKNOWN = 0.5  # a larger share of unknown tokens indicates the wrong tokenizer
 
 
@@ -55,17 +48,17 @@ class Tokenizer:
     def __init__(self, inner: tokenizers.Tokenizer, name: str = TOKENIZER) -> None:
         self._inner = inner
         ids: dict[str, int] = {}
-        for special, other in _OTHER_NAMES.items():
-            for token in (other, special):
+        for special, alias in _ALIASES.items():
+            for token in (alias, special):
                 if (number := inner.token_to_id(token)) is not None:
                     ids[special] = number
-        if missing := [one for one in _SPECIAL if one not in ids and one != _UNKNOWN]:
+        if missing := [one for one in _SPECIAL if one not in ids and one != _UNK]:
             raise ValueError(
                 f"{name}: expected a tokenizer with {', '.join(_SPECIAL)}; got one without "
                 f"{missing[0]}; use a tokenizer like BERT's, or omit data.tokenizer to train one"
             )
-        self.unk = ids.get(_UNKNOWN)
-        self.pad, self.cls, self.sep, self.mask = (ids[n] for n in _SPECIAL if n != _UNKNOWN)
+        self.unk = ids.get(_UNK)
+        self.pad, self.cls, self.sep, self.mask = (ids[n] for n in _SPECIAL if n != _UNK)
         added = {number for number, one in inner.get_added_tokens_decoder().items() if one.special}
         # Replaced in `from_json`, because serializing again rounds the scores of Unigram
         self._content = inner.to_str().encode()
@@ -153,17 +146,17 @@ class Tokenizer:
             texts = [text.upper() for text in texts]
         where = f"{source}: " if source else ""
         try:
-            found = self._inner.encode_batch(texts, add_special_tokens=False)
+            encodings = self._inner.encode_batch(texts, add_special_tokens=False)
         except TypeError:  # a text from `text_of`
             raise ValueError(f"{where}{_NOT_UTF8}") from None
-        for text, one in zip(texts, found, strict=True) if self.fixed is not None else ():
-            if self.unk in one.ids:
-                start, end = one.offsets[one.ids.index(self.unk)]
+        for text, encoding in zip(texts, encodings, strict=True):
+            if self.fixed is not None and self.unk in encoding.ids:
+                start, end = encoding.offsets[encoding.ids.index(self.unk)]
                 raise ValueError(
                     f"{where}{shown(text[start:end])} is unknown; expected the symbols "
                     f"{' '.join(FIXED[str(self.fixed)])}"
                 )
-        return [one.ids for one in found]
+        return [encoding.ids for encoding in encodings]
 
     def encode_blocks(self, blocks: Iterable[str], source: str = "") -> np.ndarray:
         """Encodes a text, given in pieces of whole lines, as int32 ids (tokens,).
@@ -232,22 +225,25 @@ def _untrained(kind: str, library: Any, size: int, lowercase: bool) -> tuple[Any
     """Returns a tokenizer without a vocabulary, and its trainer."""
     options = {"vocab_size": size, "special_tokens": list(_SPECIAL), "show_progress": False}
     if kind == "wordpiece":
-        inner = library.Tokenizer(library.models.WordPiece(unk_token=_UNKNOWN))
+        inner = library.Tokenizer(library.models.WordPiece(unk_token=_UNK))
         inner.normalizer = library.normalizers.BertNormalizer(lowercase=lowercase)
         inner.pre_tokenizer = library.pre_tokenizers.BertPreTokenizer()
         inner.decoder = library.decoders.WordPiece()
         return inner, library.trainers.WordPieceTrainer(**options)
-    splits = [library.pre_tokenizers.Metaspace()]
+    metaspace = library.pre_tokenizers.Metaspace()
     if kind == "unigram":
         inner = library.Tokenizer(library.models.Unigram())
-        trainer = library.trainers.UnigramTrainer(unk_token=_UNKNOWN, **options)
+        trainer = library.trainers.UnigramTrainer(unk_token=_UNK, **options)
+        inner.pre_tokenizer = metaspace
     else:
-        inner = library.Tokenizer(library.models.BPE(unk_token=_UNKNOWN))
+        inner = library.Tokenizer(library.models.BPE(unk_token=_UNK))
         trainer = library.trainers.BpeTrainer(**options)
-        splits.append(library.pre_tokenizers.Punctuation())
-    steps = [library.normalizers.NFKC(), *([library.normalizers.Lowercase()] * lowercase)]
-    inner.normalizer = library.normalizers.Sequence(steps)
-    inner.pre_tokenizer = library.pre_tokenizers.Sequence(splits) if splits[1:] else splits[0]
+        splits = [metaspace, library.pre_tokenizers.Punctuation()]
+        inner.pre_tokenizer = library.pre_tokenizers.Sequence(splits)
+    normalizers = [library.normalizers.NFKC()]
+    if lowercase:
+        normalizers.append(library.normalizers.Lowercase())
+    inner.normalizer = library.normalizers.Sequence(normalizers)
     inner.decoder = library.decoders.Metaspace()
     return inner, trainer
 
@@ -255,7 +251,7 @@ def _untrained(kind: str, library: Any, size: int, lowercase: bool) -> tuple[Any
 def _fixed(kind: str, library: Any) -> Any:
     """Returns a tokenizer with the tokens of `FIXED` after the special tokens."""
     ids = {name: index for index, name in enumerate([*_SPECIAL, *FIXED[kind]])}
-    inner = library.Tokenizer(library.models.WordLevel(ids, unk_token=_UNKNOWN))
+    inner = library.Tokenizer(library.models.WordLevel(ids, unk_token=_UNK))
     single = library.pre_tokenizers.Split(library.Regex(r"[\s\S]"), "isolated")
     if kind == "protein":
         inner.pre_tokenizer = single
