@@ -84,14 +84,13 @@ class ImageClassifier(Redrawn):
     ) -> None:
         super().__init__()
         known_names(ImageClassifier, stack, Stack, Attention)
-        at_least_one(dim=dim)
+        at_least_one(dim=dim, patch_size=patch_size)
         if classes is None or channels is None or image_size is None:
             raise ValueError(
                 f"expected numbers; got {classes=}, {channels=}, {image_size=}; pass them, or let "
                 "`molflt train` take them from the data"
             )
         at_least_one(classes=classes, channels=channels, image_size=image_size)
-        at_least_one(patch_size=patch_size)
         side, rest = divmod(image_size, patch_size)
         if rest:
             raise ValueError(
@@ -104,16 +103,13 @@ class ImageClassifier(Redrawn):
             no_effect("with position='none'", position_scale=position_scale)
         self.position_scale = 1.0 if position_scale is None else position_scale
         tokens = side * side + (pool == "token")
-        given = position_options or {}
-        known = known_options(position, dim=2, shape=(side, side), max_tokens=tokens)
-        if "shape" in known:  # a table in two dimensions, or along the sequence if requested
-            known.pop("shape" if "max_tokens" in given else "max_tokens", None)
+        options = known_options(position, dim=2, shape=(side, side), max_tokens=tokens)
+        requested = position_options or {}
+        if "shape" in options:  # a table in two dimensions, or along the sequence if requested
+            options.pop("shape" if "max_tokens" in requested else "max_tokens", None)
+        options |= requested
         self.stack = Stack(
-            dim=dim,
-            dropout=dropout,
-            position=position,
-            position_options={**known, **given},
-            **stack,
+            dim=dim, dropout=dropout, position=position, position_options=options, **stack
         )
         _refuse_misfits(self.stack.position, pool, absolute, self.position_scale, dim)
         self.embed = nn.Conv2d(channels, dim, patch_size, stride=patch_size)

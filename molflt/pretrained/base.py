@@ -36,20 +36,15 @@ from molflt.version import __version__
 class Trained(NamedTuple):
     """Trained model and its metadata."""
 
-    path: Path
-    """folder of the run, or exported file"""
+    path: Path  # folder of the run, or exported file
     recipe: str
-    model: nn.Module
-    """in evaluation mode; an `EnsembleRegressor` for several runs"""
-    options: Sequence[Mapping[str, object]]
-    """arguments of the model of each run"""
+    model: nn.Module  # in evaluation mode; an `EnsembleRegressor` for several runs
+    options: Sequence[Mapping[str, object]]  # arguments of the model of each run
     task: Mapping[str, object]
     """options of the task; for sentences also its `name`, for structures the convention of `tags`,
     and for images `data.resize`"""
-    results: Mapping[str, object]
-    """metrics by split; empty before an evaluation"""
-    files: Mapping[str, object]
-    """contents of the small JSON files of the run, by name"""
+    results: Mapping[str, object]  # metrics by split; empty before an evaluation
+    files: Mapping[str, object]  # contents of the small JSON files of the run, by name
     about: str | None = None
     license: str | None = None
     datasets: Sequence[str] = ()
@@ -99,8 +94,8 @@ def read_trained(
         files[DOMAIN] = domain.to_json()
     calibration = _json(evaluated / CALIBRATION)
     if isinstance(model, EnsembleRegressor) and isinstance(calibration, dict):
-        own = calibration.get("members") == sorted(model.weights)
-        files |= {CALIBRATION: calibration} if own else {}
+        same_members = calibration.get("members") == sorted(model.weights)
+        files |= {CALIBRATION: calibration} if same_members else {}
     weights = [weights_of(one, checkpoint) for one in members] if also else [path]
     unmeasured = why_of_others(evaluated, weights)
     results = None if unmeasured else _json(evaluated / RESULTS)
@@ -148,10 +143,8 @@ class Card(NamedTuple):
 
     tags: Sequence[str]
     metric: str
-    python: str
-    """line of code that uses `model`"""
-    command: str = ""
-    """arguments of ``molflt``, with {} for the name of the model"""
+    python: str  # line of code that uses `model`
+    command: str = ""  # arguments of ``molflt``, with {} for the name of the model
 
 
 class Pretrained:
@@ -219,8 +212,8 @@ class Pretrained:
         }
         if half:
             parameters = self.model.named_parameters()
-            halves = {name: own.half() for name, own in parameters if own.dtype == torch.float32}
-            weights |= {name: own for name, own in halves.items() if own.isfinite().all()}
+            halves = {name: x.half() for name, x in parameters if x.dtype == torch.float32}
+            weights |= {name: x for name, x in halves.items() if x.isfinite().all()}
         write_exported(folder, weights, content)
         write_atomically(folder / "README.md", self._readme(folder.resolve().name).encode())
 

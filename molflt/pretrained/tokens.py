@@ -102,7 +102,8 @@ class ImageWriter(Pretrained):
     models: ClassVar = (PixelModel,)
     card = Card(
         ["unconditional-image-generation"],
-        *("bits_per_dim", "images = model.generate(4)  # (4, channels, side, side) bytes"),
+        "bits_per_dim",
+        "images = model.generate(4)  # (4, channels, side, side) bytes",
     )
     model: PixelModel
 
@@ -155,8 +156,6 @@ class ImageWriter(Pretrained):
 
 
 class _Classifier(Pretrained):
-    """Base class for models with classes."""
-
     model: Any
 
     @cached_property
@@ -180,23 +179,21 @@ class ImageLabeler(_Classifier):
                 training images; floating-point values must be in [0, 1].
             batch_size: number of images in a batch.
         """
-        given = torch.as_tensor(images)
-        if given.is_floating_point() and not bool(((given >= 0) & (given <= 1)).all()):
+        pixels = torch.as_tensor(images)
+        if pixels.is_floating_point() and not bool(((pixels >= 0) & (pixels <= 1)).all()):
             raise ValueError(
-                f"floating-point images must be in [0, 1]; got {float(given.min()):.4g} to "
-                f"{float(given.max()):.4g}; divide them by 255"
+                f"floating-point images must be in [0, 1]; got {float(pixels.min()):.4g} to "
+                f"{float(pixels.max()):.4g}; divide them by 255"
             )
-        found: list[Label] = []
+        labels: list[Label] = []
         with torch.inference_mode():
-            for batch in given.split(batch_size):
+            for batch in pixels.split(batch_size):
                 logits = self.model(batch.to(device_of(self.model))).double()
-                found += _labels(self.classes.__getitem__, logits.softmax(dim=1).max(dim=1))
-        return found
+                labels += _labels(self.classes.__getitem__, logits.softmax(dim=1).max(dim=1))
+        return labels
 
 
 class _Tokenized(Pretrained):
-    """Base class for models with a tokenizer."""
-
     model: Any
 
     @cached_property

@@ -8,10 +8,8 @@ from torch import Tensor
 from molflt.attention.checks import at_least_one, tensors, whole
 from molflt.sequence.language_model import LanguageModel
 
-LEVELS = 256
-"""number of possible values of a byte"""
-START = 0
-"""start token, which has the value of a black byte"""
+LEVELS = 256  # number of possible values of a byte
+START = 0  # start token, which has the value of a black byte
 
 
 class PixelModel(LanguageModel):
