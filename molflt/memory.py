@@ -20,15 +20,15 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 @contextmanager
-def within_memory(what: Callable[[], str], advice: str) -> Iterator[None]:
-    """Raises ValueError with `what` and `advice` if the block runs out of memory."""
+def within_memory(describe: Callable[[], str], advice: str) -> Iterator[None]:
+    """Raises ValueError with a description and `advice` if the block runs out of memory."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
         reason = " ".join(str(error).split())[:200] or "no details"
-        raise ValueError(f"{what()} does not fit into memory ({reason}); {advice}") from None
+        raise ValueError(f"{describe()} does not fit into memory ({reason}); {advice}") from None
 
 
 def available_memory() -> int | None:
@@ -59,7 +59,7 @@ def _of_groups() -> Iterator[int]:
     """Yields the bytes available in each control group of this process, up to the root."""
     found = re.search(r"^0::/(.*)$", _CGROUP.read_text(), re.M) if _CGROUP.is_file() else None
     group = _GROUPS / (found[1] if found else "")
-    for place in (group, *group.parents):
-        most, now = _number(place / "memory.max"), _number(place / "memory.current")
-        if most is not None and now is not None:
-            yield max(0, most - now + (_number(place / "memory.stat", "inactive_file") or 0))
+    for folder in (group, *group.parents):
+        limit, used = _number(folder / "memory.max"), _number(folder / "memory.current")
+        if limit is not None and used is not None:
+            yield max(0, limit - used + (_number(folder / "memory.stat", "inactive_file") or 0))

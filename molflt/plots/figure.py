@@ -76,7 +76,7 @@ def picture(file: Path, **options: object) -> Iterator[Figure]:
 
 def plain(text: str) -> str:
     """Prepares a name from the data for a figure: shortens it and escapes dollar signs."""
-    shown = "".join(one if one.isprintable() else "?" for one in text)
+    shown = "".join(char if char.isprintable() else "?" for char in text)
     shown = shown if len(shown) <= _LONGEST else f"{shown[: _LONGEST - 1]}…"
     return shown.replace("$", r"\$")
 

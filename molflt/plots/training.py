@@ -196,10 +196,10 @@ def _bands(
     scale: Literal["linear", "log"],
     title: str | None = None,
 ) -> None:
-    names = list(dict.fromkeys(name for own in panels.values() for name in own))
+    names = list(dict.fromkeys(name for optimizers in panels.values() for name in optimizers))
     with panels_of(file, len(panels), 3, (3.1, 2.6), (1.0, 0.8)) as (figure, shown):
-        for axes, (task, own) in zip(shown, panels.items(), strict=True):
-            for name, values in own.items():
+        for axes, (task, optimizers) in zip(shown, panels.items(), strict=True):
+            for name, values in optimizers.items():
                 x, y, low, high = band(values)
                 color = SERIES[names.index(name) % len(SERIES)]
                 axes.plot(x, y, color=color, linewidth=1.4, label=plain(name))

@@ -59,8 +59,7 @@ def center_crop(images: Tensor, size: int) -> Tensor:
 
 
 def _random_crop(images: Tensor, size: int, padding: int) -> Tensor:
-    """Adds a black margin and cuts random squares."""
-    images = F.pad(images, (padding,) * 4)
+    images = F.pad(images, (padding,) * 4)  # black margin
     center_crop(images, size)  # rejects images that are too small
     count, _, height, width = images.shape
     places = torch.rand(2, count)

@@ -29,8 +29,8 @@ def read_images(
     `resize` is the side before the central square is cut.
     """
     for name, image in _images(source, "L" if channels == 1 else "RGB", resize):
-        whole = fitted(image.expand(1, channels, -1, -1), resize, name)
-        yield name, center_crop(whole[0], side)
+        resized = fitted(image.expand(1, channels, -1, -1), resize, name)
+        yield name, center_crop(resized[0], side)
 
 
 def read_alike(source: Path, side: int, channels: int, fit: bool = False) -> Iterator[Tensor]:
