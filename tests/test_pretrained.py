@@ -251,6 +251,8 @@ def test_the_hub_and_back(exported, tmp_path, monkeypatch, val) -> None:
     assert [one.energy for one in again.predict(val)] == [one.energy for one in model.predict(val)]
     with pytest.raises(ValueError, match=r"^hf:me/other: .*Hugging Face Hub"):
         EnergyPredictor.from_pretrained("me/other", **away)
+    packaged = EnergyPredictor.from_pretrained("game-net")
+    assert packaged.trained.model.weights == molflt.load("game-net").trained.model.weights
 
 
 def test_changed_files_are_refused(exported, tmp_path, capsys) -> None:

@@ -23,6 +23,7 @@ from molflt.training.checkpoint import (
     device_named,
     find_weights,
     is_exported,
+    is_packaged,
     load_run,
     read_saved,
     weights_of,
@@ -269,12 +270,14 @@ class Pretrained:
         """Loads a model.
 
         Args:
-            source: folder of a run or of an exported model, or [hf:]OWNER/NAME on the Hub.
+            source: folder of a run or of an exported model, the name of a packaged model, or
+                [hf:]OWNER/NAME on the Hub.
             device: cpu, cuda, cuda:N, or auto.
             options: options of `huggingface_hub.snapshot_download`, such as revision and token.
         """
-        found = source if Path(source).exists() else f"{HUB}{str(source).removeprefix(HUB)}"
-        trained = read_trained(found, device=device, hub=options)
+        local = Path(source).exists() or is_packaged(str(source))
+        name = source if local else f"{HUB}{str(source).removeprefix(HUB)}"
+        trained = read_trained(name, device=device, hub=options)
         if not isinstance(trained.model, cls.models):
             raise ValueError(
                 f"{source}: expected a model for {cls.__name__}; got a model with the recipe "

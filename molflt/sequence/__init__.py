@@ -9,5 +9,7 @@ from molflt.sequence.language_model import LanguageModel, LanguageState
 from molflt.sequence.masked import MaskedLanguageModel
 from molflt.sequence.pixels import PixelModel
 
-__all__ = ["EncoderDecoder", "Hypothesis", "LanguageModel", "LanguageState", "MaskedLanguageModel"]
-__all__ += ["PixelModel", "SequenceClassifier", "TokenEncoder", "beam_search", "sample"]
+__all__ = [
+    "EncoderDecoder", "Hypothesis", "LanguageModel", "LanguageState", "MaskedLanguageModel",
+    "PixelModel", "SequenceClassifier", "TokenEncoder", "beam_search", "sample",
+]  # fmt: skip

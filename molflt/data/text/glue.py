@@ -93,8 +93,10 @@ GLUE: dict[str, GlueTask] = {
 
 _IMDB = {"train": ("aclImdb/train",), "val": ("aclImdb/train",), "test": ("aclImdb/test",)}
 _TRAIN_IMAGES, _TEST_IMAGES = "train-images-idx3-ubyte", "t10k-images-idx3-ubyte"
-_PIXELS = {"train": ("train", _TRAIN_IMAGES), "val": ("train", _TRAIN_IMAGES)}
-_PIXELS["test"] = ("test", _TEST_IMAGES)
+_PIXELS = {
+    "train": ("train", _TRAIN_IMAGES), "val": ("train", _TRAIN_IMAGES),
+    "test": ("test", _TEST_IMAGES),
+}  # fmt: skip
 
 _LONG_RANGE: dict[str, GlueTask] = {
     "ListOps": GlueTask(
