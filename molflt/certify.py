@@ -14,7 +14,7 @@ import pkgutil
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 from unittest.mock import Mock
@@ -86,20 +86,21 @@ class _Case:
             reasons = "; ".join(f"{name}: {why}" for name, why in self.refused.items())
             raise ValueError(f"all test structures of {self.elements} are rejected ({reasons})")
 
-    def of(self, names: str = "molecule crystal slab") -> list[Atoms]:
-        """Returns copies of the samples in `names` that the calculator supports."""
-        known = [name for name in names.split() if name in self.samples]
-        if not known:
-            raise PropertyNotImplementedError(self.refused[names.split()[0]])
-        return [self.samples[name].copy() for name in known]
+    def copies(self, *names: str) -> list[Atoms]:
+        """Returns copies of samples, by default all, that the calculator supports."""
+        supported = [name for name in names or self.refused if name in self.samples]
+        if not supported:
+            raise PropertyNotImplementedError(self.refused[names[0]])
+        return [self.samples[name].copy() for name in supported]
 
-    def slope(self, atoms: Atoms, way: Any = 0, strain: Any = 0) -> float:
-        """Returns the slope of the energy along `way` and `strain`, by finite differences."""
+    def slope(self, atoms: Atoms, direction: Any = 0, strain: Any = 0) -> float:
+        """Returns the slope of the energy along a direction and a strain by finite differences."""
         calculator, energies = self.make(), []
         for t in self.step * np.array([-2, -1, 1, 2]):
-            by = _I + t * strain
-            there = _with(atoms, (atoms.positions + t * way) @ by, atoms.cell.array @ by)
-            energies.append(float(_Results(calculator, there)["energy"]))
+            deformation = _I + t * strain
+            positions = (atoms.positions + t * direction) @ deformation
+            changed = _with(atoms, positions, atoms.cell.array @ deformation)
+            energies.append(float(_Results(calculator, changed)["energy"]))
         return np.dot([1, -8, 8, -1], energies) / 12 / self.step
 
 
@@ -167,23 +168,25 @@ def _quiet() -> Iterator[io.StringIO]:
     with contextlib.redirect_stdout(text), contextlib.redirect_stderr(text):
         with warnings.catch_warnings(record=True, action="always") as caught:
             yield text
-        text.write(" ".join(str(one.message) for one in caught))
+        text.write(" ".join(str(warning.message) for warning in caught))
 
 
 def _equal(
     case: _Case,
     change: Change = lambda atoms: [atoms],
-    on: str = "molecule crystal slab",
+    on: Sequence[str] = (),
     through: Callable[[Any], Any] = lambda calculator: calculator,
     **functions: Callable[[Any], Any],
 ) -> float:
     """Returns the largest error after a change; `functions` map original to expected results."""
     errors = []
-    for atoms in case.of(on):
-        expected = _Results(calculator := case.make(), atoms)
-        expected.update({k: to(expected[k]) for k, to in functions.items() if k in expected})
+    for atoms in case.copies(*on):
+        calculator = case.make()
+        expected = _Results(calculator, atoms)
+        for name in functions.keys() & expected.keys():
+            expected[name] = functions[name](expected[name])
         calculator = through(calculator)
-        errors += [_Results(calculator, one).apart(expected) for one in change(atoms)]
+        errors += [_Results(calculator, changed).apart(expected) for changed in change(atoms)]
     return max(errors)
 
 
@@ -212,36 +215,38 @@ def _turned(turn: Any) -> dict[str, Any]:
     }
 
 
-def _fragments(case: _Case, on: str, by: float) -> float:
+def _fragments(case: _Case, on: str, distance: float) -> float:
     """Returns the interaction energy of two different fragments."""
-    atoms, calculator = case.of(on)[0], case.make()
+    atoms, calculator = case.copies(on)[0], case.make()
     other = atoms[: max(1, len(atoms) // 2)]
-    other.positions += by * _Z
-    cell = atoms.cell.array + by * atoms.pbc.any() * np.outer(_Z, _Z)
-    found = [_Results(calculator, _with(a, cell=cell)) for a in (atoms + other, atoms, other)]
-    return _largest(np.dot([1, -1, -1], [one["energy"] for one in found]))
+    other.positions += distance * _Z
+    cell = atoms.cell.array + distance * atoms.pbc.any() * np.outer(_Z, _Z)
+    systems = [_with(part, cell=cell) for part in (atoms + other, atoms, other)]
+    both, first, second = (_Results(calculator, system)["energy"] for system in systems)
+    return _largest(both - first - second)
 
 
 def _isolated(case: _Case, side: float = 0.0) -> float:
-    case.of("crystal" if side else "molecule")
-    atoms = [Atoms([one], [[1.0, 2, 3]], cell=[side] * 3, pbc=side > 0) for one in case.elements]
-    found = [_Results(case.make(), one) for one in atoms]
-    return max(_largest(one["forces"]) if one.finite() else math.inf for one in found)
+    case.copies("crystal" if side else "molecule")  # skips the check if not supported
+    box = {"cell": [side] * 3, "pbc": side > 0}
+    systems = [Atoms([symbol], [[1.0, 2, 3]], **box) for symbol in case.elements]
+    results = [_Results(case.make(), atoms) for atoms in systems]
+    return max(_largest(x["forces"]) if x.finite() else math.inf for x in results)
 
 
 def _forces(case: _Case) -> float:
     errors = []
-    for atoms in case.of():
+    for atoms in case.copies():
         forces = _Results(case.make(), atoms)["forces"]
-        for way in np.random.default_rng(0).normal(size=(3, len(atoms), 3)):
-            way /= np.linalg.norm(way)
-            errors.append(_largest(case.slope(atoms, way) + (forces * way).sum()))
+        for direction in np.random.default_rng(0).normal(size=(3, len(atoms), 3)):
+            direction /= np.linalg.norm(direction)
+            errors.append(_largest(case.slope(atoms, direction) + (forces * direction).sum()))
     return max(errors)
 
 
 def _stress(case: _Case, on: str, **box: Any) -> float:
     """Checks each component of the stress; for a molecule in a box, any stress is an error."""
-    atoms = _with(case.of(on)[0], **box)
+    atoms = _with(case.copies(on)[0], **box)
     atoms.calc = case.make()
     try:
         stress = atoms.get_stress()
@@ -257,11 +262,11 @@ def _stress(case: _Case, on: str, **box: Any) -> float:
 
 
 def _net_force(case: _Case) -> float:
-    return max(_largest(_Results(case.make(), a)["forces"].sum(axis=0)) for a in case.of())
+    return max(_largest(_Results(case.make(), a)["forces"].sum(axis=0)) for a in case.copies())
 
 
 def _torque(case: _Case) -> float:
-    (atoms,) = case.of("molecule")
+    (atoms,) = case.copies("molecule")
     return _largest(np.cross(atoms.positions, _Results(case.make(), atoms)["forces"]).sum(axis=0))
 
 
@@ -270,9 +275,9 @@ def _jump(case: _Case, path: Callable[[float], tuple[Atoms, Any]], end: float) -
     calculator = case.make()
 
     def at(t: float) -> tuple[float, float, float]:
-        atoms, way = path(t)
-        found = _Results(calculator, atoms)
-        return t, float(found["energy"]), float((found["forces"] * way).sum())
+        atoms, direction = path(t)
+        results = _Results(calculator, atoms)
+        return t, float(results["energy"]), float((results["forces"] * direction).sum())
 
     def between(first: tuple[float, ...], last: tuple[float, ...]) -> float:
         width = last[0] - first[0]
@@ -289,28 +294,31 @@ def _jump(case: _Case, path: Callable[[float], tuple[Atoms, Any]], end: float) -
 
 
 def _drawn(case: _Case) -> float:
-    case.of("molecule")
+    case.copies("molecule")  # skips the check if not supported
     pair = [case.elements[0], case.elements[-1]]
     start = covalent_radii[[atomic_numbers[symbol] for symbol in pair]].sum()
     return _jump(case, lambda t: (Atoms(pair, [0 * _Z, (start + t) * _Z]), [0 * _Z, _Z]), 14.0)
 
 
 def _slid(case: _Case) -> float:
-    atoms = case.of("crystal")[0].repeat((1, 1, 2))
+    atoms = case.copies("crystal")[0].repeat((1, 1, 2))
     side = float(np.linalg.norm(atoms.cell[0]))
-    way = np.outer(np.arange(len(atoms)) >= len(atoms) // 2, atoms.cell[0] / side)
-    return _jump(case, lambda t: (_with(atoms, atoms.positions + t * way), way), side)
+    direction = np.outer(np.arange(len(atoms)) >= len(atoms) // 2, atoms.cell[0] / side)
+    return _jump(case, lambda t: (_with(atoms, atoms.positions + t * direction), direction), side)
 
 
 def _stale(case: _Case) -> float:
     """Checks the results after in-place changes, with one calculator for all structures."""
     calculator, errors = case.make(), []
-    for atoms in case.of():
+    for atoms in case.copies():
         atoms.calc = calculator
-        for k in range(4):
-            atoms.positions[0] += 0.1 * (k == 1)
-            atoms.numbers[:] = np.roll(atoms.numbers, int(k == 2))
-            atoms.cell[0] *= 1 + 0.05 * (k == 3)
+        for change in ("nothing", "positions", "elements", "cell"):
+            if change == "positions":
+                atoms.positions[0] += 0.1
+            elif change == "elements":
+                atoms.numbers[:] = np.roll(atoms.numbers, 1)
+            elif change == "cell":
+                atoms.cell[0] *= 1.05
             new = _Results(case.make(), atoms)
             errors.append(_largest(atoms.get_potential_energy() - new["energy"]))
             errors.append(_largest(atoms.get_forces() - new["forces"]))
@@ -319,7 +327,7 @@ def _stale(case: _Case) -> float:
 
 def _ignored(case: _Case, word: str, moment: float | None = None, **info: int) -> float:
     """Returns 0 if setting a quantity affects the energy or causes a message; otherwise 1."""
-    atoms = case.of("molecule crystal")[0]
+    atoms = case.copies("molecule", "crystal")[0]
     atoms.calc, used = case.make(), False
     with _quiet() as text:
         try:
@@ -336,27 +344,27 @@ def _ignored(case: _Case, word: str, moment: float | None = None, **info: int) -
 
 def _touched(case: _Case) -> float:
     changed = 0
-    for atoms in case.of():
+    for atoms in case.copies():
         before, atoms.calc = atoms.copy(), case.make()
         atoms.get_forces()
-        kept = atoms.info == before.info and atoms.arrays.keys() == before.arrays.keys()
-        changed += not (kept and atoms == before)
+        same_fields = atoms.info == before.info and atoms.arrays.keys() == before.arrays.keys()
+        changed += not (same_fields and atoms == before)
     return changed
 
 
 def _not_finite(case: _Case) -> float:
     """Returns the number of non-finite results for overlapping atoms."""
-    calculator, found = case.make(), 0
-    for atoms, distance in itertools.product(case.of(), (0, 1e-9, 1e-6, 1e-3, 0.1)):
+    calculator, count = case.make(), 0
+    for atoms, distance in itertools.product(case.copies(), (0, 1e-9, 1e-6, 1e-3, 0.1)):
         both = atoms + _with(atoms[:1], atoms.positions[:1] + distance * _X)
         with contextlib.suppress(Exception):
-            found += not _Results(calculator, both).finite()
-    return found
+            count += not _Results(calculator, both).finite()
+    return count
 
 
 def _accepted(case: _Case, number: int) -> float:
     """Returns 1 if a nonexistent element is accepted, and 0 if an error mentions it."""
-    atoms = case.of("molecule crystal")[0]
+    atoms = case.copies("molecule", "crystal")[0]
     atoms.numbers[0] = number
     try:
         _Results(case.make(), atoms)
@@ -369,12 +377,12 @@ def _accepted(case: _Case, number: int) -> float:
 
 def _not_stopped(case: _Case) -> float:
     """Counts dynamics steps that succeed although the torch model fails; NaN without a model."""
-    atoms = case.of("molecule crystal")[0]
+    atoms = case.copies("molecule", "crystal")[0]
     atoms.calc, steps = case.make(), 0
     dynamics = VelocityVerlet(atoms, units.fs).irun(5)
     next(dynamics)
-    held = (one if isinstance(one, list) else [one] for one in vars(atoms.calc).values())
-    models = [one for one in itertools.chain(*held) if hasattr(one, "forward")]
+    members = (x if isinstance(x, list) else [x] for x in vars(atoms.calc).values())
+    models = [x for x in itertools.chain(*members) if hasattr(x, "forward")]
     for model in models:
         model.forward = Mock(side_effect=ArithmeticError)
     with contextlib.suppress(Exception):
@@ -391,13 +399,13 @@ _EQUAL: dict[str, dict[str, Any]] = {
     "rotation": _turned(_TURN * np.linalg.det(_TURN)),
     "mirror image": _turned(-_TURN * np.linalg.det(_TURN)),
     "order of atoms": {"change": lambda a: [a[::-1]], "forces": lambda f: f[::-1]},
-    "unwrapped atoms": {"on": "crystal slab", "change": _unwrapped},
-    "left-handed cell": {"on": "crystal slab", "change": _cells(_I[[1, 0, 2]])},
-    "skewed cell": {"on": "crystal slab", "change": _cells(*_SKEWS)},
-    "supercell along a": {"on": "crystal slab", "change": lambda a: [a * (2, 1, 1)], **_TWICE},
-    "supercell along b": {"on": "crystal slab", "change": lambda a: [a * (1, 2, 1)], **_TWICE},
-    "third cell vector of a slab": {"on": "slab", "change": _cells(*_THIRDS)},
-    "box around a molecule": {"on": "molecule", "change": _boxed},
+    "unwrapped atoms": {"on": ("crystal", "slab"), "change": _unwrapped},
+    "left-handed cell": {"on": ("crystal", "slab"), "change": _cells(_I[[1, 0, 2]])},
+    "skewed cell": {"on": ("crystal", "slab"), "change": _cells(*_SKEWS)},
+    "supercell along a": {"on": ("crystal", "slab"), "change": lambda a: [a * (2, 1, 1)], **_TWICE},
+    "supercell along b": {"on": ("crystal", "slab"), "change": lambda a: [a * (1, 2, 1)], **_TWICE},
+    "third cell vector of a slab": {"on": ("slab",), "change": _cells(*_THIRDS)},
+    "box around a molecule": {"on": ("molecule",), "change": _boxed},
     "ten runs": {"change": lambda a: [a] * 9},
     "deepcopy": {"through": copy.deepcopy},
     "pickle": {"through": lambda c: pickle.loads(pickle.dumps(c))},
@@ -405,8 +413,8 @@ _EQUAL: dict[str, dict[str, Any]] = {
 
 CHECKS: dict[str, tuple[Callable[[_Case], float], float, str]] = {
     **{name: (partial(_equal, **options), 1e-7, "eV, Å") for name, options in _EQUAL.items()},
-    "two molecules, 200 Å apart": (partial(_fragments, on="molecule", by=200.0), 1e-5, "eV"),
-    "two slabs, 100 Å apart": (partial(_fragments, on="slab", by=100.0), 1e-5, "eV"),
+    "two molecules, 200 Å apart": (partial(_fragments, on="molecule", distance=200.0), 1e-5, "eV"),
+    "two slabs, 100 Å apart": (partial(_fragments, on="slab", distance=100.0), 1e-5, "eV"),
     "force on a single atom": (_isolated, 1e-7, "eV/Å"),
     "force on an atom in a 100 Å cell": (partial(_isolated, side=100.0), 1e-7, "eV/Å"),
     "forces are -dE/dr": (_forces, 1e-5, "eV/Å"),
@@ -470,14 +478,14 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("--args", default="{}", type=json.loads, help="arguments as JSON")
     parser.add_argument("--elements", nargs="+", default=[], help="elements of the test structures")
     parser.add_argument("--float32", action="store_true", help="use 1000 times wider bounds")
-    given = parser.parse_args(words)
+    options = parser.parse_args(words)
     failed = 0
     try:
-        make = partial(pkgutil.resolve_name(given.calculator), **given.args)
-        rows = certify(make, given.elements, given.float32)
+        make = partial(pkgutil.resolve_name(options.calculator), **options.args)
+        rows = certify(make, options.elements, options.float32)
         first = next(rows)
     except Exception as problem:  # checks do not raise
-        parser.error(f"{given.calculator}: {_line(problem)}")
+        parser.error(f"{options.calculator}: {_line(problem)}")
     print(f"{'check':40}{'error':>9}{'bound':>9}  {'unit':9} result")
     for row in itertools.chain([first], rows):
         error = "" if math.isnan(row.error) else f"{row.error:.1e}"
