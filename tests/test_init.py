@@ -27,7 +27,7 @@ from molflt.data.structures.domain import Domain
 from molflt.data.structures.store import StructureStore, write_store
 from molflt.evaluation.ensemble import load_ensemble
 from molflt.evaluation.evaluated import EvaluationData
-from molflt.training.checkpoint import load_run, read_saved
+from molflt.training.checkpoint import find, load_run, read_saved
 from molflt.training.config import read_config
 from molflt.training.start import _transfer, build_parser
 
@@ -167,6 +167,13 @@ def test_a_later_configuration_removes_the_source(source, tmp_path):
     words = [f"--config={first}", f"--config={second}", "--data.root=x"]
     config = build_parser(words).parse_args(words)
     assert (config.init, config.model.dim) == (None, 128)
+
+
+def test_a_configuration_may_name_a_packaged_model(tmp_path):
+    (tmp_path / "few.yaml").write_text("init: adsorption")
+    words = [f"--config={tmp_path / 'few.yaml'}", "--data.root=x"]
+    config = build_parser(words).parse_args(words)
+    assert config.init == find("adsorption") and config.model.descriptors is True
 
 
 def test_resuming_does_not_need_the_source(others, source, tmp_path):

@@ -78,9 +78,14 @@ def _values_in(key: str, files: Sequence[str]) -> list[str]:
             if key in content:
                 value = content[key]
                 if key == "init" and value is not None:
-                    value = absolute(Path(str(value)), path.absolute().parent)
+                    value = _resolved_init(str(value), path)
                 values.append("null" if value is None else str(value))
     return values
+
+
+def _resolved_init(name: str, config: Path) -> Path:
+    """Resolves `init` of a configuration: a packaged model, hf:OWNER/NAME or a relative path."""
+    return find(name) if is_packaged(name) else absolute(Path(name), config.absolute().parent)
 
 
 class _TrainParser(ArgumentParser):
@@ -150,6 +155,8 @@ class _TrainParser(ArgumentParser):
             if name not in known or (name == "resume" and value is not None):
                 raise ArgumentError(None, f"{path}: unknown key {name!r}")
             config[name] = absolute(value, Path(path).absolute().parent)
+            if name == "init" and value is not None:
+                config[name] = _resolved_init(str(value), Path(path))
         return config
 
 
