@@ -14,7 +14,7 @@ def convert_weights_(source: nn.Module, target: nn.Module) -> list[str]:
     softmax layers that have normalized queries and keys and a temperature of about 1. Models with
     other feature maps or sharper attention need further training.
 
-    Returns the names of the target's other parameters, which are not changed.
+    Returns the names of the target's parameters that the source lacks; they are not changed.
 
     Args:
         source: any module.

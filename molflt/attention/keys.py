@@ -44,12 +44,13 @@ def log_weights(key_weight: Tensor | None, key_mask: Tensor | None, key: Tensor)
     if key_mask is not None:  # before the logarithm, whose derivative at 0 is infinite
         weight = weight.masked_fill(~key_mask, 1.0)
     least = torch.finfo(weight.dtype).tiny  # below this, the slope 1 / weight overflows
-    invalid = ~((weight >= least) & weight.isfinite())
-    if readable(weight) and bool(invalid.any()):
-        raise ValueError(
-            f"key_weight must be finite and at least {least:.3g} in {weight.dtype}; got "
-            f"{key_weight[invalid][0].item():g}; exclude keys with key_mask"
-        )
+    if readable(weight):
+        invalid = ~((weight >= least) & weight.isfinite())
+        if bool(invalid.any()):
+            raise ValueError(
+                f"key_weight must be finite and at least {least:.3g} in {weight.dtype}; got "
+                f"{key_weight[invalid][0].item():g}; exclude keys with key_mask"
+            )
     return weight.log()[:, None]
 
 

@@ -355,7 +355,7 @@ class Attention(Positioned):
         if dropout:
             heads = heads._replace(mask=drop_keys(heads.key, heads.mask, dropout))
         query, key = self._operands(heads, encoding)
-        sums, state = self._sums(query, key, heads, encoding, states[:1])
+        sums, state = self._sums(query, key, heads, encoding, states)
         new_states = [state]
         if self.normalize == "unmasked":
             query, key = query.without_columns(), key.without_columns()

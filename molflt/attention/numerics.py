@@ -119,7 +119,8 @@ class Shared(Generic[_R]):
     """Tensor computed by the first layer that needs it and shared with the other layers.
 
     Layers with gradients do not reuse a tensor computed without gradients. Inside a checkpoint,
-    each layer computes the tensor again; the backward pass would use that of a later layer.
+    each layer computes the tensor again; otherwise, the backward pass would use that of a later
+    layer.
     """
 
     def __init__(self) -> None:

@@ -351,7 +351,10 @@ def _count_mixers(
     if not 0 <= count < layers:
         raise ValueError(f"attention_layers must be 0 to {layers - 1} for {layers=}; got {count}")
     if attention.get("causal"):
-        raise ValueError(f"mixer={mixer!r} mixes all tokens; expected causal=False; got True")
+        raise ValueError(
+            f"mixer={mixer!r} mixes all tokens; expected causal=False; got True; use "
+            f"mixer={ATTENTION!r} for causal tokens"
+        )
     if not count:
         defaults = signature(Attention).parameters
         changed = {name: x for name, x in attention.items() if x != defaults[name].default}

@@ -81,6 +81,8 @@ class GraphEncoding(nn.Module):
         self.periodic.check(self.position, self.softmax, bool(near_field))
         if mixing == TRITON:
             _expect_no_mesh(self.periodic)
+            if isinstance(self.periodic, Auto):
+                self.periodic.nodes_only = True
         self.near_field: NearField | None = None
         if near_field:
             self.near_field = _make_near_field(heads, near_field, position, near_exact)
@@ -287,15 +289,13 @@ def _make_position(
 
 
 def _expect_no_mesh(scheme: Open) -> None:
-    """Raises ValueError for schemes without Triton kernels; makes `Auto` always use nodes."""
+    """Raises ValueError for schemes that need a mesh or have no Triton kernels."""
     smooth = isinstance(scheme, Reciprocal) and scheme.smooth
     if smooth or isinstance(scheme, Images | OnMesh | Near):
         raise ValueError(
             "mixing='triton' requires periodic 'none', 'reciprocal' or 'auto'; got "
             f"{scheme!r}; use one of them, or mixing='auto'"
         )
-    if isinstance(scheme, Auto):
-        scheme.nodes_only = True
 
 
 def _make_near_field(heads: int, cutoff: float, position: str, exact: bool) -> NearField:

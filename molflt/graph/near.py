@@ -41,9 +41,11 @@ class NearPairs(NamedTuple):
         atoms = torch.arange(geometry.pos.shape[0], device=geometry.pos.device)
         groups: list[tuple[Tensor, ...]] = [(atoms, atoms, torch.zeros_like(geometry.pos))]
         if neighbors is not None:
-            graph = geometry.batch[neighbors.center]
-            selected = slice(None) if without_nodes is None else ~without_nodes[graph]
-            groups.append(tuple(x[selected] for x in neighbors[:3]))
+            columns: tuple[Tensor, ...] = neighbors[:3]
+            if without_nodes is not None:
+                selected = ~without_nodes[geometry.batch[neighbors.center]]
+                columns = tuple(x[selected] for x in columns)
+            groups.append(columns)
         if without_nodes is not None:
             query, key = _all_pairs(geometry, without_nodes)
             groups.append((query, key, nearest_images(geometry, query, key)))

@@ -220,6 +220,7 @@ ROWS = [
     refused(lambda: Mesh.of(HUGE, 0, 0.3, 5), "mesh points", "graph 0"),
     # cells
     cells("extent", "free_extent", "None", extent=None),
+    cells("extent", "non-negative", "-4", extent=torch.tensor([[0, 0, 0], [0, 0, -4.0]])),
     refused(lambda: SpectralPosition(ONES, weighted_shells()), "radii of the shells", "3 radii"),
     refused(lambda: Decoder(16, 2, 2, refinements=2), "refinements", "remove", "2"),
     refused(lambda: Decoder(16, 2, 2, causal=True), "causal", "remove", "True"),

@@ -251,7 +251,7 @@ def _expect_first_derivative() -> None:
 def _graph_sums(
     phi: Tensor, w: Tensor, waves: _Phases, tokens: Ragged, ones: bool = False
 ) -> Tensor:
-    """Returns the gradient with respect to the state of each graph: (g, h, r, 2, m, width)."""
+    """Returns sums of phi [w, 1] times cos and sin of the phases: (g, h, r, 2, m, width)."""
     from molflt.attention.mixing import triton_kernels as kernels
 
     pos, xi, counts = waves
@@ -274,7 +274,7 @@ def _token_sums(
     ones: bool = False,
     phases: bool = False,
 ) -> tuple[Any, ...]:
-    """Returns gradients for w, phi and, with `phases`, positions and nodes; others are None."""
+    """Returns the output or, with `w`, gradients for w, phi, pos and xi; None if not needed."""
     from molflt.attention.mixing import triton_kernels as kernels
 
     pos, xi, counts = waves

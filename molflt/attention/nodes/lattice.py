@@ -36,6 +36,13 @@ class Lattice(NamedTuple):
                     "extent is required for nonperiodic axes; got None; use free_extent(...)"
                 )
             extent = torch.zeros_like(rows[..., 0])
+        elif not torch.compiler.is_compiling() and (
+            extent.shape != pbc.shape or not bool((extent >= 0).all())
+        ):
+            raise ValueError(
+                f"extent must be non-negative, of shape {tuple(pbc.shape)}; got {extent.tolist()}; "
+                "use free_extent(...)"
+            )
         vectors = rows * torch.where(periodic, 1.0, extent.to(rows.dtype) + reach)[..., None]
         cross, (a, b, c) = torch.linalg.cross, vectors.unbind(1)
         normals = torch.stack((cross(b, c), cross(c, a), cross(a, b)), dim=1)

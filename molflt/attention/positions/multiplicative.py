@@ -101,7 +101,7 @@ class MultiplicativePosition(SpectralPosition):
 
         Up to the interpolation error, the result equals h sampled at `reciprocal_nodes`. Positions
         (batch, tokens, 3) are in Å, `max_frequency` is in cycles/Å, and the mask is True where a
-        token exists. The spectrum must be isotropic. See `molflt.graph.periodic.Auto` for `order`.
+        token exists. The spectrum must be isotropic. See `nodes.mesh.OVERSAMPLING` for `order`.
         """
         dtype = torch.promote_types(positions.dtype, torch.float32)
         meshes = [Mesh.of(lattice, graph, max_frequency, order) for graph in range(len(mask))]
