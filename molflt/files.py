@@ -92,6 +92,13 @@ def _not_written(path: Path, error: OSError, outcome: str) -> OSError:
     return OSError(f"{path}: could not be written ({error.strerror or error}); {outcome}; {advice}")
 
 
+def expect_ending(out: Path | None, *endings: str) -> None:
+    """Raises ValueError if an output file does not have the expected extension."""
+    if out is not None and out.suffix not in endings:
+        expected = ", ".join(endings)
+        raise ValueError(f"{out}: expected a name that ends in {expected}; got {out.suffix!r}")
+
+
 def expect_writable(path: Path, *inputs: Path) -> None:
     """Raises OSError if a file cannot be written, or ValueError if it is one of the inputs.
 

@@ -10,14 +10,14 @@ from ase import Atoms
 
 from molflt import plots
 from molflt.adsorption import comparable, cut, element, placements, ranked, varied
-from molflt.commands.options import expect_ending, refuse_idle
+from molflt.commands.options import refuse_idle
 from molflt.data.structures.base import ANY_TAGS, with_bar
 from molflt.data.structures.in_memory import StructuresInMemory
 from molflt.data.structures.sources import exists, files_of
 from molflt.evaluation.predictions import open_structures
 from molflt.evaluation.relaxation import Relaxed, relax_atoms
 from molflt.evaluation.results import write_csv
-from molflt.files import atomically, expect_writable, warn
+from molflt.files import atomically, expect_ending, expect_writable, warn
 from molflt.pretrained import EnergyPredictor, load
 from molflt.pretrained.calculator import calculator_named
 

@@ -21,7 +21,7 @@ from ase import Atoms
 from tqdm import tqdm
 
 from molflt.atoms import Tag
-from molflt.commands.options import expect_ending, refuse_idle
+from molflt.commands.options import refuse_idle
 from molflt.data.structures import Structures, open_dataset
 from molflt.data.structures.ase_fields import fixed_atoms
 from molflt.data.structures.base import Reading, Tags, to_atoms, with_bar
@@ -30,7 +30,7 @@ from molflt.data.structures.sources import files_of, is_one_source
 from molflt.data.structures.store import BASELINE, write_store
 from molflt.evaluation.relaxation import relax_atoms
 from molflt.evaluation.results import write_csv
-from molflt.files import add_row, csv_rows, expect_writable, warn
+from molflt.files import add_row, csv_rows, expect_ending, expect_writable, warn
 from molflt.pretrained.calculator import calculator_named, is_class
 from molflt.training.checkpoint import find_weights, weights_digest
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from molflt.commands.options import expect_ending, refuse_idle
+from molflt.commands.options import refuse_idle
 from molflt.data.images.unlabeled import read_alike, write_sheet
 from molflt.data.text.parallel import read_lines
-from molflt.files import expect_writable
+from molflt.files import expect_ending, expect_writable
 from molflt.pretrained import ImageWriter, TextWriter, Translator, load
 from molflt.pretrained.tokens import IMAGES
 from molflt.sequence import LanguageModel

@@ -12,7 +12,6 @@ from argparse import Action, ArgumentError
 from collections.abc import Mapping, Sequence
 from functools import reduce
 from operator import or_
-from pathlib import Path
 from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Any, Union, get_args, get_origin
 
@@ -25,13 +24,6 @@ if TYPE_CHECKING:
     from jsonargparse import ArgumentParser, Namespace
 
 _POSITION = "model.position_options"
-
-
-def expect_ending(out: Path | None, *endings: str) -> None:
-    """Raises ValueError if an output file does not have the expected extension."""
-    if out is not None and out.suffix not in endings:
-        expected = ", ".join(endings)
-        raise ValueError(f"{out}: expected a name that ends in {expected}; got {out.suffix!r}")
 
 
 def yaml_of(content: Mapping[str, Any]) -> str:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from molflt.commands.options import expect_ending, refuse_idle
+from molflt.commands.options import refuse_idle
 from molflt.data.batches import Shard
 from molflt.data.images.unlabeled import read_images
 from molflt.data.structures import Structures
@@ -27,7 +27,15 @@ from molflt.evaluation.calibration import Calibration, uncertainty_of
 from molflt.evaluation.predictions import Predictions, counted_reasons, open_structures
 from molflt.evaluation.results import finite_row, write_csv
 from molflt.evaluation.shard_files import ENDINGS, made_of, merge_shards, noted
-from molflt.files import atomically, csv_text, expect_writable, read_header, warn, write_atomically
+from molflt.files import (
+    atomically,
+    csv_text,
+    expect_ending,
+    expect_writable,
+    read_header,
+    warn,
+    write_atomically,
+)
 from molflt.pretrained import EnergyPredictor, GapFiller, ImageLabeler, SentenceLabeler, load
 from molflt.pretrained.base import Pretrained
 from molflt.training.checkpoint import is_trained

@@ -9,12 +9,11 @@ from typing import Literal
 
 from tqdm import tqdm
 
-from molflt.commands.options import expect_ending
 from molflt.data.structures import Structures
 from molflt.data.structures.ase_fields import drop_labels_, not_stored
 from molflt.data.structures.sources import files_of
 from molflt.evaluation.relaxation import OptimizerName, Relaxed, readable_structures, relax_atoms
-from molflt.files import add_row, appending, atomically, expect_writable, warn
+from molflt.files import add_row, appending, atomically, expect_ending, expect_writable, warn
 from molflt.pretrained.calculator import Calculator
 
 

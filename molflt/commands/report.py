@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from molflt.commands.options import expect_ending
 from molflt.evaluation.page import page_of
-from molflt.files import readable_size, warn, write_atomically
+from molflt.files import expect_ending, readable_size, warn, write_atomically
 
 
 def report(run: Path, out: Path | None = None) -> None:

@@ -301,7 +301,8 @@ class Shard(NamedTuple):
         if self.total > batches:  # raised for every shard, because shards are merged together
             raise ValueError(
                 f"option --shard {self}: expected no more shards than batches; got {batches:,} "
-                f"batches of {batch_size} for {structures:,} structures; use fewer shards"
+                f"batches of {batch_size} for {structures:,} structures; use fewer shards, "
+                "or a smaller --batch_size"
             )
         part = SizeBucketedBatchSampler(natoms, batch_size, rank=self.number - 1, world=self.total)
         return np.sort(np.concatenate([*part])).astype(np.int64)

@@ -54,11 +54,10 @@ def evaluate(
         logits, labels = common.logits_of(model, DataLoader(images, batch_size), split, batch)
         metrics = ImageTask.sums.of(logits, labels).metrics()
         results[split] = {**metrics, "n": len(labels), **_locality(model, images)}
-        probabilities, predicted = logits.softmax(dim=1).max(dim=1)
+        probabilities, predicted = (x.tolist() for x in logits.softmax(dim=1).max(dim=1))
         for i, label in enumerate(labels.tolist()):
-            names = {"class": classes[label], "predicted": classes[int(predicted[i])]}
-            probability = float(probabilities[i])
-            rows.append({"split": split, "index": i, **names, "probability": probability})
+            names = {"class": classes[label], "predicted": classes[predicted[i]]}
+            rows.append({"split": split, "index": i, **names, "probability": probabilities[i]})
     write_csv(out / "predictions.csv", rows)
     first = images[0][0][None].to(common.device_of(model))
     title = "last layer, first image; patches row by row"

@@ -84,7 +84,7 @@ def evaluate(
             perplexity = metrics_of(losses[is_residue])["perplexity"]
             results[split] |= residues.metrics(perplexity, accuracy, blocks.ids[is_residue])
     plots.losses_by_place(curves, out / "losses.png")
-    first = blocks[0][0][blocks[0][1] >= 0][:_SHOWN].to(common.device_of(model))[None]
+    first = _first_block(model, blocks)[:, :_SHOWN]
     title = f"last layer, first {first.shape[1]} tokens of {split}"
     common.draw_stack(out, model.stack, lambda: model(first), title, model.position_scale, length)
     text = f"{results_table('text', results)}\n\n{_NOTE}"
@@ -126,8 +126,14 @@ def token_losses(
     return np.concatenate(losses)
 
 
+def _first_block(model: LanguageModel, blocks: TokenBlocks) -> Tensor:
+    """Returns the tokens of the first block without padding: (1, tokens)."""
+    tokens, targets = blocks[0]
+    return tokens[targets >= 0].to(common.device_of(model))[None]
+
+
 def _locality(model: LanguageModel, blocks: TokenBlocks) -> dict[str, float | None]:
-    tokens = blocks[0][0][blocks[0][1] >= 0].to(common.device_of(model))[None]
+    tokens = _first_block(model, blocks)
     positions = torch.arange(tokens.shape[1])
     distances = (positions[:, None] - positions).abs()
     return common.locality_of(model.stack, lambda: model(tokens), distances, causal=True)

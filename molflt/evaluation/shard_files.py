@@ -23,7 +23,7 @@ from molflt.data.batches import Shard
 from molflt.data.structures import Structures
 from molflt.data.structures.oc20 import shards_in
 from molflt.evaluation.ensemble import digest_of
-from molflt.files import csv_rows, csv_text, shown, write_atomically
+from molflt.files import csv_rows, csv_text, expect_ending, shown, write_atomically
 
 _COLUMN = "shard"
 _COUNT = re.compile(r"(\d+) of (\d+); ")  # numbers of rows in the shard and in all shards
@@ -77,8 +77,7 @@ ENDINGS = tuple(_FORMATS)
 
 def merge_shards(out: Path) -> int:
     """Merges all shards into one file and returns the number of structures."""
-    if out.suffix not in _FORMATS:
-        raise ValueError(f"{out}: expected a name that ends in {', '.join(ENDINGS)}")
+    expect_ending(out, *ENDINGS)
     read, write = _FORMATS[out.suffix]
     rows: list[_Row] = []
     first_path = first_origin = ""

@@ -165,8 +165,8 @@ class IS2RETask(OfStructures, Task["Batch", "IS2REData"]):
             data.expect_slabs(f"task.repeat={self.repeat:g}")
         from molflt.graph.heads import by_contact
 
-        slab_by_contact = by_contact(self.model)[0]
-        mean, references = self._offsets(data, *by_contact(self.model))
+        slab_by_contact, adsorbate_by_contact = by_contact(self.model)
+        mean, references = self._offsets(data, slab_by_contact, adsorbate_by_contact)
         predicted = self._scale_readout(data, slab_by_contact) if references == "adapt" else 0.0
         fit = self.store_references(data, references, slab_by_contact, predicted)
         std = self.energy_std

@@ -150,7 +150,9 @@ def _loggers(name: LoggerName, folder: RunFolder) -> Iterator[list[Logger]]:
         versions = (folder.path / "versions.json").read_bytes()
         key = hashlib.sha256(str(folder.path.resolve()).encode() + versions).hexdigest()[:16]
         project = os.environ.get("WANDB_PROJECT", "molflt")
-        wandb = WandbLogger(folder.path.name, save_dir=folder.path, project=project, id=key)
+        wandb = WandbLogger(
+            folder.path.resolve().name, save_dir=folder.path, project=project, id=key
+        )
         try:
             wandb.log_hyperparams(dict(folder.provenance["config"]))  # prompts for the login
         except Exception as error:  # the errors of wandb only have Exception as a common base

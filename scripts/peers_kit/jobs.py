@@ -164,7 +164,7 @@ def train(
             task.model.train()
             if task.redraw_every and budget.steps and budget.steps % task.redraw_every == 0:
                 seed = np.random.SeedSequence([task.seed, budget.steps]).generate_state(1)[0]
-                task.redraw(torch.Generator().manual_seed(int(seed)))
+                task.model.redraw_(torch.Generator().manual_seed(int(seed)))
             _learn(task, next(batches), optimizer, budget, options)
             if average is not None:
                 average.update_parameters(task.model)

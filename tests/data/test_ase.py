@@ -217,6 +217,8 @@ FINAL SINGLE POINT ENERGY       -74.0
 REFUSED = {
     "two_species.cif": (f"{OCCUPIED}A1 Cu 0 0 0 0.6\nA2 Zn 0 0 0 0.4\n", "Cu 0.6, Zn 0.4"),
     "no_occupancy.cif": (f"{CIF}A1 Cu 0 0 0\nA2 Au 0 0 0\n", "site 1: Au and Cu"),
+    "image.cif": (f"{CIF}A1 Cu 0 0 0\nA2 Zn 1 0 0\n", "site 1: Zn and Cu"),
+    "rounded.cif": (f"{CIF}A1 Cu .3333 0 0\nA2 Zn .33333 0 0\n", "site 1: Zn and Cu"),
     "unknown.cif": (f"{CIF}A1 Cu 0 0 0\nA2 O 0 0 ?\n", "site 1 .* no coordinates"),
     "one_species.cif": (f"{OCCUPIED}A1 Cu 0 0 0 1\nA2 O .5 0 0 0.5(1)\n", "site 1 .*O 0.5"),
     "capitals.cif": (f"{CIF}A1 CL 0 0 0\n", "'CL'.* reads as C"),

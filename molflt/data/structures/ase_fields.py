@@ -341,9 +341,10 @@ def drop_labels_(atoms: Atoms, moved: bool = False) -> None:
     if moved:
         names += ["virial", "virials"]
         names += [f"REF_{name}" for name in names]
+    for name in names:
+        atoms.arrays.pop(name, None)
     for name in (*names, *_PREDICTED):
         atoms.info.pop(name, None)
-        atoms.arrays.pop(name, None)
 
 
 def not_stored(atoms: Atoms, suffix: str) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import lzma
 import re
 import sqlite3
+import warnings
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
@@ -113,8 +114,7 @@ class AseStructures(LoadedStructures):
     ``info["y_init"]``, and the relaxed positions are the array ``pos_relaxed``. The sid is
     ``info["sid"]`` or, by default, the number of the frame or row, counted over all files. A
     textual sid becomes the name of the structure. In ASE databases, key-value pairs are treated as
-    entries of ``info``. Energies must be in eV; they are not converted. For charges, see
-    `molflt.data.structures.ase_fields.total_charge`.
+    entries of ``info``. Energies must be in eV. For charges, see `ase_fields.total_charge`.
 
     For potentials, ``energy``, ``forces`` and ``stress`` are also read from the calculator or info,
     optionally with the prefix ``REF_``, as in data for MACE. With relaxed positions, the energy
@@ -342,9 +342,7 @@ def _entry(file: LmdbFile, key: str) -> Any:
     try:
         return None if content is None else decode(zlib.decompress(content).decode())
     except zlib.error as error:
-        raise ValueError(
-            f"key {key!r} is damaged: {error}; download or copy the file again"
-        ) from None
+        raise ValueError(f"key {key!r} is damaged: {error}; download or copy it again") from None
 
 
 def ase_format(path: Path) -> str | None:
@@ -435,25 +433,28 @@ def _cif_block(block: CIFBlock) -> Atoms:
                 f"site {site} is {shown(name, 20)}, which ASE reads as {letters[0]}; expected "
                 f"_atom_site_type_symbol {letters.title()} or {letters[0]}; change it"
             )
-    _expect_known_sites(block, names)
-    atoms: Atoms = block.get_atoms()
-    return atoms
-
-
-def _expect_known_sites(block: CIFBlock, names: Sequence[str]) -> None:
-    """Rejects unknown coordinates, and positions with two elements, of which ASE keeps one."""
     coordinates = [block.get(f"_atom_site_fract_{axis}") or [] for axis in "xyz"]
-    known: dict[tuple[float | str, ...], str] = {}
     for site, (*pos, name) in enumerate(zip(*coordinates, names, strict=False)):
         if any(isinstance(x, str) for x in pos):
             raise ValueError(
                 f"site {site} ({shown(name, 20)}) has no coordinates; add them, or remove the site"
             )
-        element = (re.findall("[A-Z][a-z]?", str(name)) or [name])[0]  # as in ASE
-        other = known.setdefault(tuple(pos), element)
-        if other != element and not block.get("_atom_site_occupancy"):
+    with warnings.catch_warnings(record=True, action="always") as caught:
+        atoms: Atoms = block.get_atoms()
+    for warning in caught:
+        _expect_one_element(str(warning.message), names)
+        warnings.warn(warning.message, stacklevel=2)
+    return atoms
+
+
+def _expect_one_element(warning: str, names: Sequence[str]) -> None:
+    """Rejects sites that ASE warns are equivalent, and keeps only one, if the elements differ."""
+    if match := re.fullmatch(r"scaled_positions (\d+) and (\d+) are equivalent", warning):
+        sites = [int(match[2]), int(match[1])]
+        elements = [(re.findall("[A-Z][a-z]?", str(names[i])) or [names[i]])[0] for i in sites]
+        if elements[0] != elements[1]:
             raise ValueError(
-                f"site {site}: {element} and {other} have the same position; expected one "
+                f"site {sites[0]}: {' and '.join(elements)} have the same position; expected one "
                 "element on each site; use an ordered structure"
             )
 

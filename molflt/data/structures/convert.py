@@ -11,14 +11,13 @@ import numpy as np
 from tqdm import tqdm
 
 from molflt.data.structures import Reading, Structures, open_dataset
-from molflt.data.structures.ase_fields import is_energy
 from molflt.data.structures.base import Tags, grouped
 from molflt.data.structures.force_units import MOST_FRAMES, unit_fault
-from molflt.data.structures.labels import label_faults, most_adsorption, point_fault
+from molflt.data.structures.labels import kind_of_key, label_faults, most_adsorption, point_fault
 from molflt.data.structures.overlaps import atoms_coincide, overlaps_of
 from molflt.data.structures.sources import Paths, files_of, is_one_source, is_same, sources_in
 from molflt.data.structures.store import BASELINE, write_store
-from molflt.files import expect_writable, readable_size, warn
+from molflt.files import expect_ending, expect_writable, readable_size, warn
 
 if TYPE_CHECKING:
     from torch_geometric.data import Data
@@ -64,8 +63,7 @@ def convert(
     if len(paths) == 1 and paths[0].is_dir() and not (is_store and is_one_source(paths[0])):
         jobs = _jobs_of(paths[0], dst)
     for path, store in jobs:
-        if store.suffix != ".safetensors":  # checked before reading, which can take half an hour
-            raise ValueError(f"{store}: expected a name in .safetensors; got {store.suffix!r}")
+        expect_ending(store, ".safetensors")  # before reading, which can take half an hour
         expect_writable(store)
         drops = limit is not None or skip_bad
         if drops and any(is_same(store, file) for file in files_of(path)):
@@ -111,8 +109,8 @@ def _convert(src: Paths, dst: Path, limit: int | None, skip_bad: bool, reading: 
 
     def left_out(sids: np.ndarray, energies: np.ndarray, natoms: np.ndarray) -> Collection[int]:
         required = skip_bad and bool(np.isfinite(energies).any())  # test splits have no labels
-        unlimited = bool(with_forces) or not is_energy(reading.energy_key)
-        faults = label_faults(energies, natoms, required, unlimited, limits=limits.__getitem__)
+        at_pos, kind = bool(with_forces), kind_of_key(reading.energy_key)
+        faults = label_faults(energies, natoms, required, at_pos, kind, limits.__getitem__)
         faults = point_faults | faults
         bad = [(f"{dataset.path}: sid {sids[i]}", reason) for i, reason in faults.items()]
         if bad and not skip_bad:

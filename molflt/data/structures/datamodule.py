@@ -24,11 +24,11 @@ from molflt.data.structures.data_set import DataSet
 from molflt.data.structures.domain import DOMAIN, Domain
 from molflt.data.structures.labels import (
     ElementEnergies,
-    EnergyKind,
     beyond_rounding,
     energy_kind,
     expect_elements,
     fit_element_energies,
+    kind_of_key,
     label_faults,
     limit_in,
     other_kind,
@@ -163,7 +163,7 @@ class IS2REData(BatchedData[Structures]):
         energies = {split: part.y_relaxed for split, part in opened.items() if len(part)}
         natoms = {split: opened[split].natoms for split in energies}
         labeled = dict(opened)
-        kind: EnergyKind | None = None if is_energy(self.reading.energy_key) else "unknown"
+        kind = kind_of_key(self.reading.energy_key)
         is_one_file = len({part.path for part in opened.values()}) == 1
         if kind is None and energies and is_one_file:
             kind = energy_kind(np.hstack([*energies.values()]), np.hstack([*natoms.values()]))
@@ -282,7 +282,7 @@ class IS2REData(BatchedData[Structures]):
         return digest.hexdigest()
 
     def normalizer(self) -> tuple[float, float]:
-        """Returns the mean and standard deviation, in eV, of `targets`; 1 if they are all equal."""
+        """Returns the mean and standard deviation (1 instead of 0) of `targets`, in eV."""
         energies = self.targets()
         return float(energies.mean()), beyond_rounding(float(energies.std()), energies) or 1.0
 

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from molflt.atoms import MAX_ATOMIC_NUMBER, Tag, symbol
+from molflt.data.structures.ase_fields import is_energy
 from molflt.data.structures.base import Structures, with_bar
 from molflt.data.structures.tags import adsorbates
 from molflt.files import shown
@@ -42,6 +43,11 @@ def per_atom(energies: NDArray[np.float64], natoms: NDArray[np.int64]) -> float:
     """Returns the median magnitude of the known energies, in eV per atom."""
     known = np.isfinite(energies)
     return float(np.median(np.abs(energies[known]) / natoms[known]))
+
+
+def kind_of_key(energy_key: str | None) -> EnergyKind | None:
+    """Returns "unknown" for other properties, which have no limit; None for names of energies."""
+    return None if is_energy(energy_key) else "unknown"
 
 
 def energy_kind(energies: NDArray[np.float64], natoms: NDArray[np.int64]) -> EnergyKind:

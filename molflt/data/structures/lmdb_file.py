@@ -48,7 +48,8 @@ class LmdbFile:
         expected = (self._root.last_page + 1) * self._root.page_size
         if size < expected:
             raise ValueError(
-                f"{path}: truncated LMDB; expected {expected} bytes; got {size}; copy it again"
+                f"{path}: truncated LMDB; expected {expected} bytes; got {size}; download "
+                "or copy it again"
             )
 
     def __len__(self) -> int:

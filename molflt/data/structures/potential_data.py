@@ -11,6 +11,7 @@ import numpy as np
 from molflt.data.structures import Structures
 from molflt.data.structures.ase_fields import named_options
 from molflt.data.structures.base import AnyTags, with_bar
+from molflt.data.structures.data_set import DataSet
 from molflt.data.structures.datamodule import IS2REData
 from molflt.data.structures.force_units import unit_fault
 from molflt.data.structures.labels import point_fault
@@ -90,9 +91,12 @@ class PotentialData(IS2REData):
     def _unused(self, dataset: Structures) -> list[str]:
         return dataset.unused
 
-    def _labeled(self, opened: Mapping[str, Structures]) -> dict[str, Structures]:
+    def _refuse_options(self, data: DataSet) -> None:
         if key := self.reading.baseline_key:
             raise ValueError(f"data.baseline_key={key} is for is2re, not for potentials; remove it")
+        super()._refuse_options(data)
+
+    def _labeled(self, opened: Mapping[str, Structures]) -> dict[str, Structures]:
         return {split: self._points(dataset) for split, dataset in opened.items()}
 
     def _points(self, dataset: Structures) -> SinglePoints:
