@@ -33,7 +33,7 @@ class ImageClassifier(Redrawn):
     section 3.1. Masks learned through their Fourier transform follow FLT's image experiments
     (arXiv:2302.01925); 2-D Toeplitz kernels with the mean of all tokens follow NPRF
     (arXiv:2106.12566), appendix A.4. One layer with several `refinements` corresponds to the
-    weight-shared Universal Transformer of FLT, fig. 3.
+    weight-shared Universal Transformer of FLT v1, fig. 3.
 
     Two-dimensional relative encodings use (row, column) of each patch relative to the center of the
     image, in units of patches times `position_scale`. One-dimensional encodings, such as that of

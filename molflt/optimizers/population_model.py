@@ -58,7 +58,7 @@ class PopulationMask(SpectralPosition):
 
     The same nodes for all populations would favor some directions in space. Node s is drawn from
     the initial density of Gaussian t = s mod T, N(0, 1 / (2 pi w_t)^2). Its weight is
-    c_s = 1 / (r p(xi_s)), where p is the mixture of these r densities (FLT, eq. 5).
+    c_s = 1 / (r p(xi_s)), where p is the mixture of these r densities (FLT v1, eq. 5).
     """
 
     def __init__(self, spectrum: GaussianBasis, num_nodes: int) -> None:

@@ -155,7 +155,7 @@ class _ExpFeatures(_GeneralizedFeatures):
 class _LearnableExpFeatures(FeatureMap):
     """Exponential features phi(x) = exp(W x) with a learned, randomly initialized W per head."""
 
-    paper = "2302.01925, sec. 5.2"
+    paper = "2302.01925, app. B.2"
     smooth = True
     learned = True
 

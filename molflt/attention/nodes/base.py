@@ -1,4 +1,4 @@
-"""Base class for rules that approximate the integral in FLT, eq. 4, by a sum over nodes."""
+"""Base class for rules that approximate the integral in FLT v1, eq. 4, by a sum over nodes."""
 
 from typing import ClassVar
 

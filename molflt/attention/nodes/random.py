@@ -1,4 +1,4 @@
-"""Random nodes by importance sampling: xi_s ~ p and c_s = 1 / (r p(xi_s)) (FLT, eqs. 4-5)."""
+"""Random nodes by importance sampling: xi_s ~ p and c_s = 1 / (r p(xi_s)) (FLT v1, eqs. 4-5)."""
 
 import math
 from typing import ClassVar
@@ -21,8 +21,8 @@ class GaussianNodes(Nodes):
     """Monte Carlo nodes xi = sigma eps with fixed eps ~ N(0, I) and a learnable sigma per head.
 
     The weights are c_s = 1 / (r p(xi_s)) with p = N(0, sigma^2 I). The estimate of the mask is
-    unbiased for every sigma for which its expectation exists. Source: FLT (arXiv:2302.01925), eq. 5
-    and OC20 experiment. The paper's language models use `sigma=1.0, learn_sigma=False`.
+    unbiased for every sigma for which its expectation exists. Source: FLT (arXiv:2302.01925v1), eq.
+    5 and OC20 experiment. The paper's language models use `sigma=1.0, learn_sigma=False`.
 
     The variance is finite only if g falls faster than sqrt(p). For a Gaussian mask of width w, this
     requires sigma > 1 / (2 sqrt(2) pi w). With power-law tails, it is never finite.
@@ -35,7 +35,7 @@ class GaussianNodes(Nodes):
         learn_sigma: make sigma a parameter; otherwise it is a constant buffer.
     """
 
-    paper: ClassVar[str] = "2302.01925, eq. 5"
+    paper: ClassVar[str] = "2302.01925v1, eq. 5"
     random: ClassVar[bool] = True
     eps: Tensor
     log_sigma: Tensor
@@ -109,8 +109,8 @@ class DensityNodes(Nodes):
     """Nodes drawn from the spectral density of a shift-invariant kernel, xi = u / length.
 
     For the spectrum g = C p of a kernel of amplitude C, every coefficient c_s g(xi_s) is C / r.
-    This density is optimal in the sense of Theorem 4.2 of FLT (arXiv:2302.01925, eq. 7 and appendix
-    A.4). The draws u are fixed, and the length remains learnable.
+    This density is optimal in the sense of Theorem 4.2 of FLT (arXiv:2302.01925; eq. 7 of version
+    1 and appendix A.4). The draws u are fixed, and the length remains learnable.
 
     Args:
         density: kernel from whose spectral density nodes are drawn. It is not registered as a
@@ -118,7 +118,7 @@ class DensityNodes(Nodes):
         num_nodes: number of nodes r.
     """
 
-    paper: ClassVar[str] = "2302.01925, eq. 7"
+    paper: ClassVar[str] = "2302.01925v1, eq. 7"
     random: ClassVar[bool] = True
     unit: Tensor
 

@@ -73,7 +73,7 @@ class ShellNodes(Nodes):
         shell_radius: (shells,) radii, in cycles per unit of length.
     """
 
-    paper: ClassVar[str] = "2302.01925, eq. 4 by quadrature"
+    paper: ClassVar[str] = "2302.01925v1, eq. 4 by quadrature"
     xi: Tensor
     weights: Tensor
     shell: Tensor

@@ -162,7 +162,7 @@ class BucketedPosition(Position):
 class LowRankPosition(ToeplitzPosition):
     """Factors of a learnable Toeplitz mask N_ij = b_(j-i), prepended to queries and keys.
 
-    This is the Factor-Performer of FLT (arXiv:2302.01925), section 4.2.1. N is multiplied by random
+    This is FLT's Factor-Performer (arXiv:2302.01925v1, section 4.2.1). N is multiplied by random
     vectors, and an orthonormal basis Q of the products gives N ~= Q (Q^T N) (Halko et al.,
     arXiv:0909.4061, algorithms 4.1 and 4.4). Products with N are computed by FFT in O(L r log L),
     once for all sequences. The paper's variant could not be trained because of Gram-Schmidt
@@ -183,7 +183,7 @@ class LowRankPosition(ToeplitzPosition):
     """
 
     placement = ADDED
-    paper = "2302.01925, sec. 4.2.1"
+    paper = "2302.01925v1, sec. 4.2.1"
     cost = "N m (d + r)"
     decodes = True
     grid = False

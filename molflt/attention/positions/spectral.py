@@ -32,7 +32,7 @@ class SpectralPosition(Position):
     """FLT's mask, learned through its Fourier transform g, which is sampled at r nodes.
 
     f(r_i - r_j) ~= sum_s c_s Re[g(xi_s) exp(2 pi i xi_s . (r_i - r_j))] = N1_i . N2_j, where the
-    factors have 2r columns (FLT, arXiv:2302.01925, eqs. 4-5). A real g gives an even mask, and a
+    factors have 2r columns (FLT, arXiv:2302.01925v1, eqs. 4-5). A real g gives an even mask, and a
     complex g gives an asymmetric mask.
 
     The factors depend on the origin, but their product does not. Center the positions of each graph
@@ -50,7 +50,7 @@ class SpectralPosition(Position):
     floor = 1e-4
     taper: ClassVar[Literal["step", "positive"]] = "step"  # taper of reciprocal nodes
     on_lattice = False  # True if nodes come with each batch, even for softmax
-    paper: ClassVar[str] = "2302.01925, eqs. 3-5"
+    paper: ClassVar[str] = "2302.01925v1, eqs. 3-5"
     cost: ClassVar[str] = "N m (d + 2r)"
 
     def __init__(self, spectrum: Spectrum, nodes: Nodes | None) -> None:

@@ -1,6 +1,6 @@
 """Base class for spectra.
 
-The mask is f(z) = Re integral exp(2 pi i z . xi) g(xi) d xi (FLT, arXiv:2302.01925, eq. 4).
+The mask is f(z) = Re integral exp(2 pi i z . xi) g(xi) d xi (FLT, arXiv:2302.01925v1, eq. 4).
 Positions are in the caller's unit of length (Å for atoms, 1 for tokens), and frequencies xi are in
 cycles per unit of length. An amplitude is the amount added to a logit at zero distance. Amplitudes
 start small and random, because the gradient of the sampled mask vanishes at amplitude 0.

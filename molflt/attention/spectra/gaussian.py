@@ -18,7 +18,7 @@ class GaussianBasis(Spectrum):
     f_h(z) = sum_t a_ht exp(-|z|^2 / 2 sigma_t^2)
     g_h(xi) = sum_t a_ht (2 pi sigma_t^2)^(l/2) exp(-2 pi^2 sigma_t^2 |xi|^2)
 
-    This is FLT's basis for molecules (arXiv:2302.01925, OC20 experiment) with the weights w_t = a_t
+    This is FLT's basis for molecules (arXiv:2302.01925, section 5.3) with the weights w_t = a_t
     (2 pi sigma_t^2)^(l/2). Initial amplitudes do not depend on the width.
 
     Args:
@@ -31,7 +31,7 @@ class GaussianBasis(Spectrum):
             as a multiplicative kernel (`MultiplicativePosition`) or be summed over images.
     """
 
-    paper: ClassVar[str] = "2302.01925, app. B.3"
+    paper: ClassVar[str] = "2302.01925, sec. 5.3"
     isotropic: ClassVar[bool] = True
 
     def __init__(
@@ -78,7 +78,7 @@ class GaussianMixture(Spectrum):
     f(z) = sum_t exp(-2 pi^2 sigma_t^2 |z|^2) [a_t cos(2 pi mu_t . z) - b_t sin(2 pi mu_t . z)]
     w_t = (a_t + i b_t) (2 pi sigma_t^2)^(-l/2)
 
-    In FLT (arXiv:2302.01925, eq. 6), each head has T (2 + l) parameters, and b_t = 0. This g is
+    In FLT (arXiv:2302.01925v1, eq. 6), each head has T (2 + l) parameters, and b_t = 0. This g is
     real but not even. Its mask is even: waves of frequency mu_t in Gaussian envelopes of width 1 /
     (2 pi sigma_t). With `asymmetric`, an extension of the paper, the mask also has an odd part.
 
@@ -93,7 +93,7 @@ class GaussianMixture(Spectrum):
         asymmetric: learn b_t; w_t is then complex.
     """
 
-    paper: ClassVar[str] = "2302.01925, eq. 6"
+    paper: ClassVar[str] = "2302.01925v1, eq. 6"
 
     odd_amplitude: nn.Parameter | None
 

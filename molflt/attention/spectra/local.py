@@ -1,6 +1,6 @@
 """Spectra of masks that vanish outside a box: sums of powers of sinc functions.
 
-See FLT (arXiv:2302.01925), "Local RPEs", eqs. 8-12.
+See FLT (arXiv:2302.01925v1), "Local RPEs", eqs. 8-12.
 """
 
 import functools
@@ -29,7 +29,7 @@ class SmoothLocal(Spectrum):
     is the centered B-spline of order k with unit knot spacing. B has support |z_j| <= k v_t and
     degree k - 1, and its first k - 2 derivatives are continuous. This is FLT's eq. 12 with the
     power on the whole fraction and C = a_t / norm_t; with the power on the sine alone, as printed,
-    g would not be even for even k. "sum" is eq. 10 with footnote 2. With "product", the mask at
+    g would not be even for even k. "sum" is a sum over eq. 10. With "product", the mask at
     zero distance is (sum_t w_t)^l, which cannot be negative for even l.
 
     g decays as |xi_j|^-k along each axis; Gaussian nodes therefore have infinite variance.
@@ -45,7 +45,7 @@ class SmoothLocal(Spectrum):
         combine: "sum" or "product"; see above.
     """
 
-    paper: ClassVar[str] = "2302.01925, eq. 12"
+    paper: ClassVar[str] = "2302.01925v1, eq. 12"
     smallest_order = 2
 
     def __init__(
@@ -101,7 +101,7 @@ class Local(SmoothLocal):
     """Masks that are constant inside boxes and vanish outside: the paper's local RPE.
 
     This is `SmoothLocal` of order 1, with the same arguments, B(z_j / 2 v_t) = 1[|z_j| <= v_t] and
-    S_t(xi) = sin(2 pi v_t xi) / (pi xi) (FLT, arXiv:2302.01925, eqs. 8-11 and 20-21).
+    S_t(xi) = sin(2 pi v_t xi) / (pi xi) (FLT, arXiv:2302.01925v1, eqs. 8-11, 13-14).
 
     The exact mask is not differentiable with respect to v_t; radii are learned with sampled masks
     but not with softmax. g decays as 1 / |xi| and is not absolutely integrable. Estimates from
@@ -109,7 +109,7 @@ class Local(SmoothLocal):
     the trigonometric sum over its nodes.
     """
 
-    paper: ClassVar[str] = "2302.01925, eqs. 8-11"
+    paper: ClassVar[str] = "2302.01925v1, eqs. 8-11"
     without_slope: ClassVar[tuple[str, ...]] = ("log_radius",)
     smallest_order = 1
 

@@ -14,7 +14,7 @@ class ShiftInvariant(Spectrum):
     """Shift-invariant kernel as the mask: f_h(z) = C_h K(z / length_h).
 
     By Bochner's theorem, g_h(xi) = C_h length_h^l p(length_h xi), where K is the characteristic
-    function of the density p: K(z) = E cos(2 pi z . u) for u ~ p. This is FLT (arXiv:2302.01925),
+    function of the density p: K(z) = E cos(2 pi z . u) for u ~ p. This is FLT (arXiv:2302.01925v1),
     eq. 7, with the factor 2 pi in the samples u instead of the positions. All nodes drawn from p
     (`DensityNodes`) have the importance ratio C_h. Unlike in the paper, C_h may be negative,
     because a mask is added to logits and need not be positive definite.
@@ -26,7 +26,7 @@ class ShiftInvariant(Spectrum):
         amplitude: standard deviation of the initial C_h = f_h(0).
     """
 
-    paper: ClassVar[str] = "2302.01925, eq. 7"
+    paper: ClassVar[str] = "2302.01925v1, eq. 7"
     nodes: ClassVar[str] = "density"
 
     def __init__(
