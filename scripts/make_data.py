@@ -61,9 +61,9 @@ def make(
     """Make a data set of relaxations with an interatomic potential, in the OC20 schema.
 
     The systems are 35 adsorbates of H, C, N and O on slabs of 38 metals and ordered alloys, with up
-    to 23 atoms. Energies are relative to the relaxed clean slab and to OC20's references, which are
-    linear combinations of the energies of gas-phase H2, H2O, CO and N2. The validation splits are
-    the same as in OC20: val_id, val_ood_ads (adsorbates that are not in train), val_ood_cat
+    to 23 atoms. Energies are relative to the relaxed clean slab and, as in OC20, to linear
+    combinations of the potential's energies of gas-phase H2, H2O, CO and N2. The validation splits
+    are the same as in OC20: val_id, val_ood_ads (adsorbates that are not in train), val_ood_cat
     (catalysts that are not in train) and val_ood_both. The same seed results in the same systems
     for any number of workers. After an interruption, the same command continues. A larger `train`
     or `val` adds systems.
