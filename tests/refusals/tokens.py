@@ -142,6 +142,7 @@ ROWS = [
     Refusal(fasta(">sp|P1 first\nWX*\n"), "'sp|P1'", "ACDEF", "'*' at residue 3"),
     Refusal(fasta("MKV\n"), "line 1", "FASTA", "'MKV'"),
     Refusal(split("", "r0\tc\n"), "t.tsv", "each record", "'r1'", Refused),
+    Refusal(split("", "r0\tr0\nr0\tr1\n"), "t.tsv: line 2", "swap", "MMseqs2", Refused),
     Refusal(
         split("--val_fraction=0.6 --test_fraction=0.5"), "val_fraction", "below 1", "0.6", Refused
     ),
