@@ -122,6 +122,7 @@ ROWS = [
     # tokenizers
     Refusal(subwords(b"good\nb\xe9d\n"), "train.txt", "UTF-8", "byte 6"),
     Refusal(subwords("日本語\n" * 90, tokenizer="t.json"), "train.txt", "knows", "100%"),
+    Refusal(subwords(f"{'x' * 101}\n" * 9), "train.txt", "100%", "data.kind"),
     Refusal(subwords("1 [AVG 2 ]\n", kind="listops"), "train.txt", "[MIN", "'[AVG'"),
     # labeled sentences
     Refusal(
