@@ -264,7 +264,9 @@ def test_runs_on_other_data_or_without_an_evaluation_are_named(runs, shared_data
     assert all(name in line for name in ("narrow", "other", "wide")) and line.count("|") == 1
     assert "validated on" not in text  # the same systems, in another place
     assert f"not evaluated: {tmp_path / 'other'}" in text
-    assert [*rows_of(text)["val_id mae_eV"]][1] == "-"
+    assert [*rows_of(text)["val_id mae_eV"]][1] == "-" and "; ± standard error" in text
+    shutil.copytree(tmp_path / "other", tmp_path / "again")
+    assert "±" not in compare(capsys, tmp_path / "other", tmp_path / "again")
 
 
 def test_results_of_other_weights_are_left_out(runs, tmp_path, capsys):

@@ -99,7 +99,8 @@ def _as_table(runs: Sequence[Run]) -> str:
         values = [run.results.get(split, {}).get(name) for run in runs]
         rows.append([f"{split} {name}", *_marked(runs, name, values, ends)])
     text = align([[_cell(cell) for cell in row] for row in rows], text_columns=len(rows[0]))
-    return "\n".join([text, "* best of the row; ± standard error over the systems", *notes(runs)])
+    stars = "* best of the row" + ("; ± standard error over the systems" if " ± " in text else "")
+    return "\n".join([text, stars, *notes(runs)])
 
 
 def _metric(runs: Sequence[Run], name: str) -> Metric | None:

@@ -59,11 +59,11 @@ def test_images_in_linked_folders_are_read_once(tmp_path: Path) -> None:
 
 def test_folders_may_contain_every_format_that_is_decoded(tmp_path: Path) -> None:
     gray = pixels(1)[0]
-    for ending in ("bmp", "gif", "webp"):
+    for ending in ("bmp", "gif", "webp", "tif"):
         Image.fromarray(gray).save(tmp_path / f"idx.{ending}", lossless=True)
     found = [*read_alike(tmp_path, 8, 3)]
     found += read_alike(tmp_path / "idx.bmp", 8, 3)  # not an idx file
-    assert len(found) == 4 and all((image.numpy() == gray).all() for image in found)
+    assert len(found) == 5 and all((image.numpy() == gray).all() for image in found)
 
 
 def test_gray_and_transparent_images_become_colors(tmp_path: Path) -> None:

@@ -122,6 +122,7 @@ ROWS = [
     # tokenizers
     Refusal(subwords(b"good\nb\xe9d\n"), "train.txt", "UTF-8", "byte 6"),
     Refusal(subwords("日本語\n" * 90, tokenizer="t.json"), "train.txt", "knows", "100%"),
+    Refusal(subwords(f"{'x' * 101}\n" * 9), "train.txt", "100%", "data.kind"),
     Refusal(subwords("1 [AVG 2 ]\n", kind="listops"), "train.txt", "[MIN", "'[AVG'"),
     # labeled sentences
     Refusal(
@@ -142,6 +143,7 @@ ROWS = [
     Refusal(fasta(">sp|P1 first\nWX*\n"), "'sp|P1'", "ACDEF", "'*' at residue 3"),
     Refusal(fasta("MKV\n"), "line 1", "FASTA", "'MKV'"),
     Refusal(split("", "r0\tc\n"), "t.tsv", "each record", "'r1'", Refused),
+    Refusal(split("", "r0\tr0\nr0\tr1\n"), "t.tsv: line 2", "swap", "MMseqs2", Refused),
     Refusal(
         split("--val_fraction=0.6 --test_fraction=0.5"), "val_fraction", "below 1", "0.6", Refused
     ),

@@ -24,11 +24,11 @@ from molflt.files import shown, unpacked
 _MAGIC = {3: b"\0\0\x08\x03", 1: b"\0\0\x08\x01"}  # type (unsigned byte) and number of axes
 _CHUNK = 4096  # images that are resized at once
 _SAMPLE = 20  # images that are decoded to find out if a folder is gray
-_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp")
+_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff")
 _GRAY = ("1", "L", "LA")
 _DEEP = ("I", "F")  # modes with more than 8 bits, which Pillow would clip
 _Fit = Callable[[Tensor, str], Tensor]  # takes images (n, channels, height, width) and their name
-_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")  # Pillow runs programs for some other formats
+_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")  # Pillow runs programs for some others
 
 
 @dataclass(eq=False, repr=False)

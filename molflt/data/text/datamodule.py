@@ -230,8 +230,9 @@ class TokenizedData(BatchedData[_Items]):
             (symbols of expressions, one per line), or byte (bytes of lines, which need not be UTF-8
             in texts for language models).
         pieces: maximum number of tokens of a learned tokenizer, 8192 by default.
-        lowercase: ignore case in a learned tokenizer; true by default, except for translation. BLEU
-            ignores case if the tokenizer does.
+        lowercase: ignore case in a learned tokenizer and, with wordpiece, accents and vowel signs,
+            which matter in Thai or Hebrew; true by default, except for translation. BLEU ignores
+            case if the tokenizer does.
         workers: number of processes that prefetch data; 0 reads in the main process.
 
     Attributes:

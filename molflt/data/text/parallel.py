@@ -145,10 +145,7 @@ class ParallelData(TokenizedData[Pairs]):
 
 
 def read_lines(path: str) -> list[str]:
-    """Reads a file with one sentence per line and strips white space at the ends of sentences.
-
-    Only a line feed ends a line; other Unicode line breaks occur within sentences.
-    """
+    """Reads a file with one sentence per line and strips white space at the ends of sentences."""
     found = [line.strip() for line in _lines(path)]
     if not found:
         raise ValueError(f"{path}: the file is empty; expected a sentence in each line")

@@ -54,7 +54,7 @@ def _line_blocks(source: str, any_bytes: bool = False) -> Iterator[str]:
 
 
 def _lines(source: str) -> Iterator[str]:
-    """Yields the lines of a text; only a line feed ends a line."""
+    """Yields lines, which end with a line feed; other line breaks occur within sentences."""
     for block in _line_blocks(source):
         yield from block.removesuffix("\n").split("\n")
 

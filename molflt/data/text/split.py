@@ -82,7 +82,7 @@ def _read_clusters(path: Path, records: list[Record]) -> list[bytes]:
         if len(cells) != 2 or not all(cells) or found.setdefault(*cells) != cells[1]:
             raise ValueError(
                 f"{path}: line {number}: expected the name of a record, a tab, and the name of its "
-                f"only cluster; got {shown(line)}"
+                f"only cluster; got {shown(line)}; swap the columns of a file from MMseqs2"
             )
     if missing := [record.name for record in records if record.name not in found]:
         raise ValueError(

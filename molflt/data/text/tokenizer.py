@@ -181,7 +181,7 @@ class Tokenizer:
         if len(ids) and (share := float(np.mean(ids == self.unk))) > _MOST_UNKNOWN:
             raise ValueError(
                 f"{source}: expected text that the tokenizer knows; got {share:.0%} unknown "
-                "tokens; change data.tokenizer, or omit it to train one"
+                "tokens; change data.tokenizer, or train one of a different data.kind"
             )
 
     def decode(self, ids: Iterable[int]) -> str:
