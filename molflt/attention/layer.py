@@ -193,7 +193,8 @@ class Attention(Positioned):
         if self.floor and self.normalize == "none":
             no_effect("with normalize='none'", floor=self.floor)
         if self.position is not None:
-            self.position.check(self.encoded_for, self.causal, gate)
+            sizes = {"heads": self.heads, "head_dim": self.head_dim}
+            self.position.check(self.encoded_for, self.causal, gate, **sizes)
             self.position.use_for(self.encoded_for)
         if self.mixing == TRITON:
             expect_triton()

@@ -279,6 +279,8 @@ def _make_position(
     if scheme.lattice:
         options["sampled"] = False
     position = cast(SpectralPosition, make_position(name, heads, 0, mixing=mixing, **options))
+    if position.dim != 3:
+        raise ValueError(f"positions of atoms have dim=3; got dim={position.dim}; omit it")
     position.on_lattice = scheme.lattice
     if scheme.lattice and position.spectrum.on_shells:
         raise ValueError(

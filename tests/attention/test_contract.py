@@ -4,8 +4,9 @@ import contract
 import pytest
 import torch
 from contract import Combination
-from torch.func import functional_call, grad, vmap
+from torch.func import functional_call, grad, jacfwd, vmap
 
+from molflt.attention import Attention, make_position
 from molflt.attention.nodes.shells import _directions
 
 COMBINATIONS = contract.combinations()
@@ -70,6 +71,16 @@ def test_gradients_of_single_samples(combination):
     for name, value in stack.named_parameters():
         expected = torch.zeros_like(value) if value.grad is None else value.grad
         torch.testing.assert_close(single[name][1], expected, rtol=1e-10, atol=1e-10)
+
+
+def test_transforms_of_softmax_with_a_learned_mask():
+    position = make_position("spectral", 2, 4, mixing="softmax", dim=1)
+    layer = Attention(8, 2, mixing="softmax", position=position).double()
+    x, r = torch.randn(2, 1, 5, 8).double(), torch.randn(2, 1, 5, 1).double()
+    single = torch.stack([layer(x[0], r[0]), layer(x[1], r[1])])
+    torch.testing.assert_close(vmap(layer)(x, r), single)
+    expected = torch.autograd.functional.jacobian(layer, (x[0], r[0]))[0]
+    torch.testing.assert_close(jacfwd(layer)(x[0], r[0]), expected)
 
 
 POLYNOMIAL = [c for c in some("polynomial") if c.feature_map == "polynomial"]

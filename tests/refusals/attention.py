@@ -186,7 +186,17 @@ ROWS = [
     refused(lambda: BucketedPosition(2, num_buckets=31), "num_buckets=31", "equally many"),
     refused(lambda: ToeplitzPosition(2, shape=(4, 3, 2)), "shape", "two sides", "(4, 3, 2)"),
     refused(lambda: RotaryPosition(5, 3), "head_dim", "at least 6", "5"),
-    refused(lambda: RotaryPosition(8).width(16), "head_dim=8", "same", "16"),
+    *(
+        refused(lambda p=p, m=m: Attention(16, 4, mixing=m, position=p), f"{size}={n}", "same", "4")
+        for p, m, size, n in (
+            (RotaryPosition(8), "linear", "head_dim", 8),
+            (make_position("sine_spe", 4, 8), "softmax", "head_dim", 8),
+            (make_position("spectral", 2, 4), "linear", "heads", 2),
+            (ToeplitzPosition(2, 9), "softmax", "heads", 2),
+            (BucketedPosition(2), "linear", "heads", 2),
+            (make_position("gaussian_bias", 2, 4), "softmax", "heads", 2),
+        )
+    ),
     refused(lambda: toeplitz(PHI, PHI, PHI.materialize(), KERNEL), "(heads, 7)", "(2, 8)"),
     refused(lambda: LowRankPosition(2, max_tokens=8, rank=9), "rank=9", "max_tokens=8"),
     refused(lambda: position("low_rank")("linear", BEYOND, BEYOND), "positions", "[0, 9)", "-1"),

@@ -4,10 +4,14 @@ Shapes are (batch, heads, tokens, dim) throughout. Other linear-time forms are i
 `mesh`, `causal` and `chunked`.
 """
 
+from contextlib import nullcontext
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from molflt.attention.checks import in_transform
 from molflt.attention.features import Features
 from molflt.attention.mixing.pairs import _TRANSIENT, Pairs, SortedPairs, _pair_sums
 from molflt.attention.mixing.sums import Sums, _causal_mask, _per_token, _stabilize
@@ -51,9 +55,12 @@ def softmax(
         mask = mask.masked_fill(~valid, -torch.inf)
     if mask is not None:
         mask = mask.to(query.dtype).expand(*query.shape[:-1], keys)
-    out = F.scaled_dot_product_attention(
-        query, key, value, attn_mask=mask, dropout_p=dropout, is_causal=causal, scale=1.0
-    )
+    # Fused kernels support neither vmap with a learned mask nor forward derivatives.
+    transformed = not torch.compiler.is_compiling() and in_transform()
+    with sdpa_kernel(SDPBackend.MATH) if transformed else nullcontext():
+        out = F.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, dropout_p=dropout, is_causal=causal, scale=1.0
+        )
     if valid is not None:
         out = out.masked_fill(~valid.any(dim=-1, keepdim=True), 0.0)
     return out

@@ -35,21 +35,11 @@ class Position(nn.Module):
     weighs: ClassVar[bool] = True  #: False if the encoding only rotates queries and keys
     placement: ClassVar[tuple[str, str]] = ADDED  #: plotted quantity, and how it enters attention
     grid: ClassVar[bool] = False  #: True if tokens must be ordered along a regular grid
+    longest: int | None = None  #: upper bound on positions along every axis, if they have one
     extra_repr = options_of
-
-    @property
-    def longest(self) -> int | None:
-        """Upper bound on positions along every axis; None if they are not bounded."""
-        return None
 
     def width(self, head_dim: int) -> int:
         """Returns the input width of the feature map for heads of width `head_dim`."""
-        expected = getattr(self, "head_dim", head_dim)
-        if head_dim != expected:
-            raise ValueError(
-                f"{type(self).__name__} was built for head_dim={expected}; got queries and keys of "
-                f"width {head_dim}; use the same width"
-            )
         return head_dim
 
     def forward(self, mixing: str, positions: Tensor, key_positions: Tensor) -> Encoding:
@@ -62,9 +52,18 @@ class Position(nn.Module):
         """
         raise NotImplementedError(f"{type(self).__name__} must override forward")
 
-    def check(self, mixing: str, causal: bool, gate: bool) -> None:
-        """Raises ValueError if attention with these choices cannot use the encoding."""
+    def check(self, mixing: str, causal: bool, gate: bool, **sizes: int) -> None:
+        """Raises ValueError if attention with these choices and sizes cannot use the encoding.
+
+        `sizes` are heads and head_dim; an encoding that depends on them stores them.
+        """
         name = type(self).__name__
+        for size, actual in sizes.items():
+            if (expected := getattr(self, size, actual)) != actual:
+                raise ValueError(
+                    f"{name} was built for {size}={expected}; got attention with {size}={actual}; "
+                    "use the same number"
+                )
         if mixing not in self.mixings:
             raise ValueError(
                 f"{name} does not support mixing={mixing!r}; expected {' or '.join(self.mixings)}"

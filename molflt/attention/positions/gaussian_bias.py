@@ -49,7 +49,7 @@ class GaussianBias(Position):
         super().__init__()
         hidden_dim = num_gaussians if hidden_dim is None else hidden_dim
         at_least_one(heads=heads, num_gaussians=num_gaussians, dim=dim, hidden_dim=hidden_dim)
-        self.dim = dim
+        self.heads, self.dim = heads, dim
         self.mean = nn.Parameter(torch.empty(num_gaussians).uniform_(*mean_range))
         self.log_std = nn.Parameter(torch.empty(num_gaussians).uniform_(*std_range).log())
         self.mlp = nn.Sequential(

@@ -51,17 +51,14 @@ class ToeplitzPosition(Position):
     ) -> None:
         super().__init__()
         one_of("method", method, METHODS)
-        self.method = method
+        self.heads, self.method = heads, method
         self.shape = (max_tokens,) if shape is None else tuple(shape)
         self.dim = len(self.shape)
         if shape is not None and self.dim != 2:
             raise ValueError(f"shape must be the two sides of a grid; got {shape}")
         at_least_one(heads=heads, **{"max_tokens or a side of shape": min(self.shape)})
+        self.longest = max(self.shape)
         self.table = nn.Parameter(std * torch.randn(heads, *(2 * n - 1 for n in self.shape)))
-
-    @property
-    def longest(self) -> int:
-        return max(self.shape)
 
     def forward(self, mixing: str, positions: Tensor, key_positions: Tensor) -> Encoding:
         if mixing == "softmax":
@@ -130,7 +127,7 @@ class BucketedPosition(Position):
                 "expected equally many buckets per direction, at least 2, and max_distance above "
                 f"half of them; got {num_buckets=}, {max_distance=}, {bidirectional=}"
             )
-        self.bidirectional = bidirectional
+        self.heads, self.bidirectional = heads, bidirectional
         self.table = nn.Parameter(std * torch.randn(heads, num_buckets))
         # A table makes rounding at the edges of buckets the same on every device; float32 as in T5.
         # It is not a buffer, because buffers on the meta device have no values.

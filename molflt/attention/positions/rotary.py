@@ -78,11 +78,7 @@ class CosinePosition(Position):
     def __init__(self, max_tokens: int = 512) -> None:
         super().__init__()
         at_least_one(max_tokens=max_tokens)
-        self.max_tokens = max_tokens
-
-    @property
-    def longest(self) -> int:
-        return self.max_tokens
+        self.max_tokens = self.longest = max_tokens
 
     def forward(self, mixing: str, positions: Tensor, key_positions: Tensor) -> Encoding:
         left = self._waves(positions)

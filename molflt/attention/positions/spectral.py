@@ -59,7 +59,7 @@ class SpectralPosition(Position):
             nodes.check(spectrum)
         self.spectrum = spectrum
         self.nodes = nodes
-        self.dim = spectrum.dim
+        self.heads, self.dim = spectrum.heads, spectrum.dim
 
     @classmethod
     def build(

@@ -66,7 +66,6 @@ class _StochasticPosition(Position):
         self.redraw_()
 
     def width(self, head_dim: int) -> int:
-        super().width(head_dim)
         return self.num_realizations
 
     def forward(self, mixing: str, positions: Tensor, key_positions: Tensor) -> Encoding:
@@ -207,14 +206,10 @@ class ConvSPE(_StochasticPosition):
         noise_shape = (heads, head_dim, max_tokens + kernel_size - 1, num_realizations)
         super().__init__(heads, head_dim, num_realizations, gated, noise_shape)
         self.kernel_size = kernel_size
-        self.max_tokens = max_tokens
+        self.max_tokens = self.longest = max_tokens
         shape, top = (heads, head_dim, kernel_size), 2 / kernel_size**0.5
         self.query_filter = nn.Parameter(top * torch.rand(shape))
         self.key_filter = nn.Parameter(top * torch.rand(shape))
-
-    @property
-    def longest(self) -> int:
-        return self.max_tokens
 
     def _code(self, positions: Tensor, query: bool) -> _Code:
         self.check_range(positions, self.max_tokens, integers=True)
