@@ -85,8 +85,7 @@ def load_ensemble(
     for run in runs:
         if (recipe := read_config(run)["recipe"]) != _RECIPE:
             raise ValueError(
-                f"{run}: expected a run of the recipe {_RECIPE} in an ensemble, which predicts "
-                f"energies; got {recipe}"
+                f"{run}: expected runs of recipe {_RECIPE} with --also; got {recipe}; omit --also"
             )
     models, configs = zip(*(load_run(run, checkpoint, device) for run in runs), strict=True)
     data = {

@@ -7,6 +7,7 @@ from contract import EXACT
 from families import randn
 from scipy.stats import norm
 
+from molflt.attention import Attention
 from molflt.attention.mixing.toeplitz import dense_log_kernel
 from molflt.attention.positions.base import Position
 from molflt.attention.positions.gaussian_bias import GaussianBias
@@ -54,6 +55,16 @@ def test_kernel_and_bias_are_one_function_of_the_offset(name, queries, keys):
         log_kernel = position(mixing, query_positions, key_positions).log_kernel
         dense = dense_log_kernel(log_kernel, queries, keys)
         torch.testing.assert_close(dense, bias[0], rtol=0.0, atol=0.0)
+
+
+@pytest.mark.parametrize("mixing", ["linear", "softmax"])
+def test_a_position_with_one_head_is_shared(mixing):
+    one, four = ToeplitzPosition(1, 9), ToeplitzPosition(4, 9)
+    four.table.data.copy_(one.table.expand_as(four.table))
+    layers = [Attention(16, 4, mixing=mixing, position=position) for position in (one, four)]
+    layers[1].load_state_dict(layers[0].state_dict() | {"position.table": four.table})
+    x, positions = torch.randn(2, 9, 16), torch.arange(9.0)[:, None].expand(2, 9, 1)
+    torch.testing.assert_close(layers[0](x, positions), layers[1](x, positions))
 
 
 def test_bias_on_a_grid_is_the_entry_of_both_offsets():

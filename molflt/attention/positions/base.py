@@ -55,11 +55,13 @@ class Position(nn.Module):
     def check(self, mixing: str, causal: bool, gate: bool, **sizes: int) -> None:
         """Raises ValueError if attention with these choices and sizes cannot use the encoding.
 
-        `sizes` are heads and head_dim; an encoding that depends on them stores them.
+        `sizes` are heads and head_dim; an encoding that depends on them stores them. An encoding of
+        one head is shared by all heads.
         """
         name = type(self).__name__
         for size, actual in sizes.items():
-            if (expected := getattr(self, size, actual)) != actual:
+            expected = getattr(self, size, actual)
+            if expected != actual and (size, expected) != ("heads", 1):
                 raise ValueError(
                     f"{name} was built for {size}={expected}; got attention with {size}={actual}; "
                     "use the same number"
