@@ -168,8 +168,11 @@ def one_pass(dataset: Structures, limit: int | None = None) -> Iterator[Data]:
             if count == limit:
                 break
     if count == 0:
-        reason = f": {dataset.bad[0][1]}" if dataset.bad else ""
-        raise ValueError(f"{dataset.path}: no valid structures; expected at least one{reason}")
+        text = f"{dataset.path}: no valid structures; expected at least one"
+        if dataset.bad:
+            where, reason = dataset.bad[0]
+            text += f"; {where.removeprefix(f'{dataset.path}: ')}: {reason}"
+        raise ValueError(text)
 
 
 def _size(path: Path) -> int:
