@@ -87,7 +87,7 @@ def test_splits_without_labels_are_only_predicted(run, tmp_path, capsys) -> None
     line = next(line for line in captured.out.splitlines() if line.startswith("test_id"))
     assert line.split() == ["test_id", "5", "-", "-", "-"]
     assert "test_id: no labels" in captured.err
-    assert "5 of 24,948 systems of test_id; a submission needs all" in captured.err
+    assert "test_id: 5 of 24,948 systems; a submission needs all" in captured.err
     rows = [row for row in table(tmp_path / "predictions.csv") if row["split"] == "test_id"]
     assert {(row["target_eV"], row["error_eV"]) for row in rows} == {("", "")}
     names = ("id", "ood_ads", "ood_cat", "ood_both")  # as in OC20's submissions

@@ -193,9 +193,7 @@ def _write_arrays(path: Path, found: Mapping[str, Predictions]) -> None:
     submission = set(found) == set(TEST_SPLITS)
     for split, part in found.items():
         if submission and len(part.sid) != (count := OC20_FILES[f"all/{split}"].records):
-            warn(
-                f"{path}: {len(part.sid):,} of {count:,} systems of {split}; a submission needs all"
-            )
+            warn(f"{split}: {len(part.sid):,} of {count:,} systems; a submission needs all")
         name = split.removeprefix("test_") if submission else split
         arrays |= {f"{name}_ids": part.sid.astype(np.str_), f"{name}_energy": part.energy}
     buffer = io.BytesIO()
