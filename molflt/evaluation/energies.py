@@ -146,15 +146,15 @@ def _metrics(
 
 def _results_table(results: Results) -> str:
     """Formats the results, and their average over splits if there are several."""
-    rows = dict(results)
+    rows, names = dict(results), ("mae_eV", "ewt_percent", "baseline_mae_eV")
     labeled = [row for row in results.values() if row["mae_eV"] is not None]
     if len(labeled) > 1:
         average: dict[str, float | None] = {"n": sum(row["n"] or 0 for row in labeled)}
-        for key in ("mae_eV", "ewt_percent", "baseline_mae_eV"):
+        for key in names:
             values = [row[key] for row in labeled]
             average[key] = None if None in values else float(np.mean(values))  # type: ignore[arg-type]
         rows["average"] = average
-    return results_table("split", rows, n=("systems", 0))
+    return results_table("split", rows, ["n", *names], n=("systems", 0))
 
 
 def _errors_by_group(found: Mapping[str, Predictions]) -> list[groups.GroupError]:
