@@ -87,7 +87,7 @@ def test_splits_without_labels_are_only_predicted(run, tmp_path, capsys) -> None
     line = next(line for line in captured.out.splitlines() if line.startswith("test_id"))
     assert line.split() == ["test_id", "5", "-", "-", "-"]
     assert "test_id: no labels" in captured.err
-    assert "5 of 24,948 systems of test_id; a submission needs all" in captured.err
+    assert "test_id: 5 of 24,948 systems; a submission needs all" in captured.err
     rows = [row for row in table(tmp_path / "predictions.csv") if row["split"] == "test_id"]
     assert {(row["target_eV"], row["error_eV"]) for row in rows} == {("", "")}
     names = ("id", "ood_ads", "ood_cat", "ood_both")  # as in OC20's submissions
@@ -112,9 +112,10 @@ def test_missing_labels_do_not_count_as_zero() -> None:
     groups = [one for one in _errors_by_group({"val_id": part}) if one.split == "all"]
     names = [(one.group, one.n) for one in groups if one.kind == "adsorbate"]
     assert names == [("H", 1), ("O", 1)]
-    rows = {split: {**errors, "n": 2} for split in "ab"}
+    rows = {split: {**errors, "n": 2, "spread_eV": 0.1} for split in "ab"}
     rows["b"]["mae_eV"] = 0.355
     assert _results_table(rows).splitlines()[-1].split()[:3] == ["average", "4", "0.3050"]
+    assert "spread" not in _results_table(rows)  # the spreads have their own table
 
 
 @pytest.mark.parametrize("sizes", [[7], [1, 2], [7, 8, 9, 30, 31, 32, 80, 81], [5] * 9 + [99]])

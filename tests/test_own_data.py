@@ -229,6 +229,10 @@ def test_folders_are_inspected_and_converted_whole(tmp_path, capsys) -> None:
     names = {path.name for path in (tmp_path / "out").iterdir()}
     assert names == {"train.safetensors", "val_id.safetensors", "val_ood_ads.safetensors"}
     assert len(open_dataset(tmp_path / "out" / "val_ood_ads.safetensors")) == 2
+    (tmp_path / "root").mkdir()
+    (tmp_path / "out").rename(tmp_path / "root/all")  # as in OC20's archive
+    error = error_of(capsys, "data", "convert", str(tmp_path / "root"), str(tmp_path / "merged"))
+    assert "root/all: expected one split; got several" in error
     write(source / "train.traj", frames(1))
     assert "expected one file for train" in error_of(capsys, "data", "inspect", str(source))
 

@@ -136,11 +136,10 @@ def predict(
 
 def _shard_for(out: Path | None, shard: str | None) -> Shard | None:
     """Parses --shard; raises ValueError if `out` is missing or has an unsupported ending."""
-    part = None if shard is None else Shard.of(shard)
     if shard is not None and out is None:
         raise ValueError(f"option --shard {shard}: expected --out FILE; got none")
     expect_ending(out, *(_TABLES + _STRUCTURE_FILES if shard is None else ENDINGS))
-    return part
+    return None if shard is None else Shard.of(shard)
 
 
 def _predict_energies(
@@ -195,8 +194,7 @@ def merge(out: Path) -> None:
     Args:
         out: value of --out in these calls; .csv, .json or .extxyz.
     """
-    count = merge_shards(Path(out))
-    print(f"{out}: {count:,} structures")
+    print(f"{out}: {merge_shards(Path(out)):,} structures")
 
 
 def _model_and_files(run: str | None, file: Path | Sequence[Path]) -> tuple[str | None, list[Path]]:

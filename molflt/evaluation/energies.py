@@ -146,15 +146,15 @@ def _metrics(
 
 def _results_table(results: Results) -> str:
     """Formats the results, and their average over splits if there are several."""
-    rows = dict(results)
+    rows, names = dict(results), ("mae_eV", "ewt_percent", "baseline_mae_eV")
     labeled = [row for row in results.values() if row["mae_eV"] is not None]
     if len(labeled) > 1:
         average: dict[str, float | None] = {"n": sum(row["n"] or 0 for row in labeled)}
-        for key in ("mae_eV", "ewt_percent", "baseline_mae_eV"):
+        for key in names:
             values = [row[key] for row in labeled]
             average[key] = None if None in values else float(np.mean(values))  # type: ignore[arg-type]
         rows["average"] = average
-    return results_table("split", rows, n=("systems", 0))
+    return results_table("split", rows, ["n", *names], n=("systems", 0))
 
 
 def _errors_by_group(found: Mapping[str, Predictions]) -> list[groups.GroupError]:
@@ -193,9 +193,7 @@ def _write_arrays(path: Path, found: Mapping[str, Predictions]) -> None:
     submission = set(found) == set(TEST_SPLITS)
     for split, part in found.items():
         if submission and len(part.sid) != (count := OC20_FILES[f"all/{split}"].records):
-            warn(
-                f"{path}: {len(part.sid):,} of {count:,} systems of {split}; a submission needs all"
-            )
+            warn(f"{split}: {len(part.sid):,} of {count:,} systems; a submission needs all")
         name = split.removeprefix("test_") if submission else split
         arrays |= {f"{name}_ids": part.sid.astype(np.str_), f"{name}_energy": part.energy}
     buffer = io.BytesIO()

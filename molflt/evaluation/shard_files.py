@@ -112,7 +112,7 @@ def merge_shards(out: Path) -> int:
 def _shards(out: Path) -> list[Shard]:
     """Returns all shards of `out`; raises ValueError if one is missing or divisions differ."""
     name = re.compile(rf"{re.escape(out.stem)}\.(\d{{1,5}})-of-(\d{{1,5}}){re.escape(out.suffix)}")
-    matches = filter(None, (name.fullmatch(path.name) for path in out.parent.iterdir()))
+    matches = filter(None, (name.fullmatch(path.name) for path in out.parent.glob("*")))
     found = {Shard(int(match[1]), int(match[2])) for match in matches}
     counts = sorted({shard.total for shard in found})
     if len(counts) != 1:

@@ -56,6 +56,9 @@ ROWS = [
     ),
     refused(lambda: load_ensemble([Path("a"), Path("b")], "w.pt"), "--checkpoint", "best", "w.pt"),
     Refusal(lambda folder: merge_shards(folder / "e.csv"), "e.csv", "--shard", "no shards"),
+    Refusal(
+        lambda folder: merge_shards(folder / "missing" / "e.csv"), "e.csv", "--shard", "no shards"
+    ),
     refused(lambda: named_sources(DATA, ["val"], Path("x")), "--splits", "--data", "both"),
     Refusal(systems, "systems.csv", "as the header"),
     Refusal(classes, "classes.json", "2", "1 classes"),

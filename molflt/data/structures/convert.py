@@ -16,6 +16,7 @@ from molflt.data.structures.force_units import MOST_FRAMES, unit_fault
 from molflt.data.structures.labels import kind_of_key, label_faults, most_adsorption, point_fault
 from molflt.data.structures.overlaps import atoms_coincide, overlaps_of
 from molflt.data.structures.sources import Paths, files_of, is_one_source, is_same, sources_in
+from molflt.data.structures.splits import SPLITS_IN_ORDER
 from molflt.data.structures.store import BASELINE, write_store
 from molflt.files import expect_ending, expect_writable, readable_size, warn
 
@@ -85,6 +86,9 @@ def _jobs_of(src: Path, dst: Path) -> list[tuple[Paths, Path]]:
     sources, others = sources_in(src)
     if others:
         print(f"{src}: no structures in {', '.join(others)}", file=sys.stderr)
+    for path in filter(Path.is_dir, sources.values()):
+        if len(sources_in(path)[0].keys() & {*SPLITS_IN_ORDER}) > 1:
+            raise ValueError(f"{path}: expected one split; got several; convert {path}, not {src}")
     return [(path, dst / f"{name}.safetensors") for name, path in sources.items()]
 
 
