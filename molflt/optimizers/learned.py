@@ -26,7 +26,7 @@ class LearnedOptimizer(Optimizer):
         loss.backward()
         optimizer.step()
 
-    The learning rate does not need tuning. Schedulers, parameter groups, closures and `state_dict`
+    The model contains the learning rate. Schedulers, parameter groups, closures and `state_dict`
     work as in other `torch.optim` optimizers. Parameters without a gradient do not change.
 
     Args:

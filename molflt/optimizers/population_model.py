@@ -93,10 +93,10 @@ class PopulationMask(SpectralPosition):
 class PopulationModel(Redrawn):
     """Learned steps of a population of members with positions in R^d.
 
-    Each member keeps its best position p_i. Its token consists of ranks of values, distances in
-    units of the spread, and cosines, which do not depend on the position, orientation or scale of
-    the population. Attention blocks refine the tokens. The heads of a final attention layer are
-    combined into weights w_ij >= 0 with sum_j w_ij = 1, which determine
+    Each member keeps its best position p_i. Its token consists of ranks, standardized values, ages,
+    distances in units of the spread, and cosines, which do not depend on the position, orientation
+    or scale of the population. Attention blocks refine the tokens. The heads of a final attention
+    layer are combined into weights w_ij >= 0 with sum_j w_ij = 1, which determine
 
         m_i = sum_j w_ij p_j
         n_i = sum_j sqrt(w_ij) z_ij (p_j - m_i)

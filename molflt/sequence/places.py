@@ -37,9 +37,9 @@ class TokenModel(Redrawn):
             encodings in causal models, because causal attention depends on the number of earlier
             tokens), "sinusoidal" (arXiv:1706.03762, section 3.5) or "learned".
         causal: each token attends only to itself and to earlier tokens.
-        max_length: maximum sequence length, needed by "learned" positions, by encodings with a
-            table (as their `max_tokens`) and by mixers with a matrix over all tokens; None for no
-            limit.
+        max_length: maximum sequence length, and the default size of "learned" positions, of tables
+            of encodings (`max_tokens`) and of mixers with a matrix over all tokens, which need it.
+            With positions or a table, their size is the only limit. None for no limit.
         position: "none" or a key of `molflt.attention.POSITIONS`; the encoding is shared by all
             layers but differs between heads.
         position_options: further arguments of the encoding; `dim` defaults to 1.

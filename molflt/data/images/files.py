@@ -214,7 +214,7 @@ def _decode(path: str, mode: str | None, size: int | None = None) -> Tensor:
     """Reads an image as a uint8 tensor (channels, height, width).
 
     `mode` is L or RGB; None keeps gray images gray. JPEG files can be decoded at a reduced size of
-    at least `size` pixels. Raises ValueError for more than 8 bits per channel.
+    at least `size` pixels. Raises ValueError for gray images of more than 8 bits.
     """
     from PIL import Image
 
