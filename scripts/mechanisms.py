@@ -23,10 +23,11 @@ HEAD = """# Mechanisms
 
 The table lists all feature maps, projections, positions, spectra, node rules and token mixers
 ([terms](attention.md#the-parts)); token mixers replace attention, as in FNet. N is the number of
-tokens, m the number of features, d the width of a head, r the number of nodes, K the number of
-Gaussians or waves, P the length of filters, and R the number of realizations. The last column lists
-the attention ("softmax", "kernelized") that a position supports, "state" if kernelized attention
-can decode step by step, and "potentials" for smooth feature maps with positive sums.
+tokens, m the number of features, d the width of a head (of a token for mixers), r the number of
+nodes or prepended columns, K the number of Gaussians or waves, P the length of filters, and R the
+number of realizations. Costs of projections are per token. The last column lists the attention
+("softmax", "kernelized") that a position supports, "state" if kernelized attention can decode step
+by step, and "potentials" for smooth feature maps with positive sums.
 """
 
 

@@ -1,7 +1,7 @@
 """Positional encodings evaluated at given positions; one class for each way they enter attention.
 
-Every class has `dense`, which returns the full matrix for reference, and `mix`, which never forms
-it. In shapes, b is the batch size or 1, and h is the number of heads or 1.
+`mix` computes kernelized attention without the full matrix, which `dense` returns for reference.
+`Bias` has only the matrix. In shapes, b is the batch size or 1, and h the number of heads or 1.
 """
 
 from collections.abc import Callable

@@ -24,17 +24,17 @@ class GraphAttention(Redrawn):
     The additive form is FLT (`arXiv:2302.01925 <https://arxiv.org/abs/2302.01925>`_) with the
     random features of the Performer (`arXiv:2009.14794 <https://arxiv.org/abs/2009.14794>`_). The
     multiplicative position, reciprocal nodes and near field are specific to molflt. The output for
-    a graph does not depend on the rest of the batch, on the order of atoms or, except for crystals
-    with "spectral" or "mesh", on translations. With "reciprocal", it also does not depend on the
-    choice of the cell or of periodic images.
+    a graph does not depend on the rest of the batch, on the order of atoms or, except with "mesh"
+    and for periodic structures with "spectral" and "reciprocal", on translations. With
+    "reciprocal", it also does not depend on the choice of the cell or of periodic images.
 
     Args:
         dim: width of the atom features, a multiple of `heads`.
         heads: number of heads.
         position: "spectral" (FLT's mask), "multiplicative" (a kernel) or "none" (a Performer).
         periodic: "none" ignores periodicity; "images", "reciprocal", "mesh" and "auto" account for
-            it. With None, periodic structures are rejected. The layer does not receive tags;
-            "images" therefore uses images of all atoms along all periodic axes.
+            it. With None and a position, periodic structures are rejected. Without tags, "images"
+            uses images of all atoms along all periodic axes.
         position_options, image_cutoff, max_frequency: see `EnergyRegressor`.
         mesh_order, near_field, near_exact: see `EnergyRegressor`.
         mixing, feature_map, num_features: see `EnergyRegressor`.

@@ -14,7 +14,7 @@ def use_mesh_(model: nn.Module, order: int = 5) -> None:
     interpolation error; see `OnMesh`.
 
     Args:
-        model: model with periodic="reciprocal", or a module that contains such a model.
+        model: model with periodic "reciprocal" or "auto", or a module that contains such a model.
         order: order of the splines: 4, 5, 6 or 8; see `Auto`.
     """
     encodings = [part for part in model.modules() if isinstance(part, GraphEncoding)]

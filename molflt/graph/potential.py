@@ -57,10 +57,10 @@ class Potential(EnergyRegressor):
             energies of 1 / r^p between latent charges and all their images; see
             `molflt.graph.long_range.LongRange`.
         long_range_channels: number of charges per atom and power, 4 by default.
-        long_range_cutoff: cutoff of near pairs, 8 Å by default.
+        long_range_cutoff: cutoff of near pairs, 8 Å by default; above 5.66 times the smearing.
         long_range_smearing: width sigma of the smeared charges, 1 Å by default; see `LongRange`.
         long_range_neutral: with True (the default), charges of p = 1 and 2 flow between atoms
-            closer than 5 Å, and separate molecules are neutral. Use False for data with ions.
+            closer than 5 Å, and separate molecules are neutral. Use False for unknown charges.
         total_charge: use the total charge of each graph, `charge`, as an input to the tokens and to
             the charges of p = 1; see `ChargeShare`. Otherwise, charged data are rejected.
         options: further arguments of `EnergyRegressor`.

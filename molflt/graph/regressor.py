@@ -59,11 +59,11 @@ class EnergyRegressor(Redrawn):
             number of nodes grows as its cube.
         mesh_order: order of the mesh splines: 4, 5 (default), 6 or 8; higher orders are more
             accurate but slower.
-        near_field: distance, in Å, within which a multiplicative kernel is exact, computed with a
-            neighbor list; by default 5, or 0 with images. With 0, the kernel uses only Fourier
-            nodes.
-        near_exact: make exp(q.k) exact within the near field, as in softmax, without random
-            features; for feature maps that estimate exp(q.k).
+        near_field: cutoff, in Å, of a multiplicative kernel of neighbors, which replaces that of
+            the nodes up to half of the cutoff and then fades out; by default 5, or 0 with images.
+            With 0, the kernel uses only nodes.
+        near_exact: compute exp(q.k) where the near field replaces the kernel, as in softmax,
+            without random features; for feature maps that estimate exp(q.k).
         neighbor_cutoff: neighborhood radius of embedding, readout and position head, 5 Å by
             default.
         radial_basis: size of the embedding's radial summary; 0 omits it.
@@ -222,8 +222,8 @@ class EnergyRegressor(Redrawn):
             batch: PyG structure or batch with pos (atoms, 3), in Å, and atomic_numbers (atoms,).
                 Optional: cell (graphs, 3, 3), or (3, 3) for one structure, in Å, omitted for
                 molecules; pbc (graphs, 3) bool, by default all periodic if a cell is given; tags
-                (atoms,), by default unknown; with `move_atoms`, also fixed (atoms,) bool, by
-                default all False; with `adds_baseline`, y_baseline (graphs,), in eV, is required.
+                (atoms,), required unless `readout` is "all"; with `move_atoms`, also fixed (atoms,)
+                bool, by default all False; with `adds_baseline`, also y_baseline (graphs,), in eV.
 
         Returns:
             "energy": (graphs,) float64, in eV; "embedding": (atoms, dim), the final tokens. With a

@@ -46,8 +46,8 @@ def load(
         checkpoint: best (the default), last, or a safetensors file; requires a training run.
         also: further runs that form an ensemble with `source`, whose spread indicates the
             uncertainty.
-        compiled: compute energies with the machine code that `molflt export --compiled true` wrote
-            next to an exported model. Only use code that you trust.
+        compiled: compute energies on the CPU with the machine code that `molflt export --compiled
+            true` wrote next to an exported model. Only use code that you trust.
 
     Returns:
         An object with the methods of the trained task, for instance an `EnergyPredictor`. Its

@@ -62,7 +62,7 @@ class Prediction(NamedTuple):
     """standard deviation over the members of an ensemble, in eV; None for one model"""
     relaxed: Atoms | None = None
     """estimate of the relaxed structure, subject to its constraints; None if constraints cannot be
-    met, or if the model was trained without relaxed positions"""
+    met, if the model was trained without relaxed positions, and for compiled models"""
     outside: tuple[str, ...] = ()
     """differences between the structure or its energy and the training data"""
     embedding: NDArray[np.float32] | None = None
@@ -71,7 +71,7 @@ class Prediction(NamedTuple):
     """forces (atoms, 3) in eV/Å; None for models that are not potentials"""
     by_adsorbate: tuple[float, ...] | None = None
     """energies, in eV, of the adsorbates on a slab, ordered by their first atoms; their sum is the
-    energy. None for models that read out all atoms"""
+    energy. None for compiled models and models that read out all atoms or add a baseline"""
 
 
 class EnergyPredictor(Pretrained):

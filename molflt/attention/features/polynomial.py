@@ -36,7 +36,7 @@ class _PolynomialFeatures(FeatureMap):
     """
 
     paper = "2402.18668; 1201.6530"
-    cost = "N d³ / 2"
+    cost = "N d³ / 2; degree 3: N d⁴ / 6"
     degrees = (2, 3)
     estimates_exp = True
     signed = True

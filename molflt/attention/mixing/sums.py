@@ -26,7 +26,7 @@ class Sums(NamedTuple):
     """(batch, heads, queries, 1), or a scalar 0"""
 
     def ratio(self, floor: float = 0.0, divisor: "Sums | None" = None) -> Tensor:
-        """Returns sum_j A_ij v_j / sum_j A_ij, or 0 without a gradient if all keys are masked.
+        """Returns sum_j A_ij v_j / sum_j A_ij, or 0 without a gradient if the divisor is exactly 0.
 
         Args:
             floor: lower bound on |sum_j A_ij|. Smaller sums are replaced by `floor` with the sign

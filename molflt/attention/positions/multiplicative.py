@@ -127,7 +127,7 @@ class MultiplicativePosition(SpectralPosition):
 
 
 class NearField(nn.Module):
-    """Correction that makes a positional kernel exact for pairs closer than a cutoff.
+    """Correction that replaces a sampled positional kernel by an exact one for near pairs.
 
     The kernel is A_ij = [h_far + s(r_ij) (h_near - h_far)] phi(q_i) . phi(k_j) with h_near(z) =
     exp(f(z)). As in an Ewald sum, a few nodes represent the smooth far part, and pairs of neighbors
