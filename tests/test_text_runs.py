@@ -180,7 +180,7 @@ def test_masked_words_are_predicted(tmp_path, capsys) -> None:
 
 
 @pytest.mark.parametrize("kind", ["Bert", "FNet"])
-def test_runs_start_from_published_weights(kind, tmp_path) -> None:
+def test_runs_start_from_published_weights(kind, tmp_path, capsys) -> None:
     text = (data_of("masked_language") / "train.txt").read_text()
     tokenizer = Tokenizer.train("wordpiece", [text], 60, True)
     source = tmp_path / "published"
@@ -192,12 +192,15 @@ def test_runs_start_from_published_weights(kind, tmp_path) -> None:
     run = tmp_path / "run"
     words = ["train", "--recipe=sentences", "--data.task=RTE", "--trainer.max_steps=1"]
     words += [f"--data.root={data_of('sentences')}", "--trainer.accelerator=cpu", f"--run={run}"]
-    assert main([*words, f"--init={init}"]) == 0
+    words.append(f"--init={init}")
+    assert main(words) == 0
     record = json.loads((run / "init.json").read_text())
     assert set(record["new"]) == {"classify.weight", "classify.bias"}
     config = (run / "config.yaml").read_text()
     assert "max_length: 40" in config and f"tokenizer: {source}" in config
     assert ("mixer: fourier" in config) == (kind == "FNet")
+    (source / "tokenizer.json").rename(tmp_path / "tokenizer.json")
+    assert "--data.tokenizer" in error_of(capsys, *words, f"--run={tmp_path / 'again'}")
 
 
 # --- sentences ----------------------------------------------------------------------------------

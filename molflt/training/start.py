@@ -95,11 +95,17 @@ class _TrainParser(ArgumentParser):
         words = list(sys.argv[1:] if args is None else args)
         runs, files = _values_of("--resume", words), _values_of("--config", words)
         words = _with_files(words)
+        needs_tokenizer = False
         if runs:
             self._resume(runs[-1], words)
         elif (init := _init_named(words)) is not None:
-            self._take_model_of(init, _recipe_named(words))
+            needs_tokenizer = self._take_model_of(init, _recipe_named(words))
         config = super().parse_args(words)
+        if needs_tokenizer and config.data.tokenizer is None and config.data.kind is None:
+            raise ValueError(
+                f"--init {init}: expected {TOKENIZER} next to the weights; got none; name one with "
+                "--data.tokenizer, because words are vectors of these weights"
+            )
         for key in ("config", "__default_config__"):
             config.pop(key, None)
         _keep_one_length(config, words)
@@ -121,8 +127,8 @@ class _TrainParser(ArgumentParser):
                 "remove run, or start a new run from its weights with --init"
             )
 
-    def _take_model_of(self, init: str, recipe: str) -> None:
-        """Uses the options of the model and the tokenizer of `init` as defaults."""
+    def _take_model_of(self, init: str, recipe: str) -> bool:
+        """Uses the options and the tokenizer of `init` as defaults; True without its tokenizer."""
         source = read_initial_weights(init)
         related = source.recipe in Recipe.of({"recipe": recipe}).relatives
         if source.recipe not in (None, recipe) and not related:
@@ -140,9 +146,11 @@ class _TrainParser(ArgumentParser):
                     f"{source.path}: its model has the option {shown(name)}, which models of "
                     f"recipe {recipe} do not have; use weights of the same recipe"
                 )
-        if "data.tokenizer" in known and source.files is not None and TOKENIZER in source.files:
+        reads_tokens = "data.tokenizer" in known
+        if reads_tokens and source.files is not None and TOKENIZER in source.files:
             options["data.tokenizer"] = _tokenizer_of(source.path)
         self.set_defaults(options)
+        return reads_tokens and source.files is None and source.recipe is not None
 
     def parse_path(self, path: str | os.PathLike[str], *args: Any, **kwargs: Any) -> Namespace:
         read_yaml(Path(path))  # raises for repeated keys, and for values in place of groups
