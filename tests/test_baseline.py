@@ -262,6 +262,16 @@ def test_command_computes_energy_relative_to_slab_and_adsorbate(oxygen, tmp_path
     assert table(tmp_path / "kept.csv")[0]["adsorbate_eV"] == "" and kept[2] == found[2]
 
 
+def test_command_rejects_a_damaged_store(oxygen, tmp_path, capsys):
+    store = tmp_path / "damaged.safetensors"
+    write_store(store, open_dataset(oxygen))
+    content = store.read_bytes()
+    store.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    words = ["data", "baseline", str(store), str(tmp_path / "out.safetensors")]
+    told = error_of(capsys, *words, "--calculator=ase.calculators.emt:EMT")
+    assert "damaged since it was written" in told
+
+
 def test_command_continues_from_its_table(oxygen, tmp_path, capsys):
     out, kept = tmp_path / "out.safetensors", tmp_path / "out.csv"
     whole = computed(oxygen, out)

@@ -51,11 +51,10 @@ def adsorb(
         run: folder of a training run, an exported model, or hf:OWNER/NAME; by default the energy
             model that comes with the package.
         out: file to write, .extxyz.
-        best: number of placements to write; for total energies, number for each slab.
+        best: number of placements to write; for potentials and total energies, for each slab.
         rotation: step of rotations about the surface normal, in degrees.
         repeat: numbers of repetitions, N M, of the slabs along their first two cell vectors.
-        facet: Miller indices H K L. For primitive fcc and bcc crystals, they refer to the cubic
-            cell.
+        facet: Miller indices H K L, of the cubic cell for primitive fcc and bcc crystals.
         layers: number of layers in `ase.build.surface`, with --facet; 4 by default.
         vacuum: distance between the slab and its next image, in Å, with --facet; 15 by default.
         relax: relax the best placements with a potential: a run, an exported potential, or

@@ -75,10 +75,9 @@ def baseline(
             are then learned from the labels.
         workers: number of processes.
         device: auto (the default), cpu, cuda or cuda:N, for potentials trained with molflt.
-        energy_key: name of the label, in eV, in files that ASE reads; by default y_relaxed, else
-            energy.
-        tags: convention of the tags in files that ASE reads: oc20 (0 subsurface, 1 surface, 2
-            adsorbate) or ase (layer numbers from the top, 1, 2, ..., and 0 for adsorbates).
+        energy_key: name of the label, in eV, in ASE's formats; by default y_relaxed, else energy.
+        tags: oc20 (0 subsurface, 1 surface, 2 adsorbate), ase (layer numbers from the top, 1, 2,
+            ..., and 0 for adsorbates) or, for any source, guess (from the geometry).
     """
     expect_ending(dst, ".safetensors")
     if relax_steps == 0:
@@ -91,6 +90,7 @@ def baseline(
         expect_writable(path, *files_of(src))
     _refuse_splits([src] if isinstance(src, Path) else src)
     dataset = open_dataset(src, reading=Reading(energy_key, tags))
+    dataset.verify()  # the new store has a new digest
     make = partial(calculator_named, calculator, device or "auto")
     _cache.clear()
     _cache["calculator"] = make()  # errors are reported here, not in each process

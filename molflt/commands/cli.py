@@ -102,9 +102,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: arguments after ``molflt``; by default the command line of the process.
 
     Returns:
-        0 on success; 2 for bad input, with one line on stderr; 1 for an unexpected error, with its
-        traceback; 130 when interrupted. With ``MOLFLT_TRACEBACK=1`` in the environment, all errors
-        print a traceback.
+        0 or the status of the command; 2 for bad input, with one line on stderr; 1 for an
+        unexpected error, with its traceback; 130 when interrupted. With ``MOLFLT_TRACEBACK=1`` in
+        the environment, all errors print a traceback.
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):

@@ -41,14 +41,13 @@ def inspect(
             path, splits (one object for each split) and others (names of other files). The YAML
             omits unknown values, rounds numbers, and groups invalid structures by reason.
         limit: number of structures to read, starting with the first.
-        energy_key: name of the energy, in eV, in files that ASE reads; by default y_relaxed, else
-            energy.
-        tags: convention of the tags in files that ASE reads: oc20 (0 subsurface, 1 surface, 2
-            adsorbate) or ase (layer numbers from the top, 1, 2, ..., and 0 for adsorbates).
-        forces_key: name of the forces, in eV/Å, in files that ASE reads; by default forces, else
-            REF_forces.
-        stress_key: name of the stress, in eV/Å^3, or, if the name contains "virial", of a virial,
-            in eV; by default stress, else REF_stress.
+        energy_key: name of the energy, in eV, in ASE's formats; by default y_relaxed, else energy
+            (for potentials energy, else REF_energy).
+        tags: oc20 (0 subsurface, 1 surface, 2 adsorbate), ase (layer numbers from the top, 1, 2,
+            ..., and 0 for adsorbates) or, for any source, guess (from the geometry).
+        forces_key: name of the forces, in eV/Å, in ASE's formats; by default forces or REF_forces.
+        stress_key: name of the stress, in eV/Å^3, or, if it contains "virial" but not "stress", of
+            a virial, in eV; by default stress, else REF_stress.
         recipe: labels to report: potential (energies, forces and stress at the positions) or is2re
             (relaxed energies); by default inferred from the labels.
     """

@@ -75,9 +75,9 @@ def predict(
         run: folder of a training run, an exported model, or hf:OWNER/NAME; by default the energy
             model that comes with the package.
         out: file to write. .csv or .json: for structures the index, the file if there are several,
-            sid or name, formula, number of atoms and energy in eV. .extxyz or .traj: structures
-            with the predicted energy and, for a potential, the forces. By default the CSV is
-            printed.
+            sid or name, formula, number of atoms, differences from training and energy in eV.
+            .extxyz or .traj: structures with the predicted energy and, for a potential, the forces.
+            By default the CSV is printed.
         checkpoint: best (the default), last, or a safetensors file; requires a training run.
         batch_size: number of structures, sentences or images per batch.
         device: auto, cpu, cuda or cuda:N.

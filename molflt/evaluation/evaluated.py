@@ -50,8 +50,8 @@ class EvaluationData:
         data: folder of a data set, or a file, which is evaluated as a whole; by default the data of
             the run without the structures that training skipped.
         skip_bad: skip and list structures that cannot be used.
-        energy_key: key of the energy (in eV) in files read by ASE; by default the key used in
-            training, if the source contains it; null selects the usual keys, such as energy.
+        energy_key: key of the energy (in eV) in files read by ASE, which must contain it; by
+            default the key used in training; null selects the usual keys, such as energy.
         reading: further options for reading files.
 
     Attributes:

@@ -31,7 +31,7 @@ class Reading(NamedTuple):
     """Interpretation of entries in files; a source uses only the fields in its `options`."""
 
     energy_key: str | None = None
-    """name of the entry with the energy in eV; by default y_relaxed, else energy"""
+    """name of the energy, eV; by default y_relaxed or energy (potentials: energy or REF_energy)"""
     tags: AnyTags = "oc20"
     """convention of tags: oc20 (0 subsurface, 1 surface, 2 adsorbate); ase (ase.build's layer
     numbers from the top, 1, 2, ..., and 0 for adsorbates); guess (from the geometry; see

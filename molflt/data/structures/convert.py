@@ -51,11 +51,11 @@ def convert(
         skip_bad: skip invalid structures, and structures without a label that other structures
             have; they are counted and listed on stderr.
         energy_key: name of the energy, in eV, in ASE's formats; by default y_relaxed, else energy.
-        tags: convention of the tags in files that ASE reads: oc20 (0 subsurface, 1 surface, 2
-            adsorbate) or ase (layer numbers from the top, 1, 2, ..., and 0 for adsorbates).
+        tags: oc20 (0 subsurface, 1 surface, 2 adsorbate), ase (layer numbers from the top, 1, 2,
+            ..., and 0 for adsorbates) or, for any source, guess (from the geometry).
         forces_key: name of the forces, in eV/Å, in ASE's formats; by default forces or REF_forces.
-        stress_key: name of the stress, in eV/Å^3, or, if the name contains "virial", of a virial,
-            in eV; by default stress, else REF_stress.
+        stress_key: name of the stress, in eV/Å^3, or, if it contains "virial" but not "stress", of
+            a virial, in eV; by default stress, else REF_stress.
         baseline_key: name of the baseline energy, in eV, in ASE's formats, stored as y_baseline.
     """
     paths = [Path(src)] if isinstance(src, str | Path) else list(src)

@@ -70,12 +70,13 @@ class IS2REData(BatchedData[Structures]):
         val_fraction: share of the structures in one file to validate on; null means 0.1.
         split_seed: seed of the random split of one file. Runs of an ensemble must share it and
             differ in `seed`; otherwise, members are validated on each other's training structures.
-        energy_key: name of the energy, in eV, in ASE's formats; null for y_relaxed, else energy.
+        energy_key: name of the energy, in eV, in ASE's formats; null for y_relaxed, else energy
+            (potentials: energy, else REF_energy).
         tags: convention of the tags in files that ASE reads: oc20 (0 subsurface, 1 surface, 2
             adsorbate), or ase (ase.build's layer numbers from the top, 1, 2, ..., and 0 for
             adsorbates); guess determines tags from the geometry, in any source.
-        allow_duplicates: accept validation structures with the same elements, cell and positions as
-            a training structure, which are otherwise rejected.
+        allow_duplicates: accept validation structures with the elements, charge, cell and positions
+            of a training structure, which are otherwise rejected.
         baseline_key: name of the energy, in eV, from a cheaper method, such as a universal
             potential; y_baseline in compact stores. The model learns the difference from this
             energy, which is added to predictions; null disables this.

@@ -28,7 +28,8 @@ class StructuresInMemory(LoadedStructures):
     Args:
         given: structure or sequence of structures: `ase.Atoms` (see
             `molflt.data.structures.ase_files.AseStructures`), or PyG `Data` or `Batch` with pos,
-            atomic_numbers (or z), and optionally cell, pbc, tags, fixed, sid, charge, y_relaxed.
+            atomic_numbers or z; optional: cell, pbc, tags, fixed, sid, charge, y_relaxed and
+            y_baseline.
         reading: interpretation of the entries of `Atoms`.
     """
 

@@ -58,14 +58,14 @@ class SinglePoints(Part):
 class PotentialData(IS2REData):
     """Batches of structures with the energies, forces and optional stress for their positions.
 
-    Structures without an energy are skipped and counted. Forces and stress are used if available.
+    Structures without an energy are skipped and counted.
 
     Args:
-        root: folder of the data set, with a file or a folder per split.
+        root: folder with a file or a folder per split, or other files, split with `split_seed`.
         forces_key: name of the forces, in eV/Å, in ASE's formats; by default the results of a
             calculator, else forces, else REF_forces.
         stress_key: name of the stress, in eV/Å^3, in info; by default the results of a calculator,
-            else stress, else REF_stress. A name with "virial" is read as a virial in eV.
+            else stress, else REF_stress. A name with "virial" but not "stress" means a virial, eV.
         tags: `any` ignores tags, which a potential does not need; `oc20` and `ase` check them.
         check_units: reject energies beyond all-electron energies, and forces and stress that
             disagree with energy differences between similar frames. Also reject forces above 1,000

@@ -58,10 +58,10 @@ def guess_tags(record: Data, share: tuple[float, float] | None = None) -> Guess:
     Molecules of H, C, N, O, F, P, S, Cl, Br and I on the slab are the adsorbate, except for atoms
     that continue the lattice of the slab, such as oxygen in an oxide. Li, B and Si also belong to
     the adsorbate if they are bonded to such molecules above a slab of other elements. Atoms of all
-    other elements belong to the slab if they touch it. If some atoms of the slab are fixed, its
-    free atoms are the surface, as in OC20. Otherwise, the surface consists of the atoms within 2 Å
-    of the top or with fewer neighbors than deeper atoms. The guess fails for crystals, molecules,
-    clusters and slabs without adsorbates.
+    other elements belong to the slab if they touch it. If at least 20 % of the slab is fixed, below
+    the free atoms, these are the surface, as in OC20. Otherwise, the surface consists of the atoms
+    within 2 Å of the top or with fewer neighbors than deeper atoms. The guess fails for crystals,
+    molecules, clusters and slabs without adsorbates.
 
     Args:
         record: structure from `molflt.data.structures.records.make_record`; tags are ignored.
