@@ -272,7 +272,8 @@ def _prepared(slab: Atoms) -> Atoms:
     whole.pbc = True
     heights, fixed = whole.positions @ Tiles(whole).up, ase_fields.fixed_atoms(whole)
     if not fixed.any():
-        whole.set_constraint(FixAtoms(mask=heights < (heights.min() + heights.max()) / 2 - 0.1))
+        lower = FixAtoms(mask=heights < (heights.min() + heights.max()) / 2 - 0.1)
+        whole.set_constraint([*whole.constraints, lower])
     elif not fixed.all() and heights[fixed].max() > heights[~fixed].max() + 0.1:
         raise ValueError(
             f"{slab.symbols}: expected free atoms on the side to which the third cell vector "

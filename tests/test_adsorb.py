@@ -7,7 +7,7 @@ import pytest
 from ase import Atoms
 from ase.build import bcc110, fcc100, fcc110, fcc111, fcc211, graphene, hcp0001, molecule, surface
 from ase.calculators.emt import EMT
-from ase.constraints import FixAtoms
+from ase.constraints import FixAtoms, FixedPlane
 from ase.data import covalent_radii
 from ase.io import read, write
 from tiny_run import printed, table
@@ -123,6 +123,8 @@ def test_placements_are_ready_for_calculations() -> None:
     assert np.ptp(one.positions[:16, 2]) < 7 < one.positions[16:, 2].min() - one.positions[0, 2]
     assert sorted(one.constraints[0].index) == list(np.flatnonzero(one.get_tags() == 0))
     slab = fcc111("Cu", (2, 2, 4), vacuum=6)
+    slab.set_constraint(FixedPlane(11, (0, 0, 1)))
+    assert [type(x) for x in placements(slab, "O")[0].constraints] == [FixedPlane, FixAtoms]
     slab.set_constraint(FixAtoms(indices=range(4)))
     assert Counter(placements(slab, "H2O")[0].get_tags()) == {0: 4, 1: 12, 2: 3}
     shared = placements(slab, "H2O", share=(0.2, 0.3))[0]
