@@ -451,8 +451,10 @@ def test_an_epoch_covers_all_structures(shared_data, tmp_path, words, steps):
 
 def test_epochs_on_the_command_line_replace_steps(shared_data, tmp_path):
     (tmp_path / "steps.yaml").write_text("trainer: {max_steps: 7}")
-    words = ["--config", str(tmp_path / "steps.yaml"), "--trainer.max_epochs=1"]
-    words += ["--task.schedule=constant", "--task.lr=1e-3", "--trainer.log_every=1"]
+    (tmp_path / "lr.yaml").write_text("task: {lr: 2.0}")
+    words = ["--task.lr=1e-3", "--config", str(tmp_path / "steps.yaml"), "--trainer.max_epochs=1"]
+    words += ["--task.schedule=constant", "--trainer.log_every=1"]
+    words += [f"--config={tmp_path / 'lr.yaml'}"]  # files never override the command line
     assert start(shared_data, tmp_path / "run", *words) == 0
     assert trainer(tmp_path / "run")["max_steps"] == 6
     assert logged(tmp_path / "run", "lr") == pytest.approx([5e-4, *[1e-3] * 5])

@@ -75,24 +75,24 @@ class IS2RETask(OfStructures, Task["Batch", "IS2REData"]):
     """Loss, optimizer and schedule of IS2RE direct training (3D-Graphormer, arXiv:2203.04810).
 
     Loss = L1(normalized energy) + w(t) L1(displacement). The displacement error is averaged over
-    the free atoms of a structure and then over structures; w decreases linearly during training.
+    the free atoms of a structure and then over structures; w changes linearly during training.
     Structures without relaxed positions contribute only to the first term. If the model moves atoms
     between its passes, the displacement errors of all passes are averaged.
 
     Args:
         model: `molflt.graph.regressor.EnergyRegressor`, or a model with the same `forward`.
         position_weight: w at the first step. If both weights are 0, displacements are ignored.
-        position_weight_final: w at the last step.
-        energy_mean: mean energy, in eV, used for normalization; null uses the mean of the training
-            set.
-        energy_std: standard deviation, in eV, used for normalization; null uses the standard
-            deviation of the training set.
+        position_weight_final: w after the last step.
+        energy_mean: energy, in eV, that is subtracted with model.readout all; null uses the mean of
+            the training set. Other readouts subtract 0 and reject other values.
+        energy_std: energy, in eV, by which energies are divided; null uses the standard deviation
+            of the training set.
         references: element energies, which are subtracted from the labels and stored with the
             weights. fit: least squares on the training set; adapt: least squares after subtracting
-            the predictions of the initial weights, scaled to fit the labels; a JSON or YAML file:
-            energies in eV by symbol; none: no references; null (the default): fit for
-            model.readout adsorbate, otherwise none; total energies are rejected. With model.readout
-            all, references are subtracted for all atoms; otherwise, only for adsorbate atoms.
+            the predictions of the initial weights (--init), scaled to fit the labels; a JSON or
+            YAML file: energies in eV by symbol; none: no references; null (the default): fit for
+            model.readout adsorbate, otherwise none; total energies are rejected. With readout all,
+            all atoms have references; with adsorbate, adsorbate atoms; contact accepts only none.
         rotate: random rotations and reflections of training structures: only those that preserve z
             (the surface normal), or all. FLT's random nodes are not rotationally invariant.
         interpolate: fraction of training structures that start at a random point between their

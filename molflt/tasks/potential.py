@@ -89,8 +89,8 @@ class PotentialTask(OfStructures, Task["Batch", "PotentialData"]):
 
     Loss = energy_weight L(energy per atom) + force_weight L(force components) + stress_weight
     L(virial per atom), where each term is averaged over the available labels. Forces are divided by
-    their root mean square on the training set; energies and virials are divided by this force
-    times 1 Å.
+    their root mean square on the training set (1 eV/Å if it is negligible) or, with --init, on that
+    of the source; energies and virials are divided by this force times 1 Å.
 
     Args:
         model: `molflt.graph.potential.Potential`, or a model with the same `forward`.

@@ -53,7 +53,7 @@ def add_options(parser: ArgumentParser, recipe: str) -> None:
     parser.add_argument(
         "--init",
         type=Path | None,
-        help="run, exported model, weights or hf:OWNER/NAME that provides the initial weights",
+        help="run, exported or packaged model, weights or hf:OWNER/NAME with the initial weights",
     )
     parser.add_argument(
         "--run", type=Path | None, help="folder to write to; by default runs/DATE-CONFIG"

@@ -186,7 +186,7 @@ def _tokenizer_of(weights: Path) -> Path | None:
 
 
 def _with_files(words: Sequence[str]) -> list[str]:
-    """Replaces names of shipped configurations and models with the paths of their files."""
+    """Replaces names of shipped files with their paths; puts --config first, to be overridden."""
     path_of: dict[str, Callable[[str], object]] = {
         "--config": find_config,
         "--init": lambda name: find(name) if is_packaged(name) else name,
@@ -197,7 +197,7 @@ def _with_files(words: Sequence[str]) -> list[str]:
         if out and out[-1] in path_of:
             option, value = out.pop(), word
         out.append(f"{option}={path_of[option](value)}" if option in path_of and value else word)
-    return out
+    return sorted(out, key=lambda word: not word.startswith("--config="))
 
 
 def _values_of(option: str, words: list[str]) -> list[str]:

@@ -32,11 +32,11 @@ class TrainerOptions:
         gradient_clip: maximum norm of the gradient; null for no limit.
         val_every: number of steps between validations; a validation always follows the last step.
         checkpoint_every: number of steps between checkpoints; a checkpoint also precedes each
-            validation.
+            validation, except the last, which it follows.
         ema_decay: decay of an exponential moving average of the weights. Validation uses the
             averaged weights, and training saves them. null disables averaging. The average starts
             with the weights after the first step; their final coefficient is decay^(max_steps - 1).
-        log_every: number of steps between rows of metrics.csv.
+        log_every: number of steps between rows of metrics.csv; the last step also has a row.
         num_sanity: number of validation batches to run before training, as a check.
         accumulate: number of batches whose gradients are averaged for one step. All batches have
             the same weight: a step equals a step with one large batch if the loss of each batch is
@@ -79,7 +79,7 @@ class TrainerOptions:
         return steps
 
     def check(self) -> None:
-        """Raises ValueError for options that conflict or need more devices than are available."""
+        """Raises an error for options that need packages or devices that are not available."""
         if self.logger != "csv" and importlib.util.find_spec(self.logger) is None:
             raise ModuleNotFoundError(
                 f"trainer.logger={self.logger}: the package {self.logger} is not installed; run "
