@@ -57,9 +57,9 @@ def baseline(
     """Adds baseline energies, computed with an ASE calculator, for --data.baseline_key.
 
     The baseline of an adsorbate on a slab is E(slab with adsorbate) - E(slab) - E(adsorbate), each
-    computed in the same cell. For structures without adsorbate atoms (tag 2) or without slab atoms,
-    the baseline is the total energy. Each energy is also written to a table next to DST (.csv),
-    from which the same command continues after an interruption.
+    computed in the same cell; it is 0 for clean slabs and free molecules. For structures without
+    tags, it is the total energy. Each energy is also written to a table next to DST (.csv), from
+    which the same command continues after an interruption.
 
     Args:
         src: files that ASE reads, compact stores, OC20 LMDBs, folders of these, or quoted patterns.
@@ -138,21 +138,15 @@ def _refuse_splits(paths: Sequence[Path]) -> None:
 
 
 def _count_totals(dataset: Structures) -> int:
-    """Counts baselines that are total energies; rejects untagged structures among adsorbates."""
-    untagged, differences = [], 0
-    for index, record in enumerate(with_bar(dataset, "reading tags")):
-        tags = set(record.tags.tolist())
-        if len(tags) > 1 and Tag.ADSORBATE in tags:
-            differences += 1
-        if tags == {Tag.SUBSURFACE}:
-            untagged.append(index)
-    if differences and untagged:
+    """Counts structures without tags; rejects them among structures with tags."""
+    with_tags = [bool(record.tags.any()) for record in with_bar(dataset, "reading tags")]
+    if any(with_tags) and not all(with_tags):
         raise ValueError(
-            f"{dataset.where(untagged[0])}: expected tags, because other structures are adsorbates "
-            "on slabs, whose baselines are energy differences; got only tag 0, which would give a "
-            "total energy; add tags, or compute these structures separately"
+            f"{dataset.where(with_tags.index(False))}: expected tags, because other structures "
+            "have tags, and their baselines are energy differences; got only tag 0, which would "
+            "give a total energy; add tags, or compute these structures separately"
         )
-    return len(dataset) - differences
+    return with_tags.count(False)
 
 
 def _version(calculator: str) -> str:
@@ -232,13 +226,15 @@ def _row(subtracted: Sequence[str], fmax: float, steps: int, job: _Job) -> _Row:
     row, atoms = job
     adsorbed = atoms.get_tags() == Tag.ADSORBATE
     energies = {"whole": _energy(atoms, fmax, steps)}
-    if 0 < adsorbed.sum() < len(atoms):
-        for name in subtracted:
-            part = atoms[adsorbed if name == "adsorbate" else ~adsorbed]
-            key = _digest(part)
-            if key not in _cache:
-                _cache[key] = _energy(part, fmax, steps)
-            energies[name] = _cache[key]
+    for name in subtracted if atoms.get_tags().any() else ():
+        mask = adsorbed if name == "adsorbate" else ~adsorbed
+        if not mask.any():
+            continue
+        part = atoms[mask]
+        key = _digest(part)
+        if key not in _cache:
+            _cache[key] = energies["whole"] if mask.all() else _energy(part, fmax, steps)
+        energies[name] = _cache[key]
     failures = [reason for energy, reason in energies.values() if not math.isfinite(energy)]
     whole, *parts = (energy for energy, _ in energies.values())
     for name in _PARTS:
