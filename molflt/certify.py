@@ -452,7 +452,7 @@ def certify(
         make: function that returns a new ASE calculator.
         elements: elements of the test structures; by default, those of Cu, O, C and H that the
             calculator supports.
-        float32: widen the bounds by a factor of 1000, for calculators in single precision.
+        float32: for single precision, multiply bounds by 1000 and finite-difference steps by 20.
         names: names of the checks to run; by default all checks.
     """
     with _quiet():

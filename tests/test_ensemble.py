@@ -123,7 +123,9 @@ def test_the_training_split_calibrates_only_on_request(runs, tmp_path, capsys) -
     options = {"out": tmp_path, "device": "cpu", "also": runs[1:]}
     kept = tmp_path / "uncertainty.json"
     found = evaluate(runs[0], splits=["train"], **options)["train"]
-    assert "train, the training split" in capsys.readouterr().err
+    told = capsys.readouterr()
+    assert "train, the training split" in told.err and told.out.count("spread / eV") == 1
+    assert "coverage" not in told.out
     assert found["spread_eV"] > 0 and found["uncertainty_eV"] is None and not kept.exists()
     evaluate(runs[0], splits=["val_id", "train"], calibration_split="train", **options)
     assert Calibration.read(kept).split == "train"

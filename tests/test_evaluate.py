@@ -145,9 +145,10 @@ def test_an_evaluation_removes_files_of_an_earlier_one(run, tmp_path, monkeypatc
         with pytest.raises(ZeroDivisionError):
             evaluate(done, "last", splits=["test_id"], device="cpu")
     assert {path: path.read_bytes() for path in done.iterdir() if path.is_file()} == kept
+    (done / "uncertainty.svg").touch()
     evaluate(done, splits=["test_id"], device="cpu")
     left = {path.name for path in done.iterdir()}
-    assert "results.json" in left and not stale & left
+    assert "results.json" in left and not {*stale, "uncertainty.svg"} & left
     (other := tmp_path / "curves.csv").write_text("not of an evaluation")
     evaluate(done, splits=["test_id"], device="cpu", out=tmp_path)
     assert other.is_file() and (tmp_path / "results.json").is_file()

@@ -240,11 +240,19 @@ def test_json_and_pictures(runs, capsys, tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "best"),
-    [("bleu", 1), ("spearman_percent", 1), ("residue_perplexity", 0), ("final_loss", 0)],
+    [("bleu", 1), ("adwt_percent", 1), ("residue_perplexity", 0), ("final_loss", 0)],
 )
 def test_the_best_of_metrics_that_only_evaluate_computes_has_a_star(name, best):
     cells = _marked([SimpleNamespace(metrics={})], name, [1.5, 2.5], ["", ""])
     assert ["*" in cell for cell in cells] == [best == 0, best == 1]
+
+
+def test_rows_of_metrics_with_long_names_have_different_names(runs, tmp_path, capsys):
+    names = [shutil.copytree(runs / name, tmp_path / name) for name in ("narrow", "wide")]
+    for run in names:
+        changed("results.json", "mae_eV", "energy_mae_meV_per_atom")(run)
+    rows = rows_of(compare(capsys, *names))
+    assert all(f"{split} baseline_energy_mae_meV_per_atom" in rows for split in ("val_id", "train"))
 
 
 def test_shares_of_zero_and_one_have_no_standard_error():

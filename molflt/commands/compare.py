@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
-from molflt.evaluation.results import align
+from molflt.evaluation.results import align, number_format
 from molflt.evaluation.runs import Run, differences, measures_of, notes, read_runs, standard_error
 from molflt.files import shown, write_atomically
 from molflt.metrics import Metric
@@ -16,8 +16,8 @@ from molflt.plots import further_formats, overlaid_curves
 _WIDEST = 28  # maximum number of characters in a cell
 # Metrics that only `molflt evaluate` computes, by the value that is best
 _LARGEST = [f"{name}_percent" for name in ("f1", "glue", "matthews", "pearson", "spearman")]
-_LARGEST += ["bleu", "chrf", "residue_accuracy_percent"]
-_SMALLEST = ("final_loss", "residue_perplexity")
+_LARGEST += ["adwt_percent", "bleu", "chrf", "residue_accuracy_percent"]
+_SMALLEST = ("final_loss", "position_error_A", "residue_perplexity")
 
 
 def compare(
@@ -28,13 +28,14 @@ def compare(
 ) -> None:
     """Compares configurations, sizes, times and metrics of runs.
 
-    Metrics come from results.json. They are shown by split, with the standard error of the mean
-    over the systems if it is known. A star marks the best value of a row.
+    Metrics come from results.json and are shown by split. Energy MAEs of `is2re`, EwT, and
+    accuracies of sentences and images are followed by their standard errors over the items of the
+    split. A star marks the best value of a row.
 
     Args:
         runs: folders of two or more training runs.
-        out: folder for comparison.json and curves.png (training curves); by default nothing is
-            written.
+        out: folder for comparison.json and curves.png (training loss, and the metric that selects
+            the best weights); by default nothing is written.
         json: print JSON instead of a table.
         pictures: additional formats for the figures.
     """
@@ -93,23 +94,18 @@ def _as_table(runs: Sequence[Run]) -> str:
         values = [None if pair is None else pair[0] for pair in best]
         rows.append([f"val {measure}, best", *_marked(runs, measure, values, ends)])
     for split, name in measures_of(runs):
-        digits = _digits(runs, name)
+        digits = number_format(name, _metric(runs, name))
         errors = [standard_error(run, split, name) for run in runs]
         ends = ["" if error is None else f" ± {error:{digits}}" for error in errors]
         values = [run.results.get(split, {}).get(name) for run in runs]
         rows.append([f"{split} {name}", *_marked(runs, name, values, ends)])
-    text = align([[_cell(cell) for cell in row] for row in rows], text_columns=len(rows[0]))
-    stars = "* best of the row" + ("; ± standard error over the systems" if " ± " in text else "")
+    text = align([[row[0], *map(_cell, row[1:])] for row in rows], text_columns=len(rows[0]))
+    stars = "* best of the row" + ("; ± standard error" if " ± " in text else "")
     return "\n".join([text, stars, *notes(runs)])
 
 
 def _metric(runs: Sequence[Run], name: str) -> Metric | None:
     return next((run.metrics[name] for run in runs if name in run.metrics), None)
-
-
-def _digits(runs: Sequence[Run], name: str) -> str:
-    metric = _metric(runs, name)
-    return ".4g" if metric is None else f".{metric.digits + (metric.digits > 2)}f"
 
 
 def _marked(
@@ -121,7 +117,7 @@ def _marked(
     best = None
     if len(known) > 1 and (largest or metric is not None or name in _SMALLEST):
         best = max(known) if largest else min(known)
-    form = "," if all(isinstance(value, int) for value in known) else _digits(runs, name)
+    form = "," if all(isinstance(value, int) for value in known) else number_format(name, metric)
     return [
         "-" if value is None else f"{value:{form}}{'*' if value == best else ''}{end}"
         for value, end in zip(values, ends, strict=True)

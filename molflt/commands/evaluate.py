@@ -30,10 +30,10 @@ def evaluate(
 ) -> dict[str, dict[str, float | None]]:
     """Evaluates a run on splits of its data and writes results.json and figures.
 
-    Energies: MAE, EwT, errors by adsorbate and size, parity plots. Potentials: errors of energies,
-    forces and stress. Language: perplexity per token. Masked language: perplexity and accuracy of
-    masked tokens. Sentences: the metrics of GLUE. Translation: BLEU. Images: top-1 and top-5
-    accuracy, or bits per dimension. Optimizers: losses. Most recipes: relative encodings.
+    Energies: MAE, EwT, errors by adsorbate, slab and size, parity plots. Potentials: errors of
+    energies, forces and stress. Language: perplexity per token. Masked language: perplexity and
+    accuracy of masked tokens. Sentences: the metrics of GLUE. Translation: BLEU, chrF. Images:
+    top-1 and top-5 accuracy. Pixels: bits per dimension. Learned optimizers: losses or best values.
 
     Args:
         run: folder of a training run; its recipe determines the other options.

@@ -205,10 +205,10 @@ def assess(
 ) -> tuple[Results, dict[str, dict[str, _Array]], str]:
     """Calibrates the uncertainty of an ensemble and writes uncertainty.json and uncertainty.png.
 
-    If no systems are available for calibration, only spreads are returned. For systems with new
-    elements, the uncertainty is calibrated on such systems if they contain at least two different
-    new elements. To compute the coverage, each of these systems is evaluated with a calibration
-    that is fitted to systems with different new elements.
+    If no split is large enough, nothing is written and only spreads are returned. For systems with
+    new elements, the uncertainty is calibrated on such systems if at least 20 remain without any of
+    the new elements of a system. To compute the coverage, each of these systems is evaluated with a
+    calibration that is fitted to systems with different new elements.
 
     Args:
         model: an ensemble; other models are ignored.
@@ -225,7 +225,8 @@ def assess(
     chosen = split or _split_to_calibrate_on(found, learned)
     if chosen is None:
         columns = {name: uncertainty_of(model, part, None) for name, part in found.items()}
-        return {name: _row(part) for name, part in found.items()}, columns, ""
+        rows = {name: _row(part) for name, part in found.items()}
+        return rows, columns, results_table("split", rows, ("spread_eV", "member_mae_eV"))
     source = found[chosen]
     calibrating = _calibration_mask(source)
     errors = _errors(source, calibrating)
@@ -254,9 +255,9 @@ def assess(
 def _heading(calibration: Calibration) -> str:
     """Explains how the uncertainty was calibrated."""
     heading = (
-        f"uncertainty: {calibration.factor:.3g} * sqrt(spread^2 + ({calibration.floor:.3g} eV)^2) "
-        f"covers {100 * LEVEL:.0f} % of the errors of {calibration.systems:,} systems of "
-        f"{calibration.split}, which are excluded from this table"
+        f"uncertainty: {calibration.factor:.3g} * sqrt(spread^2 + ({calibration.floor:.3g} eV)^2), "
+        f"fitted to cover {100 * LEVEL:.0f} % of the errors of {calibration.systems:,} systems of "
+        f"{calibration.split}, which are excluded from coverage and rank correlation"
     )
     if (new := calibration.new) is not None:
         heading += (

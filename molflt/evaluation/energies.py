@@ -45,8 +45,8 @@ def evaluate(
 
     Writes predictions.npz (for the four test splits of OC20, a submission to its leaderboard),
     predictions.csv, errors_by_group.csv, parity.png and, with a relative encoding, encoding.png.
-    For ensembles, also writes uncertainty.json and uncertainty.png, and adds spread_eV and
-    uncertainty_eV to predictions.csv.
+    For ensembles, adds spread_eV to predictions.csv and, if a split is large enough for
+    calibration, also adds uncertainty_eV and writes uncertainty.json and uncertainty.png.
 
     Args:
         batch_size: number of structures per batch.
@@ -61,16 +61,16 @@ def evaluate(
         which: see `molflt.evaluation.evaluated.EvaluationData`.
 
     Returns:
-        Per split: mae_eV, ewt_percent, baseline_mae_eV (the MAE if the median training energy is
-        predicted for every structure, plus its baseline energy if the model adds one) and n, the
-        number of systems with a label. Without labels, the errors are None and n is the number of
-        all systems. For ensembles, also member_mae_eV (mean MAE of the members), spread_eV and
+        Per split: mae_eV, ewt_percent, baseline_mae_eV (the MAE of the median training energy or,
+        if the model adds baseline energies, of these plus the median training difference) and n,
+        the number of systems with a label. Without labels, the errors are None and n is the number
+        of all systems. For ensembles, also member_mae_eV (mean MAE of the members), spread_eV and
         uncertainty_eV (means over the systems), coverage_percent (share of errors within the
         uncertainty; the target is 68), coverage_n (number of errors considered),
         coverage_se_percent (binomial standard error of the coverage), coverage_crossed_percent
-        (coverage of the calibration split if each half calibrates the other) and rank_correlation
-        (of uncertainty and |error|). With `relaxed`, also adwt_percent, initial_adwt_percent and
-        position_error_A.
+        (coverage of the calibration split, without new elements, if each half calibrates the other)
+        and rank_correlation (of uncertainty and |error|). With `relaxed`, also adwt_percent,
+        initial_adwt_percent and position_error_A.
     """
     source = EvaluationData(run, config, tags=tags or AS_TRAINED, **which)
     splits = source.splits
@@ -145,16 +145,16 @@ def _metrics(
 
 
 def _results_table(results: Results) -> str:
-    """Formats the results, and their average over splits if there are several."""
-    rows, names = dict(results), ("mae_eV", "ewt_percent", "baseline_mae_eV")
+    """Formats errors, and their unweighted average over splits if there are several."""
+    rows, names = dict(results), ("n", "mae_eV", "ewt_percent", "baseline_mae_eV")
     labeled = [row for row in results.values() if row["mae_eV"] is not None]
     if len(labeled) > 1:
         average: dict[str, float | None] = {"n": sum(row["n"] or 0 for row in labeled)}
-        for key in names:
+        for key in names[1:]:
             values = [row[key] for row in labeled]
             average[key] = None if None in values else float(np.mean(values))  # type: ignore[arg-type]
         rows["average"] = average
-    return results_table("split", rows, ["n", *names], n=("systems", 0))
+    return results_table("split", rows, names, n=("systems", 0))
 
 
 def _errors_by_group(found: Mapping[str, Predictions]) -> list[groups.GroupError]:

@@ -205,12 +205,12 @@ class EvaluationData:
         except FileNotFoundError as error:
             return None, f"no baseline, because the training split is missing: {error}"
         path, baseline_key = dataset.path, self.own.reading.baseline_key
-        energies, kind, offset = dataset.y_relaxed, "energies", ""
+        energies, kind, offset = dataset.y_relaxed, "training energies", ""
         if not np.isfinite(energies).any():
             return None, f"no baseline, because {path} has no labels"
         if baseline_key is not None:
             energies = energies - dataset.y_baseline
-            kind, offset = f"differences to {baseline_key}", f"{baseline_key} + "
+            kind, offset = f"training differences to {baseline_key}", f"{baseline_key} + "
             if not np.isfinite(energies).any():
                 return None, f"no baseline, because {path} has no {baseline_key}"
         median = float(np.nanmedian(energies))

@@ -25,7 +25,7 @@ from molflt.sequence.pixels import LEVELS, PixelModel
 from molflt.tasks.images import ImageTask
 from molflt.training.config import Config
 
-_NOTE = "10 %: attention to this share of the patches, averaged over heads and layers"
+_NOTE = "10 %: attention to this share of the patches, mean over heads, layers and 16 images"
 _AT_ONCE = 64  # number of images per batch for the histogram
 
 
@@ -44,7 +44,7 @@ def evaluate(
     Returns:
         Per split: top1_percent, top5_percent, cross_entropy (nats), n, nearest and farthest. The
         last two are the attention to the nearest and farthest 10 % of the patches, averaged over
-        heads, layers and 16 images.
+        heads, layers and the first 16 images.
     """
     classes = common.classes_of(run, model.classes)
     results: Results = {}

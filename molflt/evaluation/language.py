@@ -35,7 +35,7 @@ _OF_RESIDUES = (
     "unigram_accuracy_percent",
     "residues",
 )
-_NOTE = "10 %: attention to this share of the preceding tokens, averaged over heads and layers"
+_NOTE = "10 %: attention to this share of preceding tokens; mean over heads and layers, first block"
 
 
 def evaluate(
@@ -163,7 +163,7 @@ def evaluate_masked(
         Per split: perplexity, accuracy_percent, next_sentence_percent if the model predicts it, and
         gaps (the number of gaps). For proteins, also residue_perplexity and
         residue_accuracy_percent, computed with the mask token in every gap; residues (the number of
-        residues); and unigram_perplexity and unigram_accuracy_percent.
+        gaps); and unigram_perplexity and unigram_accuracy_percent.
     """
     tokenizer, options = common.tokenizer_of(run, model.vocabulary), config["data"]
     length, train = int(str(options["length"])), str(options["train"])

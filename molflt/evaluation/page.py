@@ -14,7 +14,7 @@ from typing import Any
 
 from jinja2 import Environment
 
-from molflt.evaluation.results import FIGURES, RESULTS
+from molflt.evaluation.results import FIGURES, RESULTS, number_format
 from molflt.evaluation.runs import Run, flat_options, standard_error
 from molflt.files import shown, verify_tensors
 from molflt.metrics import Metric
@@ -146,14 +146,12 @@ def _heading(name: str, metrics: Mapping[str, Metric]) -> str:
     return _NAMES.get(name, name.replace("_", " "))
 
 
-def _number(value: float | None, error: float | None, metric: Metric | None) -> str:
+def _number(name: str, value: float | None, error: float | None, metric: Metric | None) -> str:
     if value is None or not math.isfinite(value):
         return "–"
     if isinstance(value, int):
         return f"{value:,}"
-    # The format is the same as in evaluations and comparisons.
-    form = f".{metric.digits + (metric.digits > 2)}f" if metric is not None else ".4g"
-    form = ",.1f" if abs(value) >= 1000 else form
+    form = ",.1f" if abs(value) >= 1000 else number_format(name, metric)
     return f"{value:{form}}" + ("" if error is None else f" ± {error:{form}}")
 
 
@@ -162,12 +160,12 @@ def _results(page: Page) -> list[_Part]:
     rows = []
     for name in dict.fromkeys(name for row in run.results.values() for name in row):
         cells = [
-            _number(row.get(name), standard_error(run, split, name), metrics.get(name))
+            _number(name, row.get(name), standard_error(run, split, name), metrics.get(name))
             for split, row in run.results.items()
         ]
         rows.append([_heading(name, metrics), *cells])
     text = "Metrics by split (results.json); ↓ lower is better, ↑ higher is better"
-    text += "; ± standard error over the systems." if " ± " in str(rows) else "."
+    text += "; ± standard error." if " ± " in str(rows) else "."
     return _table(["metric", *run.results], rows, text) if rows else []
 
 
@@ -188,15 +186,14 @@ def _pictures(page: Page) -> list[_Part]:
 
 
 def _worst(page: Page) -> list[_Part]:
-    """Returns a table of the structures with the largest errors of the forces or energies."""
+    """Returns a table of the structures with the largest force MAEs or energy errors."""
     rows = page.run.predictions
     if page.recipe not in _OF_STRUCTURES or not page.run.results:
         return []
     if not rows:
         raise ValueError(f"{page.path / 'predictions.csv'}: missing or empty; evaluate again")
-    quantity, unit, form = "error", "eV", "+.3f"
-    if of_forces := any(row.get("force_mae_eV_per_A") for row in rows):
-        quantity, unit, form = "mean error of the forces", "meV/Å", ".1f"
+    of_forces = any(row.get("force_mae_eV_per_A") for row in rows)
+    quantity, unit, form = ("force MAE", "meV/Å", ".1f") if of_forces else ("error", "eV", "+.3f")
     lines = []  # |error| and cells
     for row in rows:
         label, energy = float(row["target_eV"] or "nan"), float(row["energy_eV"])

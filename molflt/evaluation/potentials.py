@@ -50,10 +50,10 @@ def evaluate(
 ) -> Evaluation:
     """Evaluates a potential.
 
-    Writes predictions.csv (energy and mean force error of each structure) and parity.png (energies
-    minus the mean over all structures with the same formula). With force labels, also writes
-    forces.png (predicted against labeled components) and errors_by_group.csv (force errors by
-    element and by size).
+    Writes predictions.csv (energy and force MAE of each structure) and parity.png (energies per
+    atom, minus the mean label of the structures of the split with the same formula). With force
+    labels, also writes forces.png (predicted against labeled components) and errors_by_group.csv
+    (force errors by element and by size).
 
     Args:
         batch_size: number of structures per batch.
@@ -63,9 +63,9 @@ def evaluate(
         which: see `molflt.evaluation.evaluated.EvaluationData`.
 
     Returns:
-        Per split: the same metrics as in training, in meV/atom, meV/Å and meV/Å^3; the errors of
-        two baselines, which predict the sum of element energies plus a constant per atom, and zero
-        forces; and n, the number of structures.
+        Per split: the metrics of training except the energy RMSE, in meV/atom, meV/Å and meV/Å^3;
+        the errors of two baselines, which predict the sum of element energies plus a constant per
+        atom that is fitted to the split, and zero forces; and n, the number of structures.
     """
     source = EvaluationData(run, config, forces_key=forces_key, stress_key=stress_key, **which)
     results: Results = {}
@@ -104,8 +104,8 @@ def _warn_if_trivial(split: str, row: Mapping[str, float | None]) -> None:
     if mae is not None and baseline is not None and mae > baseline > 0:
         warn(
             f"{split}: the energy MAE, {mae:.1f} meV/atom, is larger than the MAE of reference "
-            f"energies per element, {baseline:.1f} meV/atom; train longer, or increase "
-            "task.energy_weight"
+            f"energies per element and a constant, {baseline:.1f} meV/atom; train longer, or "
+            "increase task.energy_weight"
         )
 
 

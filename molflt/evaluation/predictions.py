@@ -379,8 +379,8 @@ def _expect_tags(record: Data, domain: Domain, dataset: Structures, slab_by_cont
 def counted_reasons(outside: Sequence[Sequence[str]]) -> list[str]:
     """Returns one line for each reason, with the number of structures, sorted by this number.
 
-    Reasons that differ only in a number are combined, for example to "atoms: 120 to 150, at most 80
-    in training (3 structures)".
+    Reasons that differ only in a number are combined, for example to "atoms: 120 to 150, trained on
+    52 to 66 (3 structures)".
     """
     numbers_by_text: dict[tuple[str, str], list[str]] = {}
     for reason in chain.from_iterable(outside):

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from molflt.data.structures.base import AS_TRAINED
 from molflt.files import csv_text, read_json, shown, warn, write_atomically
+from molflt.metrics import Metric
 from molflt.plots.figure import FORMATS
 from molflt.training.checkpoint import weights_digest
 from molflt.training.config import Config
@@ -31,20 +32,19 @@ _TABLES += ["curves.csv", "best_values.csv"]
 _EARLIER = ["errors.png", "confusion.png", "wrong.png", "published.csv", "published.png"]
 
 FIGURES = {
-    "parity": "Predicted against labeled energies, with one panel per split. The largest "
-    "errors are labeled.",
+    "parity": "Predicted against labeled energies, with one panel per split. Errors are "
+    "predictions minus labels; the largest are named.",
     "forces": "Predicted against labeled force components, with one panel per split.",
     "encoding": "Learned relative positional encoding of each head against the offset between "
     "two tokens. It is added to the logit or multiplies the weight, as stated in the axis label.",
-    "attention": "Attention of the last layer, with queries as rows, keys as columns, and one "
-    "panel per head.",
+    "attention": "Attention of the last layer by head, with queries as rows and keys as columns.",
     "cross-attention": "Attention of the target to the source, with one panel per head.",
-    "losses": "Mean loss per token, in nats, against the number of preceding tokens.",
+    "losses": "Mean loss per token, in nats, against the position in the block or image.",
     "substitutions": "Learned similarity of pairs of amino acids, and BLOSUM62 if Biopython is "
     "installed.",
-    "best_values": "Best value so far against the number of evaluations of unseen functions: "
-    "mean and standard deviation over runs.",
-    "optimizations": "Loss against the step on unseen tasks: mean and range over repeats.",
+    "best_values": "Logarithm of the best value so far: mean and standard deviation over runs.",
+    "optimizations": "Loss against the step: geometric mean and range over repeats.",
+    "uncertainty": "Coverage of the intervals, and errors against the uncertainty.",
 }
 """Captions of the figures of evaluations, by name."""
 
@@ -57,10 +57,10 @@ COLUMNS = {
     "initial_adwt_percent": ("ADwT of initial positions / %", 3),
     "position_error_A": ("position error / Å", 3),
     "energy_mae_meV_per_atom": ("E MAE / meV/atom", 2),
-    "baseline_energy_mae_meV_per_atom": ("E baseline", 2),
+    "baseline_energy_mae_meV_per_atom": ("baseline / meV/atom", 2),
     "force_mae_meV_per_A": ("F MAE / meV/Å", 2),
-    "force_rmse_meV_per_A": ("F RMSE", 2),
-    "baseline_force_mae_meV_per_A": ("F baseline", 2),
+    "force_rmse_meV_per_A": ("F RMSE / meV/Å", 2),
+    "baseline_force_mae_meV_per_A": ("baseline / meV/Å", 2),
     "stress_mae_meV_per_A3": ("stress MAE / meV/Å³", 2),
     "coverage_n": ("systems", 0),
     "coverage_percent": ("coverage / %", 1),
@@ -93,10 +93,10 @@ COLUMNS = {
     "spearman_percent": ("spearman / %", 2),
     "top1_percent": ("top-1 / %", 2),
     "top5_percent": ("top-5 / %", 2),
-    "cross_entropy": ("nats", 4),
+    "cross_entropy": ("cross-entropy / nats", 4),
     "bits_per_dim": ("bits/dim", 3),
-    "histogram_bits_per_dim": ("histogram", 3),
-    "uniform_bits_per_dim": ("uniform", 3),
+    "histogram_bits_per_dim": ("histogram bits/dim", 3),
+    "uniform_bits_per_dim": ("uniform bits/dim", 3),
 }
 """Headings and numbers of decimal places of metrics in tables."""
 
@@ -106,6 +106,12 @@ data of the run, otherwise a description of the data)."""
 
 Results = dict[str, dict[str, float | None]]
 """Values of metrics by split and name; None if a metric is undefined or unknown."""
+
+
+def number_format(name: str, metric: Metric | None) -> str:
+    """Returns the format of a metric: decimal places as in `COLUMNS`, or as in `metric`."""
+    digits = COLUMNS[name][1] if name in COLUMNS else None if metric is None else metric.digits
+    return ".4g" if digits is None else f".{digits}f"
 
 
 class Evaluation(NamedTuple):

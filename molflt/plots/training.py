@@ -157,7 +157,7 @@ def loss_curves(tasks: Mapping[str, Mapping[str, _Array]], file: Path, steps: in
     """Plots losses against the step: the geometric mean and the range over repeats.
 
     `tasks` contains, for each task and optimizer, nonnegative losses (repeats, n) at n evenly
-    spaced steps up to `steps`. Infinite values are omitted.
+    spaced steps up to `steps`. Steps at which the loss of a repeat is infinite are omitted.
     """
 
     def band(losses: _Array) -> _Band:
