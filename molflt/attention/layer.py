@@ -251,6 +251,10 @@ class Attention(Positioned):
                 "a Toeplitz kernel does not have a state for decoding; use a spectral position"
             )
         heads = self._split(x)
+        if state:
+            batch = len(state.key if isinstance(state, KeyValues) else state[0].sums)
+            if batch != len(x):
+                raise ValueError(f"expected a state of {len(x)} sequences, as in x; got {batch}")
         if isinstance(state, KeyValues):
             key = torch.cat((state.key, heads.key), dim=2)
             value = torch.cat((state.value, heads.value), dim=2)

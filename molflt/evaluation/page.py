@@ -14,7 +14,7 @@ from typing import Any
 
 from jinja2 import Environment
 
-from molflt.evaluation.results import FIGURES, RESULTS, number_format
+from molflt.evaluation.results import COLUMNS, FIGURES, RESULTS, number_format
 from molflt.evaluation.runs import Run, flat_options, standard_error
 from molflt.files import shown, verify_tensors
 from molflt.metrics import Metric
@@ -143,7 +143,7 @@ def _heading(name: str, metrics: Mapping[str, Metric]) -> str:
     of_baseline = name.removeprefix("baseline_")
     if of_baseline in metrics:
         return f"baseline {metrics[of_baseline].axis}"
-    return _NAMES.get(name, name.replace("_", " "))
+    return _NAMES.get(name) or COLUMNS.get(name, (name.replace("_", " "), 0))[0]
 
 
 def _number(name: str, value: float | None, error: float | None, metric: Metric | None) -> str:

@@ -46,6 +46,12 @@ def position(name: str = "spectral", **options: Any) -> Any:
     return make_position(name, HEADS, DIM // HEADS, **small.get(name, {}), **options)
 
 
+def decoded_again(mixing: str) -> Tensor:
+    """Continues one sequence with the state of two."""
+    causal = layer(mixing=mixing, causal=True)
+    return causal.decode(X, state=causal.decode(X.repeat(2, 1, 1))[1])[0]
+
+
 def line(tokens: int = 5) -> Tensor:
     return torch.arange(float(tokens))[None, :, None]
 
@@ -143,6 +149,10 @@ ROWS = [
     refused(lambda: layer(position())(X, R, context=X), "context", "key_positions"),
     refused(lambda: layer(position())(X), "SpectralPosition", "(batch, tokens, 3)"),
     refused(lambda: toeplitz_layer().decode(X, line()), "Toeplitz", "spectral"),
+    *(
+        refused(lambda m=m: decoded_again(m), "state", "1 sequences", "2")
+        for m in ("linear", "softmax")
+    ),
     # stacks
     refused(lambda: stack(num_feature=3), "'num_feature'", "num_features", error=TypeError),
     refused(lambda: stack(mixer="fourier", causal=True), "mixer", "causal=False", "True"),

@@ -132,6 +132,7 @@ def split_path(root: str | Path, split: str) -> Path:
             f"{root}: no split {split!r}; expected {split}.safetensors, {split}.lmdb, a folder "
             f"{split} of LMDB shards, or a file that ASE reads; found "
             + (", ".join(entries[:_LISTED]) or "an empty folder")
+            + f"; for files that are not splits, use a quoted pattern, such as '{root}/*'"
         )
     return paths[0]
 
