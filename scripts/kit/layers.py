@@ -1,12 +1,12 @@
 """Time and peak memory of one pass through a layer against the length of its input.
 
-In each round, all mechanisms are timed in turn. A pass that takes longer than the budget is timed
-once.
+In each round, all mechanisms are timed in turn, after a call of each that is not timed. Passes that
+take more than half of the budget have one round.
 
-Peak memory can be measured only on Linux. Each measurement runs in its own process, which is forked
-from a process that has not computed anything. The process warms up on 64 tokens, resets the
-kernel's record of peak resident memory (/proc/self/clear_refs), and returns the increase of the
-peak during one pass. The increase includes the memory of all libraries. Blocks above 64 KiB are
+Peak memory is always measured, which requires Linux. Each measurement runs in a process that is
+forked from a process that has not computed anything. It warms up on 64 tokens, builds the layer and
+the input, resets the kernel's record of peak resident memory (/proc/self/clear_refs), and returns
+the increase of the peak during one pass, including that of all libraries. Blocks above 64 KiB are
 returned to the system when they are freed (MALLOC_MMAP_THRESHOLD_), because reused blocks would not
 be counted. `Study.allocator` can keep the allocator's defaults instead; the peak then depends on
 the unused memory of the process.
@@ -63,7 +63,7 @@ class Study(NamedTuple):
         styles: color and line style of each curve.
         causal: layers that are also measured in their causal form.
         passes: passes that are measured by default.
-        budget: seconds for all rounds of a mechanism.
+        budget: seconds for all rounds of a pass.
         clock: function that returns the time in seconds.
         allocator: environment variables of the processes that measure memory.
     """
