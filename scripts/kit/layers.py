@@ -80,15 +80,15 @@ class Study(NamedTuple):
     allocator: Mapping[str, str] = ALLOCATOR
 
     def draw(self, png: Path, rows: Rows, limit: float = math.nan) -> None:
-        """Draws time and memory against the length, and a line at the memory `limit` in GB."""
+        """Draws training (or else forward) passes, and a line at the memory `limit` in GB."""
         rows = pick(rows, **{"pass": TRAINING}) or rows
-        kinds = names(rows, "causal")
-        titles = {"seconds": "forward and backward, s", "MiB": "peak memory, MiB"}
+        kinds, which = names(rows, "causal"), rows[0]["pass"]
+        titles = {"seconds": f"{which.replace('+', ' and ')}, s", "MiB": "peak memory, MiB"}
         with picture(png, figsize=(7.6, 4.2) if len(kinds) < 2 else (8.2, 6.6)) as figure:
             grid = figure.subplots(len(kinds), 2, sharex=True, sharey="col", squeeze=False)
             for line, causal in zip(grid, kinds, strict=True):
                 for axes, (quantity, what) in zip(line, titles.items(), strict=True):
-                    points = {name: curve(rows, name, quantity, causal) for name in self.styles}
+                    points = {n: curve(rows, n, quantity, causal, which) for n in self.styles}
                     curves(axes, points, self.styles, ylabel=f"{what}{', causal' * causal}")
                     sizes = names(rows, "length")
                     axes.set_xticks(sizes, [str(n) for n in sizes], fontsize="small")
