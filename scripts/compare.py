@@ -8,8 +8,8 @@
 
 A variant consists of a configuration file and optional changes, separated by commas. The options
 for all training runs may contain {variant} and {seed}. All runs are evaluated. Writes the mean and
-the standard deviation over seeds to comparison.md and comparison.png, and the results of all runs
-to comparison.csv. After an interruption, the same command continues.
+standard deviation over seeds of one metric to comparison.md (first split: comparison.png), and all
+results to comparison.csv. After an interruption, the same command continues.
 """
 
 import statistics

@@ -2,10 +2,10 @@
 
     python scripts/conservation.py runs/potential ethanol.xyz --ps 20 --out runs/conservation
 
-The integrator is velocity Verlet. Initial velocities are drawn for --temperature, with a total
-momentum of 0. The drift is the slope of the total energy multiplied by the length of the run. It is
-large if the energy is discontinuous or the forces are wrong. Otherwise, it decreases with the time
-step. Writes conservation.csv and conservation.png.
+The integrator is velocity Verlet, in float64. Initial velocities are drawn for --temperature, with
+a total momentum of 0. The drift is the slope of the total energy multiplied by the length of the
+run. It is large if the energy is discontinuous or the forces are wrong. Otherwise, it decreases
+with the time step. Writes conservation.csv and conservation.png.
 """
 
 import argparse

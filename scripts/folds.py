@@ -7,8 +7,8 @@
 
 Each folder testI-valJ of the data has its own training run. Weights are selected on val_id and
 evaluated on test_id. All runs with the same test fold form an ensemble, which predicts the mean of
-their energies. Writes folds.md, folds.csv (a line per system) and folds.png. After an interruption,
-the same command continues.
+their energies. Writes folds.md, folds.csv (a line per system and model) and folds.png. After an
+interruption, the same command continues.
 """
 
 from collections import defaultdict

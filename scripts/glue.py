@@ -4,9 +4,9 @@
     python scripts/glue.py --init hf:google-bert/bert-base-uncased ... --tasks RTE CoLA --jobs 2
     python scripts/glue.py ... -- --task.lr 2e-5      # options for every training run
 
-All tasks use the same hyperparameters. Scores are medians over seeds. Tasks with missing files are
-skipped and listed below the table. Writes glue.md and glue.csv. After an interruption, the same
-command continues.
+All tasks use the same hyperparameters and number of epochs. Scores are medians over seeds. Tasks
+with missing files are skipped and listed below the table. Writes glue.md and glue.csv. After an
+interruption, the same command continues.
 """
 
 import argparse

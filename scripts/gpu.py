@@ -1,4 +1,4 @@
-"""Check numerical results and exact resuming on a GPU.
+"""Check numerical results and resuming on a GPU.
 
     make gpu                                       # writes to runs/gpu
     python scripts/gpu.py --device cpu --tiny      # only some of the layers

@@ -4,11 +4,11 @@
         --data datasets/game-net/held-out --config configs/game-net.yaml --out runs/held-out \\
         --seeds 0 1 2 --jobs 2
 
-Families and metals are assigned to groups in alphabetical order. Each training run excludes the
-families and metals of one group. Every system is thus tested once with a new family and once with a
-new metal. Kernel ridge regression and the median are fitted to the same training systems. Writes
-held_out.md and held_out.csv (a line per system and model). After an interruption, the same command
-continues.
+Families and metals, in alphabetical order, are assigned to the groups in turn. Each training run
+excludes the families and metals of one group. Every system is thus tested with a new family and
+with a new metal, or with both new if they are in one group. Kernel ridge regression and the median
+are fitted to the same training systems. Writes held_out.md and held_out.csv (a line per prediction)
+when all training runs have succeeded. After an interruption, the same command continues.
 """
 
 from collections.abc import Iterator

@@ -94,7 +94,7 @@ def make(
         train: number of expressions for training.
         val: number of expressions for validation.
         test: number of expressions for testing.
-        depth: maximum nesting depth of lists.
+        depth: depth of the trees, whose digits are the last level; lists have depth - 1 levels.
         arguments: maximum number of arguments of an operator.
         min_length: exclusive lower bound of the number of tokens in an expression.
         max_length: exclusive upper bound of the number of tokens in an expression.

@@ -9,20 +9,20 @@
 
 DIR contains compact stores: train, val_id and other val and test splits. A model is SchNet,
 DimeNet++, ViSNet, PaiNN, kernel ridge regression (needs molflt[bench]), the median of the training
-energies, one of molflt's models, or a configuration file and optional changes that are separated by
-commas.
+energies, one of molflt's models, or a configuration file and changes that are separated by commas.
 
-Each job has one thread and --minutes of CPU time for training; evaluation is not counted. Learning
-rates decrease with the used fraction of this time, and the last weights are evaluated. All networks
-use the batches, targets, loss, optimizer, gradient clipping and selection of atoms of --config. The
-inputs of the networks are elements, tags and edges to periodic images. Unless options after -- set
+Each network has one thread and --minutes of CPU time for training; evaluation is not counted. The
+schedule of learning rates depends on the used fraction of this time, and the last weights are
+evaluated. Kernel ridge regression has no time limit. All networks use the batches, energies, loss,
+optimizer, gradient clipping and selection of atoms of --config; only molflt learns displacements.
+The inputs of peers are elements, tags and edges to periodic images. Unless options after -- set
 other values, peers use their usual learning rates, and DimeNet++ uses batches of 8. Averages of
 weights use the decay of --config but cover at most a tenth of the steps. Tuning tries three
 learning rates. With --tune-most, it tries more rates while the best rate is the largest or the
 smallest. Standard errors of differences include the spread over seeds and systems. Systems are
 treated as independent unless they have the same value in a column of DIR/systems.csv (--alike
-molecule metal). Writes comparison.md, comparison.csv, error-cpu.png, error-size.png, and
-predictions to jobs/. After an interruption, the same command continues.
+molecule metal). Writes comparison.md, comparison.csv, error-cpu.png, error-size.png (with several
+--fractions), and results and weights to jobs/. After an interruption, the same command continues.
 """
 
 import argparse

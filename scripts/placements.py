@@ -6,10 +6,10 @@
 
 `relax` takes slab-adsorbate pairs from the held-out splits of a folder written by
 scripts/make_data.py, places each adsorbate on its slab in the same way as `molflt adsorb`, and
-relaxes random placements. Placements whose adsorbate breaks or leaves the slab are removed. The
-others are written to placements.extxyz with the number of their pair (pair) and the adsorption
-energies before (y_init) and after the relaxation (y_relaxed), in eV. An interrupted run continues
-with the next pair.
+relaxes random placements. Those that do not converge, react, desorb or change the slab are omitted.
+The others are written to placements.extxyz, unrelaxed, with the number of their pair (pair) and the
+adsorption energies before (y_init) and after the relaxation (y_relaxed), in eV. An interrupted run
+continues with the first unfinished pair.
 
 `rank` prints how often the best of the five placements with the lowest predicted energies is within
 0.1 eV of the best of all placements. It lists this fraction for each table of predictions, for the
@@ -53,7 +53,7 @@ def pairs(data: Path, count: int, seed: int) -> list[Atoms]:
 
 
 def relaxed(system: Atoms, number: int, count: int, made: dict[str, Any]) -> list[Atoms]:
-    """Returns random placements of a pair whose adsorbates remain intact during relaxation.
+    """Returns random placements of a pair that converge and pass the checks of `_rejection`.
 
     The structures are unrelaxed. Their `info` contains the adsorption energies before and after the
     relaxation, in eV.

@@ -4,9 +4,9 @@
     python scripts/potentials.py FOLDER --out runs/potentials --test val_id val_hot --seeds 0 1 2
 
 FOLDER contains training and test splits (--train, --test) that `molflt data inspect` can read. The
-molflt potential is configs/potential.yaml. All models use the same frames, loss and batches, and
-the same learning rate schedule, which depends on the time used so far. Writes potentials.md and
-potentials.csv. After an interruption, the same command continues with the next unfinished model.
+molflt potential has the model options of configs/potential.yaml. All models use the same frames,
+loss and batches, the last weights, and a cosine schedule over the CPU time. Writes potentials.md
+and potentials.csv. After an interruption, the same command starts the unfinished model again.
 """
 
 import argparse

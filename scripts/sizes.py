@@ -15,7 +15,7 @@ whole           E / 2 - E(1x1), where E is the energy of the cell repeated 2x1 w
 slab            energy of the clean slab
 8 Å, 12 Å ...   energy with the adsorbate lifted by this distance, with the same vacuum above it
 vacuum          change if the vacuum is doubled
-two             E(AB) - E(A) - E(B) of two adsorbates on one slab, at least 10 Å apart
+two             E(AB) - E(A) - E(B) of two drawn adsorbates on the same slab, at least 10 Å apart
 
 "refused" means that the model raises an error. Energies are in float64. Writes sizes.json.
 """

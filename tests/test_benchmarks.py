@@ -100,6 +100,15 @@ def test_quick_run_writes_rows_block_and_picture(name, inputs, tmp_path, monkeyp
     assert every_page() == pages  # --out does not change the documentation
 
 
+def test_figures_of_forward_passes_have_curves(tmp_path, monkeypatch) -> None:
+    module, rows, drawn = benchmark("crystals"), RUN.read_csv(RESULTS / "crystals.csv"), Mock()
+    monkeypatch.setattr(layers, "curves", drawn)
+    monkeypatch.setattr(layers, "legend_outside", Mock())
+    module.draw(tmp_path / "a.png", [row for row in rows if row["pass"] == layers.FORWARD])
+    assert all(any(call.args[1].values()) for call in drawn.mock_calls)
+    assert drawn.mock_calls[0].kwargs["ylabel"] == "forward, s"
+
+
 @pytest.mark.parametrize("name", [name for name in NAMES if name in STORED])
 def test_documented_tables_equal_stored_rows(name: str) -> None:
     module, rows = benchmark(name), RUN.read_csv(RESULTS / f"{name}.csv")

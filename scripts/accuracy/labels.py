@@ -1,9 +1,9 @@
 """Adsorption energies of a potential compared with DFT, for structures relaxed with DFT.
 
-The input is an ASE file whose structures have `y_relaxed` (in eV), `adsorbate`, `fixed` and tags (2
-for adsorbates). An example is the public set of small adsorbates on metals and alloys by Deimel et
-al. (ACS Catal. 10, 13729, 2020). The slab is relaxed with and without the adsorbate. As in that
-set, the reference molecules are H2, H2O and CH4.
+The input is an ASE file whose structures have `name`, `adsorbate`, `y_relaxed` (in eV), `fixed` and
+tags (2 for adsorbates of H, C and O). An example is the set of small adsorbates on metals and
+alloys by Deimel et al. (ACS Catal. 10, 13729, 2020). The slab is relaxed with and without the
+adsorbate. As in that set, the reference molecules are H2, H2O and CH4.
 """
 
 import math

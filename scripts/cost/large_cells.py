@@ -3,7 +3,7 @@
 The default is the shipped model, which has a cutoff of 5 Å and no mesh. `run` is the folder of a
 different model, and `mesh_order` applies to models with reciprocal nodes. The crystals are copper
 on a cubic lattice with random displacements of 0.1 Å and 12 Å^3 per atom. Each prediction is
-measured as a separate process, from the start of Python to the finished CSV file.
+measured as a separate process, which prints the energies as CSV.
 """
 
 import os

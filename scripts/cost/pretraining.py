@@ -1,8 +1,8 @@
 """Time and peak memory of a masked pre-training step at the size of BERT-base, by mixer.
 
-A step is a forward and backward pass on one sequence, as in section 4.2 of FNet (arXiv:2105.03824).
-The model is configs/masked/base.yaml with a mechanism from the same folder. The optimizer is
-excluded, because it takes little time. Times are CPU times. See kit/layers.py for the measurement.
+A step is a forward and backward pass on one sequence; FNet (arXiv:2105.03824, section 4.2) measures
+batches. The model is configs/masked/base.yaml with a mechanism from the same folder. The optimizer
+is not timed. Times are CPU times. See kit/layers.py for the measurement.
 """
 
 from functools import partial

@@ -1,7 +1,7 @@
 """Reading speed and size of the compact store and of OC20's pickles.
 
-The records of a published OC20 LMDB, including edges, are repeated and written in both formats.
-Both files are then read on one core in the same random order and yield the same tensors.
+The records of a published OC20 LMDB are repeated and written in both formats. Edges in the pickles
+are not used, and not stored. Both files are read on one core in the same random order.
 """
 
 import itertools

@@ -1,12 +1,12 @@
 """Time and peak memory of one pass through a layer against the length of its input.
 
-In each round, all mechanisms are timed in turn. A pass that takes longer than the budget is timed
-once.
+In each round, all mechanisms are timed in turn, after a call of each that is not timed. Passes that
+take more than half of the budget have one round.
 
-Peak memory can be measured only on Linux. Each measurement runs in its own process, which is forked
-from a process that has not computed anything. The process warms up on 64 tokens, resets the
-kernel's record of peak resident memory (/proc/self/clear_refs), and returns the increase of the
-peak during one pass. The increase includes the memory of all libraries. Blocks above 64 KiB are
+Peak memory is always measured, which requires Linux. Each measurement runs in a process that is
+forked from a process that has not computed anything. It warms up on 64 tokens, builds the layer and
+the input, resets the kernel's record of peak resident memory (/proc/self/clear_refs), and returns
+the increase of the peak during one pass, including that of all libraries. Blocks above 64 KiB are
 returned to the system when they are freed (MALLOC_MMAP_THRESHOLD_), because reused blocks would not
 be counted. `Study.allocator` can keep the allocator's defaults instead; the peak then depends on
 the unused memory of the process.
@@ -63,7 +63,7 @@ class Study(NamedTuple):
         styles: color and line style of each curve.
         causal: layers that are also measured in their causal form.
         passes: passes that are measured by default.
-        budget: seconds for all rounds of a mechanism.
+        budget: seconds for all rounds of a pass.
         clock: function that returns the time in seconds.
         allocator: environment variables of the processes that measure memory.
     """
@@ -80,15 +80,15 @@ class Study(NamedTuple):
     allocator: Mapping[str, str] = ALLOCATOR
 
     def draw(self, png: Path, rows: Rows, limit: float = math.nan) -> None:
-        """Draws time and memory against the length, and a line at the memory `limit` in GB."""
+        """Draws training (or else forward) passes, and a line at the memory `limit` in GB."""
         rows = pick(rows, **{"pass": TRAINING}) or rows
-        kinds = names(rows, "causal")
-        titles = {"seconds": "forward and backward, s", "MiB": "peak memory, MiB"}
+        kinds, which = names(rows, "causal"), rows[0]["pass"]
+        titles = {"seconds": f"{which.replace('+', ' and ')}, s", "MiB": "peak memory, MiB"}
         with picture(png, figsize=(7.6, 4.2) if len(kinds) < 2 else (8.2, 6.6)) as figure:
             grid = figure.subplots(len(kinds), 2, sharex=True, sharey="col", squeeze=False)
             for line, causal in zip(grid, kinds, strict=True):
                 for axes, (quantity, what) in zip(line, titles.items(), strict=True):
-                    points = {name: curve(rows, name, quantity, causal) for name in self.styles}
+                    points = {n: curve(rows, n, quantity, causal, which) for n in self.styles}
                     curves(axes, points, self.styles, ylabel=f"{what}{', causal' * causal}")
                     sizes = names(rows, "length")
                     axes.set_xticks(sizes, [str(n) for n in sizes], fontsize="small")

@@ -46,7 +46,7 @@ def guarded(main: Callable[..., int | None]) -> Callable[..., int]:
         try:
             return main(words) or 0
         except KeyboardInterrupt:
-            print("interrupted; run the same command to continue", file=sys.stderr)
+            print("interrupted; run the same command again", file=sys.stderr)
             return 130
         except (ValueError, OSError, ModuleNotFoundError) as error:
             missing = isinstance(error, OSError) and error.filename

@@ -1,4 +1,4 @@
-"""Slabs of metals and ordered alloys (four layers of four atoms), and their adsorption sites."""
+"""Slabs of 16 atoms of metals and ordered alloys (four layers; (211): eight), and their sites."""
 
 from functools import cache
 from typing import NamedTuple

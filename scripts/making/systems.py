@@ -220,9 +220,9 @@ def _relax_system(plan: _Plan, split: str, index: int) -> _System:
     """Draws and relaxes the system with the given split and index.
 
     A draw is rejected and replaced by the next draw for these reasons:
-        slab: the clean slab reconstructs.
+        slab: the clean slab reconstructs or does not converge.
         not_converged: a relaxation takes more than 300 BFGS steps.
-        energy: |y_relaxed| > 10 eV or |y_init| > 20 eV.
+        energy: |y_relaxed| > 10 eV or |y_init| > 20 eV per adsorbate.
         bonds: the adsorbate breaks or forms a bond; with EMT, only after it has settled.
         desorbed: the adsorbate is more than 4 Å from the slab.
         reconstructed: an atom of the slab moves by more than 1 Å.

@@ -57,8 +57,8 @@ def table(rows: Rows, tried: Mapping[str, int]) -> str:
         parts.append(f"{text}\n\n{markdown(head, lines)}")
     last = (
         f"Values are mean ± standard deviation over seeds. EwT is the share of errors below "
-        f"{EWT_THRESHOLD} eV. Steps, CPU minutes and the memory of the process, including "
-        "evaluation, are means. A dash means that a model diverged or that labels are missing."
+        f"{EWT_THRESHOLD} eV. Steps and CPU minutes of training and the peak memory of the process "
+        "are means. In errors, a dash means that a model diverged or that labels are missing."
     )
     return "\n\n".join([*parts, last])
 

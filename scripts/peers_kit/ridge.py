@@ -34,10 +34,10 @@ def descriptors(data: Data, elements: list[int]) -> _Array:
 
     The slab is described by means and standard deviations of the properties of its elements. These
     properties are also known for metals that do not occur in the training set. Radial sums are
-    smeared counts of distances: from the adsorbate to the slab, weighted by each property and
-    averaged over the adsorbate atoms; from each element of the adsorbate to the slab; and between
-    each pair of elements in the adsorbate. All descriptors are invariant under rotations and
-    lattice translations. Without tags, all atoms count as the adsorbate.
+    smeared counts of distances: from the adsorbate to the slab, without weights and weighted by
+    each property, averaged over the adsorbate atoms; from each of its elements to the slab; and
+    between each pair of its elements. All descriptors are invariant under rotations and lattice
+    translations. Without tags, all atoms count as the adsorbate.
     """
     numbers, adsorbate = data.atomic_numbers.numpy(), _adsorbate(data)
     known = _properties()[numbers]
@@ -75,7 +75,7 @@ def _adsorbate(data: Data) -> NDArray[np.bool_]:
 
 
 class KernelRidge:
-    """Kernel ridge regression whose kernel, width and penalty are selected by cross-validation."""
+    """Kernel ridge regression; cross-validation of the MAE selects kernel, width and penalty."""
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
