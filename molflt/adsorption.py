@@ -16,12 +16,12 @@ from molflt.data.structures import ase_fields
 from molflt.data.structures.ase_files import frames
 from molflt.data.structures.records import make_record
 from molflt.data.structures.sites import Site, Tiles, distinct, sites, unit
-from molflt.data.structures.tags import guess_tags, in_one_piece
+from molflt.data.structures.tags import MIN_VACUUM, guess_tags, in_one_piece
 
 if TYPE_CHECKING:
     from ase import Atoms
 
-_VACUUM, _EMPTY = 4.5, 7.0  # Å: smallest vacuum of a slab; gap too large for a crystal
+_EMPTY = 7.0  # Å, gap too large for a crystal
 _CONTACT, _CONTACT_H = 0.1, 0.5  # Å added to radii for contacts with the slab; the second for H
 _APART, _ROOF = 1.0, 3.0  # Å added to radii for images of the molecule; gap below the next slab
 _TO_CUBIC = {60.0: [[-1, 1, 1], [1, -1, 1], [1, 1, -1]], 109.5: [[0, 1, 1], [1, 0, 1], [1, 1, 0]]}
@@ -263,11 +263,11 @@ def _prepared(slab: Atoms) -> Atoms:
         vacuum, lowest = _gap(slab, axis=2)
         turns = np.floor(slab.get_scaled_positions(wrap=False)[:, 2] - lowest + 1e-6)
         whole.positions -= turns[:, None] * slab.cell.array[2]
-    if vacuum < _VACUUM:
+    if vacuum < MIN_VACUUM:
         raise ValueError(
             f"{slab.symbols}: not a slab; expected atoms that are periodic along the first two "
-            f"cell vectors, with vacuum of at least {_VACUUM} Å along the third; cut a facet, or "
-            "add vacuum"
+            f"cell vectors, with vacuum of at least {MIN_VACUUM} Å along the third; cut a facet, "
+            "or add vacuum"
         )
     whole.pbc = True
     heights, fixed = whole.positions @ Tiles(whole).up, ase_fields.fixed_atoms(whole)

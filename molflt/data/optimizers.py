@@ -11,8 +11,8 @@ from torch.utils.data import Dataset
 
 from molflt.data.batches import BatchedData
 
-_MOST = 2**31
-_FIRST = {"val": 0, "test": 2**31, "train": 2**32}  # the ranges do not overlap
+_MOST = 2**31  # seeds of each use
+_FIRST = {"val": 0, "test": 2**31, "train": 2**32}  # first seeds; the ranges do not overlap
 
 
 class ProblemSeeds(Dataset[Tensor]):

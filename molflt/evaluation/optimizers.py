@@ -30,6 +30,7 @@ from molflt.optimizers.population import Populations
 from molflt.optimizers.population_model import PopulationModel
 from molflt.optimizers.problems import UNSEEN, Problem, image_problems
 from molflt.optional import require
+from molflt.tasks.optimizers import SMALLEST
 from molflt.training.config import Config
 
 _RATES = tuple(round(10 ** (-4 + i / 3), 6) for i in range(10))  # 1e-4 to 0.1
@@ -40,7 +41,6 @@ _Curve = NDArray[np.float64]
 _ProblemOf = Callable[[int, Tensor], Problem]  # of a seed and a tensor with dtype and device
 _OptimizerOf = Callable[[list[Tensor]], Optimizer]
 _Search = Callable[[Functions, list[int], int], _Curve]
-_SMALLEST = 1e-12  # smaller best values are rounding errors
 _POINTS = 100  # points in a curve
 _CMA_STEP = 2.0  # initial step size of CMA-ES, usual for BBOB's domain [-5, 5]
 
@@ -350,7 +350,7 @@ def _best(values: _Curve) -> _Curve:
     """Returns log10 of the best value up to each evaluation, of shape (runs, evaluations)."""
     # NaN from a diverged model does not count as an improvement.
     values = np.where(np.isnan(values), np.inf, values)
-    return np.log10(np.maximum(np.minimum.accumulate(values, axis=1), _SMALLEST))
+    return np.log10(np.maximum(np.minimum.accumulate(values, axis=1), SMALLEST))
 
 
 def _mean_and_sd(values: NDArray[np.float64]) -> tuple[float, float]:

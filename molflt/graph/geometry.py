@@ -13,7 +13,7 @@ from molflt.attention.numerics import at_least_float32, counts_of
 if TYPE_CHECKING:
     from torch_geometric.data import Data
 
-_MOST_GRAPHS = 2**31
+_MOST_GRAPHS = 2**31  # limit on indices in `batch`; the last is the number of graphs minus 1
 
 
 class Geometry(NamedTuple):

@@ -8,7 +8,7 @@ from torch import Tensor
 from molflt.attention.numerics import sinc
 
 _E3NN = 1.14136  # e3nn's factor for a second moment of one
-_NEAR = 0.1  # Å; atoms are never closer
+_NEAR = 0.1  # Å, far below any bond length; `softened` changes only shorter distances
 _EDGE = 0.01  # smallest 1 - u^2; there exp(-2 / .) is 1e-87 and its slope is finite
 
 

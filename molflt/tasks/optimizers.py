@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from molflt.optimizers.coordinate import CoordinateOptimizer
     from molflt.optimizers.population_model import PopulationModel
 
-_SMALLEST = 1e-12  # lower bound of best values, to avoid the logarithm of 0
+SMALLEST = 1e-12
+"""Lower bound on best values, below which they are rounding errors."""
 
 
 class _OptimizerSums(NamedTuple):
@@ -186,5 +187,5 @@ class PopulationTask(Task[Tensor, ProblemData]):
 
 
 def _sums(state: PopulationState) -> _PopulationSums:
-    best = state.best_value.detach().amin(dim=1).clamp(min=_SMALLEST).log10()
+    best = state.best_value.detach().amin(dim=1).clamp(min=SMALLEST).log10()
     return _PopulationSums(best.sum(), best.new_tensor(len(best)))

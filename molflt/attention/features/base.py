@@ -114,8 +114,7 @@ def _joined(*columns: Columns) -> Tensor:
 def _squared_norm(*columns: Columns) -> Tensor:
     """Returns |x|^2 of the concatenated columns: (batch, heads, tokens, 1)."""
     squares = [
-        # `vecdot` does not store the squares of x.
-        x.square if isinstance(x, Projected) else torch.linalg.vecdot(x, x).unsqueeze(-1)
+        x.square if isinstance(x, Projected) else x.square().sum(dim=-1, keepdim=True)
         for x in columns
     ]
     return sum(squares[1:], squares[0])

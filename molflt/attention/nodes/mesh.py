@@ -25,8 +25,8 @@ OVERSAMPLING = {4: 1.25, 5: 1.25, 6: 2.0, 8: 2.0}
 For these orders, relative errors of kernelized attention with the positive taper are at most 3e-3,
 6e-4, 6e-6 and 2e-7. Errors of gradients with respect to positions are up to ten times as large."""
 
-# Largest number of mesh points of a graph; 10^6 atoms need a fifth of this number and about 5 GB. A
-# larger number suggests a mistake in the cell or in the frequencies.
+# Largest number of mesh points of a graph; 10^6 atoms need a fifth of this number, and 14 GB with 8
+# features. A larger number suggests a mistake in the cell or in the frequencies.
 _MOST_POINTS = 2**24
 
 

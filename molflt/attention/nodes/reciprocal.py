@@ -24,7 +24,7 @@ from molflt.attention.nodes.lattice import Lattice
 from molflt.attention.numerics import counts_of, distances, fade, gauss_rule, opaque, sinc
 from molflt.attention.spectra import Spectrum
 
-# Largest number of nodes of a batch; a larger number suggests a wrong cell or frequency.
+# Largest number of candidates for nodes in a batch; more suggest a wrong cell or frequency.
 _MOST_CANDIDATES = 2**20
 
 

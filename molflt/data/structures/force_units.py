@@ -20,11 +20,11 @@ _Array = NDArray[np.float64]
 _ATOM = 20.92  # eV per Z^(7/3): upper bound for all electrons of an atom (Thomas-Fermi model)
 
 MOST_FRAMES = 300
-"""Maximum number of frames to compare; 300 frames of 1,000 atoms take 2 MB."""
+"""Maximum number of frames to compare; 300 frames of 1,000 atoms take 16 MB."""
 _MOST_PAIRS = 50  # closest pairs only; the trapezoidal rule is more accurate for short paths
 _SURE = 0.5  # smallest correlation of energy differences with predictions of forces or stress
 _FARTHEST = 0.5  # Å, largest root mean square distance between close frames
-_MOST_STRAIN = 0.2
+_MOST_STRAIN = 0.2  # largest component of the strain between two cells
 # Ranges of correct slopes. The nearest units are eV/bohr (1.89) and eV/nm (0.1) for forces, and
 # eV/bohr^3 (6.7) and a virial in a cell of 10 Å^3 (0.1) for stress.
 _RIGHT = {"forces": (0.32, 1.37), "stress": (0.1, 5.0)}

@@ -88,7 +88,7 @@ def make_record(
     """
     from torch_geometric.data import Data
 
-    number = _whole(sid, "sid")
+    number = _whole(sid)
     name = f"sid {number}"
     initial = _positions(pos, "pos", name)
     count = len(initial)
@@ -153,8 +153,8 @@ def _tensor(value: _Array, key: str, name: str) -> Tensor:
     return tensor
 
 
-def _whole(value: object, key: str) -> int:
-    """Converts text or a number of any type to a 64-bit integer, without rounding."""
+def _whole(value: object) -> int:
+    """Converts a sid, text or a number of any type, to a 64-bit integer, without rounding."""
     number: Any = None
     with suppress(TypeError, ValueError, OverflowError, RuntimeError):
         tensor = torch.as_tensor(int(value) if isinstance(value, str) else value, device="cpu")
@@ -163,7 +163,7 @@ def _whole(value: object, key: str) -> int:
             exact = number.is_integer() and abs(number) < 2 / torch.finfo(tensor.dtype).eps
             number = int(number) if exact else None
     if not isinstance(number, int):
-        raise ValueError(f"{key} must be an integer of at most 64 bits; got {shown(value)}")
+        raise ValueError(f"sid must be an integer of at most 64 bits; got {shown(value)}")
     return number
 
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ase import Atoms
     from torch_geometric.data import Data
 
-_MIN_VACUUM = 4.5  # Å, minimum gap along an axis; layers of layered crystals are closer
+MIN_VACUUM = 4.5  # Å, smallest gap that counts as vacuum; in layered crystals, gaps are smaller
 _NONMETALS = (1, 6, 7, 8, 9, 15, 16, 17, 35, 53)  # H C N O F P S Cl Br I
 _SLAB_OR_MOLECULE = (3, 5, 14)  # Li B Si, in molecules on a slab of other elements
 _BOND, _CONTACT = 1.25, 1.3  # times covalent radii: bonds in molecules, contacts with slabs
@@ -110,7 +110,7 @@ class _Atoms:
                 heights %= spacing
                 ordered = np.sort(heights)
                 gaps = np.diff(ordered, append=ordered[0] + spacing)
-                if gaps.max() < _MIN_VACUUM:
+                if gaps.max() < MIN_VACUUM:
                     continue
                 lowest = ordered[(gaps.argmax() + 1) % len(ordered)]  # above the largest gap
                 heights = (heights - lowest) % spacing

@@ -15,9 +15,8 @@ from torch.utils.data import Dataset
 from molflt.data.batches import BatchedData
 from molflt.data.text.sources import _line_blocks, _text_blocks
 from molflt.data.text.tokenizer import TOKENIZER, Tokenizer, TokenizerKind, find_tokenizer
-from molflt.data.text.vocabulary import FIXED, Vocabulary, _Level
+from molflt.data.text.vocabulary import _MOST_UNKNOWN, FIXED, Vocabulary, _Level
 
-_MOST_UNKNOWN = 0.5  # a larger share of <unk> indicates the wrong vocabulary
 _NO_TARGET = -1
 _PIECES = 8192  # default size of a learned tokenizer
 _Item = TypeVar("_Item", covariant=True)

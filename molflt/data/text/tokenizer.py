@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from molflt.data.text.vocabulary import BYTES, FIXED
+from molflt.data.text.vocabulary import _MOST_UNKNOWN, BYTES, FIXED
 from molflt.files import shown
 from molflt.optional import require
 
@@ -24,7 +24,6 @@ _UNK = "[UNK]"
 _ALIASES = {"[PAD]": "<pad>", _UNK: "<unk>", "[CLS]": "<s>", "[SEP]": "</s>", "[MASK]": "<mask>"}
 _NOT_UTF8 = "expected text in UTF-8; convert it, or use data.kind byte"
 _SPECIAL = tuple(_ALIASES)  # ids 0 to 4 of tokenizers that are trained here
-_MOST_UNKNOWN = 0.5  # a larger share of unknown tokens indicates the wrong tokenizer
 
 
 class Tokenizer:

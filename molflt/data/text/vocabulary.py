@@ -23,6 +23,7 @@ RESIDUES = f"{AMINO_ACIDS}BZXUO"
 LISTOPS = ("[MIN", "[MAX", "[MED", "[SM", "]", *"0123456789")
 """tokens of ListOps (arXiv:1804.06028), without the redundant parentheses of published files"""
 
+_MOST_UNKNOWN = 0.5  # a larger share of unknown tokens indicates the wrong vocabulary
 _VISIBLE = (*range(33, 127), *range(161, 173), *range(174, 256))
 _OTHER = [byte for byte in range(256) if byte not in _VISIBLE]
 BYTES = tuple(chr(b) if b in _VISIBLE else chr(256 + _OTHER.index(b)) for b in range(256))
