@@ -193,8 +193,8 @@ def test_bad_members_get_one_line(runs, tmp_path, capsys) -> None:
     for words, parts in (
         (["--also", two, f"{one}/../{runs[0].name}"], ["has the same weights as"]),
         (["--also", str(twin)], [f"{twin}: has the same weights as {one}"]),
-        (["--also", two, "--splits", "test_id", "--calibration_split", "val_id"],
-         ["--calibration_split val_id", "test_id"]),
+        (["--also", two, "--splits", "test_id", "--calibration-split", "val_id"],
+         ["--calibration-split val_id", "test_id"]),
         (["--calibration_split", "val_id"], ["--also"]),
     ):  # fmt: skip
         line = error_of(capsys, "evaluate", one, *words, "--out", str(tmp_path / "out"))

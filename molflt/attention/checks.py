@@ -39,8 +39,8 @@ def share(**numbers: float) -> None:
 
 def _head_width(dim: int, heads: int) -> int:
     """Returns the head width d = dim / heads."""
-    if heads < 1 or dim % heads:
-        raise ValueError(f"dim={dim} must be a multiple of heads={heads}; change one of them")
+    if heads < 1 or dim < 1 or dim % heads:
+        raise ValueError(f"dim={dim} must be a multiple of heads={heads}, both above 0")
     return dim // heads
 
 

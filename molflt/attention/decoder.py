@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from molflt.attention.checks import known_names, no_effect
 from molflt.attention.features.base import Operand
-from molflt.attention.keys import without_masked
+from molflt.attention.keys import check_width, without_masked
 from molflt.attention.layer import Attention
 from molflt.attention.mixing.causal import DecodeState, KeyValues
 from molflt.attention.mixing.chunked import KeySums, key_sums, query_sums
@@ -43,6 +43,7 @@ class CrossAttention(Attention):
             context: (batch, keys, dim).
             context_mask: (batch, keys) bool, True where a token exists.
         """
+        check_width(self.dim, context=context)
         _, source = without_masked(context, context_mask)
         key = self.scaling(self._by_head(self.to_key, source))
         value = self._by_head(self.to_value, source)
@@ -137,7 +138,7 @@ class Decoder(nn.Module):
             positions: (batch, tokens, l), for the encoding of self-attention, if any.
             context_mask: (batch, keys) bool, True where a token of the other sequence exists.
         """
-        encoding = self.stack._evaluate(self.stack._encoded_for, positions, None)
+        encoding = self.stack._evaluate(self.stack._encoded_for, x, positions, None)
         for block, cross, norm in self._layers():
             mixed = block.attention(block._normalized(x, block.attention_norm), encoding=encoding)
             x = block._add(x, mixed, block.attention_norm)
@@ -161,7 +162,7 @@ class Decoder(nn.Module):
             state: state returned by the previous call, or by `remember` at the start.
             positions: (batch * k or 1, new tokens, l), positions of the new tokens.
         """
-        encoding, key_positions = self.stack._evaluate_new(positions, state.stack)
+        encoding, key_positions = self.stack._evaluate_new(x, positions, state.stack)
         states = [None] * len(self.cross) if state.stack is None else state.stack.blocks
         new_states: list[DecodeState] = []
         layers = zip(self._layers(), states, state.memory, strict=True)

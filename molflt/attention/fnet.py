@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from molflt.attention.checks import at_least_one, no_effect
 from molflt.attention.encodings import Encoding
-from molflt.attention.keys import Keys, check_mask
+from molflt.attention.keys import Keys, check_mask, check_width
 from molflt.attention.numerics import at_least_float32, options_of
 
 # Standard deviation of N(0, 1) truncated at 2; LeCun's truncated initialization divides by it.
@@ -61,11 +61,7 @@ class Mixer(nn.Module):
         key_mask = keys.pop("key_mask", None)
         why = f"with mixing={self.mixing!r}, which uses neither positions nor keys"
         no_effect(why, positions=positions, encoding=encoding, **keys)
-        if x.ndim != 3 or x.shape[-1] != self.dim:
-            raise ValueError(
-                f"x has the wrong shape; expected (batch, tokens, {self.dim}); got "
-                f"{tuple(x.shape)}; build the mixer with the width of the tokens"
-            )
+        check_width(self.dim, x=x)
         if key_mask is not None:
             check_mask(key_mask, x.shape[:2])
         with torch.autocast(x.device.type, enabled=False):

@@ -5,7 +5,7 @@ from typing import TypedDict
 import torch
 from torch import Tensor
 
-from molflt.attention.checks import readable, whole
+from molflt.attention.checks import readable, tensors, whole
 from molflt.attention.numerics import at_least_float32
 
 
@@ -24,12 +24,21 @@ class Keys(TypedDict, total=False):
     Periodic images of an atom are keys with the index of the atom but with separate positions."""
 
 
-def check_mask(key_mask: Tensor, shape: torch.Size) -> None:
-    """Raises ValueError unless a mask is bool and has the given shape."""
-    if key_mask.dtype is not torch.bool or key_mask.shape != shape:
+def check_width(dim: int, **tokens: Tensor | None) -> None:
+    """Raises TypeError or ValueError unless arguments are None or tensors (batch, tokens, dim)."""
+    tensors(**tokens)
+    for name, x in tokens.items():
+        if x is not None and (x.ndim != 3 or x.shape[-1] != dim):
+            raise ValueError(f"{name} must have shape (batch, tokens, {dim}); got {tuple(x.shape)}")
+
+
+def check_mask(mask: Tensor, shape: torch.Size, name: str = "key_mask") -> None:
+    """Raises TypeError or ValueError unless a mask is a bool tensor of the given shape."""
+    tensors(**{name: mask})
+    if mask.dtype is not torch.bool or mask.shape != shape:
         raise ValueError(
-            f"key_mask is wrong; expected bool of shape {tuple(shape)}; got {key_mask.dtype} of "
-            f"{tuple(key_mask.shape)}; pass True where a token exists"
+            f"{name} is wrong; expected bool of shape {tuple(shape)}; got {mask.dtype} of "
+            f"{tuple(mask.shape)}; pass True where a token exists"
         )
 
 
@@ -37,6 +46,7 @@ def log_weights(key_weight: Tensor | None, key_mask: Tensor | None, key: Tensor)
     """Returns the logarithms of weights: (batch, keys) -> (batch, 1, keys); 0 for masked keys."""
     if key_weight is None:
         return None
+    tensors(key_weight=key_weight)
     expected = key.shape[0], key.shape[2]
     if key_weight.shape != expected:
         raise ValueError(f"key_weight must have shape {expected}; got {tuple(key_weight.shape)}")
@@ -84,6 +94,7 @@ def without_masked(
     queries, only infinities and NaN of masked tokens are. See `Attention.forward`.
     """
     source = x if context is None else context
+    tensors(key_index=key_index)
     if key_index is not None:
         if key_index.shape[:-1] != source.shape[:1]:
             raise ValueError(

@@ -9,7 +9,7 @@ from molflt.attention.checks import _head_width, no_effect, not_negative, one_of
 from molflt.attention.encodings import KERNELIZED, SOFTMAX, TRITON, Encoding
 from molflt.attention.features import FEATURE_MAPS, FeatureMap, FeatureMapName, ProjectionName
 from molflt.attention.features.base import Operand
-from molflt.attention.keys import Keys, finite_positions, log_weights, without_masked
+from molflt.attention.keys import Keys, check_width, finite_positions, log_weights, without_masked
 from molflt.attention.mixing.causal import DecodeState, KeyValues, State
 from molflt.attention.mixing.forms import joined_bias, softmax
 from molflt.attention.mixing.ragged import expect_triton
@@ -242,19 +242,23 @@ class Attention(Positioned):
         """
         if not self.causal or self.mixing == "quadratic":
             raise ValueError(
-                "decode needs causal=True and mixing 'linear' or 'softmax'; got "
+                "decode needs causal=True and mixing 'linear', 'auto' or 'softmax'; got "
                 f"causal={self.causal}, mixing={self.mixing!r}"
             )
-        encoding = self._encode(positions, key_positions, encoding)
+        encoding = self._encode(x, encoding, positions, key_positions)
         if self.mixing != "softmax" and not encoding.decodes:
             raise ValueError(
                 "a Toeplitz kernel does not have a state for decoding; use a spectral position"
             )
         heads = self._split(x)
         if state:
+            parts = 3 if self.mixing == "softmax" else 1 + (self.normalize == "unmasked")
             batch = len(state.key if isinstance(state, KeyValues) else state[0].sums)
-            if batch != len(x):
-                raise ValueError(f"expected a state of {len(x)} sequences, as in x; got {batch}")
+            if len(state) != parts or batch != len(x):
+                raise ValueError(
+                    f"expected this layer's state of {len(x)} sequences, as in x; got one of "
+                    f"{batch} or of another layer"
+                )
         if isinstance(state, KeyValues):
             key = torch.cat((state.key, heads.key), dim=2)
             value = torch.cat((state.value, heads.value), dim=2)
@@ -299,17 +303,16 @@ class Attention(Positioned):
             raise ValueError(
                 "context needs its own positions; pass key_positions, (batch, keys, l)"
             )
+        check_width(self.dim, x=x, context=context)
         heads = self._split(x, context, **keys)  # first, because it checks the mask
         positions, key_positions = finite_positions(positions, key_positions, keys)
-        return heads, self._encode(positions, key_positions, encoding)
+        return heads, self._encode(x, encoding, positions, key_positions)
 
-    def _encode(
-        self, positions: Tensor | None, key_positions: Tensor | None, encoding: Encoding | None
-    ) -> Encoding:
+    def _encode(self, x: Tensor, encoding: Encoding | None, *positions: Tensor | None) -> Encoding:
         if encoding is None:
-            encoding = self._evaluate(self.encoded_for, positions, key_positions)
+            encoding = self._evaluate(self.encoded_for, x, *positions)
             return Encoding() if encoding is None else encoding
-        if positions is not None or key_positions is not None:
+        if any(r is not None for r in positions):
             raise ValueError("got both positions and an encoding; pass one of them")
         kind = self.mixing if self.mixing in (SOFTMAX, TRITON) else KERNELIZED
         if kind not in encoding.supports:

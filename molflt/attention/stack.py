@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from molflt.attention.checks import _head_width, at_least_one, known_names, no_effect, one_of, share
 from molflt.attention.encodings import SOFTMAX, TRITON, Encoding
 from molflt.attention.fnet import TOKEN_MIXERS, Mixer
-from molflt.attention.keys import Keys, finite_positions, without_masked
+from molflt.attention.keys import Keys, check_width, finite_positions, without_masked
 from molflt.attention.layer import Attention
 from molflt.attention.mixing.causal import DecodeState
 from molflt.attention.positions import make_position
@@ -111,6 +111,7 @@ class Block(nn.Module):
 
     def _normalized(self, x: Tensor, norm: nn.Module) -> Tensor:
         """Returns the input of a sublayer with the LayerNorm `norm`."""
+        check_width(self.attention.dim, x=x)
         return norm(x) if self.norm == "pre" else x
 
     def _add(self, x: Tensor, update: Tensor, norm: nn.Module) -> Tensor:
@@ -223,7 +224,7 @@ class Stack(Positioned):
             )
         attentions = [b.attention for b in blocks if isinstance(b.attention, Attention)]
         _refuse_misfits(attentions, position)
-        self.blocks = nn.ModuleList(blocks)
+        self.blocks, self.dim = nn.ModuleList(blocks), blocks[0].attention.dim
         self.position = position
         self.refinements = refinements
         for attention in attentions:
@@ -231,7 +232,7 @@ class Stack(Positioned):
         self.mixings = sorted({attention.mixing for attention in attentions})
         self._encoded_for = attentions[0].encoded_for if attentions else "linear"
         post, eps = blocks[-1].norm == "post", blocks[0].attention_norm.eps
-        self.norm = nn.Identity() if post else nn.LayerNorm(blocks[0].attention.dim, eps)
+        self.norm = nn.Identity() if post else nn.LayerNorm(self.dim, eps)
 
     def forward(
         self,
@@ -252,7 +253,7 @@ class Stack(Positioned):
         mask = keys.get("key_mask")
         x, _ = without_masked(x, mask, keys.get("key_index"))
         positions, key_positions = finite_positions(positions, key_positions, keys)
-        encoding = self._evaluate(self._encoded_for, positions, key_positions)
+        encoding = self._evaluate(self._encoded_for, x, positions, key_positions)
         for _ in range(self.refinements):
             x = self.one_pass(x, encoding, **keys)
         return self.norm(x)
@@ -268,7 +269,7 @@ class Stack(Positioned):
         self, x: Tensor, positions: Tensor | None = None, state: StackState | None = None
     ) -> tuple[Tensor, StackState]:
         """Applies all causal passes to new tokens; see `Attention.decode`."""
-        encoding, key_positions = self._evaluate_new(positions, state)
+        encoding, key_positions = self._evaluate_new(x, positions, state)
         blocks = self._blocks() * self.refinements
         states = [None] * len(blocks) if state is None else state.blocks
         new_states: list[DecodeState] = []
@@ -278,7 +279,7 @@ class Stack(Positioned):
         return self.norm(x), StackState(key_positions, new_states)
 
     def _evaluate_new(
-        self, positions: Tensor | None, state: StackState | None
+        self, x: Tensor, positions: Tensor | None, state: StackState | None
     ) -> tuple[Encoding | None, Tensor | None]:
         """Returns the encoding of new tokens that follow a state, and the positions to remember."""
         key_positions = positions
@@ -286,7 +287,7 @@ class Stack(Positioned):
         if self._encoded_for == "softmax" and past is not None and positions is not None:
             # Linear attention needs only the new keys.
             key_positions = torch.cat((past, positions), dim=1)
-        return self._evaluate(self._encoded_for, positions, key_positions), key_positions
+        return self._evaluate(self._encoded_for, x, positions, key_positions), key_positions
 
     @property
     def decodes(self) -> bool:
@@ -348,7 +349,7 @@ def _count_mixers(
         no_effect(why, mixer_options=mixer_options, attention_layers=attention_layers)
         return 0
     count = attention_layers or 0
-    if not 0 <= count < layers:
+    if not 0 <= count < max(layers, 1):
         raise ValueError(f"attention_layers must be 0 to {layers - 1} for {layers=}; got {count}")
     if attention.get("causal"):
         raise ValueError(

@@ -88,9 +88,8 @@ class Calibration:
         """
         if len(error) < _LEAST:
             raise ValueError(
-                f"{split}: expected at least {_LEAST} systems with labels in the half that "
-                f"calibrates the uncertainty; got {len(error)}; select a larger split with "
-                "--calibration_split"
+                f"{split}: expected at least {_LEAST} labeled systems in the half for calibration; "
+                f"got {len(error)}; select a larger split with --calibration-split"
             )
         scale = float(np.sqrt(np.mean(np.square(spread))))
         if scale == 0:
@@ -192,12 +191,10 @@ def check_calibration_split(model: nn.Module, split: str | None, splits: Sequenc
     if split is None:
         return
     if not isinstance(model, EnsembleRegressor):
-        raise ValueError(f"--calibration_split {split}: {ONE_RUN}")
+        raise ValueError(f"--calibration-split {split}: {ONE_RUN}")
     if split not in splits:
-        raise ValueError(
-            f"--calibration_split {split}: expected one of the evaluated splits, "
-            f"{', '.join(splits)}"
-        )
+        known = ", ".join(splits)
+        raise ValueError(f"--calibration-split {split}: expected an evaluated split: {known}")
 
 
 def assess(
@@ -282,7 +279,7 @@ def _split_to_calibrate_on(found: Mapping[str, Predictions], learned: str) -> st
     warn(
         f"the uncertainty is not calibrated, and only the spread, spread_eV, is reported: expected "
         f"{least} in the half of a split that calibrates it; got {known}; hold out more systems, "
-        "or select a larger split with --calibration_split"
+        "or select a larger split with --calibration-split"
     )
     return None
 

@@ -80,6 +80,12 @@ def evaluate(
         raise ValueError(
             "--relaxed expects a model trained with relaxed positions; got none; omit --relaxed"
         )
+    members = getattr(model, "members", [model])
+    if relaxed is not None and any(member.position_head is None for member in members):
+        raise ValueError(
+            "--relaxed expects a model with a position head; train with --model.position_head "
+            "true, or omit --relaxed"
+        )
     datasets = source.open(model, None if force else domain)
     if relaxed is not None:
         for split, dataset in datasets.items():

@@ -72,9 +72,8 @@ class EvaluationData:
         self.own = DataSet.of_run(config["data"], config["seed"])
         if data is None and not exists(self.own.root):
             raise FileNotFoundError(
-                f"{self.own.root}: no such folder or file; expected the data.root of "
-                f"{run / 'config.yaml'}; run the command in the folder where the run was trained, "
-                "or specify the data with --data"
+                f"{self.own.root}: no such folder or file; expected the data.root of {run}; run "
+                "the command in the folder where the run was trained, or pass --data"
             )
         reading["energy_key"] = energy_key
         changed = {name: value for name, value in reading.items() if value != AS_TRAINED}

@@ -433,8 +433,8 @@ def refuse_undescribed(present: set[int], unsupported: frozenset[int], name: str
     """Raises ValueError if `present` contains `unsupported` elements, which lack descriptors."""
     if unknown := unsupported & present:
         raise ValueError(
-            f"{name}: element {min(unknown)} has no known descriptors; omit such structures with "
-            "--skip_bad, or use a model that was trained without descriptors"
+            f"{name}: element {min(unknown)} has no known descriptors; omit such structures "
+            "(--skip-bad), or use a model that was trained without descriptors"
         )
 
 

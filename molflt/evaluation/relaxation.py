@@ -186,11 +186,6 @@ def write_relaxed(
     for split, dataset in datasets.items():
         errors, initial_errors = np.empty(len(dataset)), np.empty(len(dataset))
         frames = []
-        if "displacement" not in found[split].by_atom:
-            raise ValueError(
-                "--relaxed expects a model with a position head; train with --model.position_head "
-                "true, or omit --relaxed"
-            )
         for index, displacement in enumerate(found[split].by_atom["displacement"]):
             record = dataset[index]
             pos = (record.pos + torch.from_numpy(displacement) * ~record.fixed[:, None]).numpy()

@@ -114,20 +114,20 @@ class LongRange(nn.Module):
         total_charge: bool = False,
     ) -> None:
         super().__init__()
-        at_least_one(dim=dim, channels=channels)
-        positive(cutoff=cutoff)
-        not_negative(smearing=smearing)
-        if not powers or len(set(powers)) < len(powers):
+        at_least_one(dim=dim, long_range_channels=channels)
+        positive(long_range_cutoff=cutoff)
+        not_negative(long_range_smearing=smearing)
+        if isinstance(powers, int) or not powers or len(set(powers)) < len(powers):
             raise ValueError(
-                f"expected one or more powers of 1 / r^p, each once; got {list(powers)}; omit "
-                "long_range for no long-range energy"
+                f"long_range must list powers of 1 / r^p, each once, such as [1]; got {powers}; "
+                "omit it for no long-range energy"
             )
         for power in powers:
             InversePower(power, _DEPTH / cutoff)  # rejects other powers
         if smearing >= cutoff / (_DEPTH * 2**0.5):
             raise ValueError(
-                f"smearing must be below {cutoff / (_DEPTH * 2**0.5):.3g} Å, the width that the "
-                f"nodes resolve with a cutoff of {cutoff:g} Å; got {smearing:g}; raise the cutoff"
+                f"long_range_smearing must be below {cutoff / (_DEPTH * 2**0.5):.3g} Å, which the "
+                f"nodes of long_range_cutoff={cutoff:g} resolve; got {smearing:g}; raise the cutoff"
             )
         if total_charge and not (neutral and 1 in powers):
             raise ValueError(
@@ -210,7 +210,7 @@ def inverse_power_sums(
         for graph, count in enumerate(axes):
             if count == 1 or (count == 2 and max(powers) > 1):
                 raise ValueError(
-                    f"long_range={list(powers)} does not converge for {count} periodic axes; got "
+                    f"long_range={list(powers)} does not support {count} periodic axes; got "
                     f"those of graph {graph}; set pbc to True along all axes, with vacuum between"
                 )
         laws = [InversePower(power, _DEPTH / cutoff) for power in powers]

@@ -22,7 +22,7 @@ def _expect_memory(weights: Tensor, geometry: Geometry, heads: int) -> None:
         size,
         f"{int(nodes[largest]):,} reciprocal nodes x {int(atoms[largest]):,} atoms x {heads} heads "
         f"of the largest of {len(atoms)} structures, plus those of the others,",
-        "reduce max_frequency, or use periodic='mesh' (predict: --mesh_order 5)",
+        "reduce max_frequency, or use periodic='mesh' (predict: --mesh-order 5)",
     )
 
 

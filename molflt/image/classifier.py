@@ -93,10 +93,8 @@ class ImageClassifier(Redrawn):
         at_least_one(classes=classes, channels=channels, image_size=image_size)
         side, rest = divmod(image_size, patch_size)
         if rest:
-            raise ValueError(
-                f"image_size={image_size} must be a multiple of patch_size={patch_size}; choose a "
-                "divisor, or resize the images"
-            )
+            size = f"image_size={image_size} must be a multiple of {patch_size=}"
+            raise ValueError(f"{size}; choose a divisor, or resize the images")
         self.classes, self.channels, self.image_size = classes, channels, image_size
         self.patch_size, self.side, self.pool = patch_size, side, pool
         if position == "none":
@@ -129,8 +127,7 @@ class ImageClassifier(Redrawn):
         if {mean.shape, std.shape} != {self.image_mean.shape} or not bool((std > 0).all()):
             raise ValueError(
                 f"expected a mean and a positive standard deviation for each of {self.channels} "
-                f"channels; got mean={mean.tolist()}, std={std.tolist()}; see "
-                "ImageData.statistics()"
+                f"channels; got {mean.tolist()} and {std.tolist()}; see ImageData.statistics()"
             )
         self.image_mean.copy_(mean)
         self.image_std.copy_(std)
@@ -145,7 +142,7 @@ class ImageClassifier(Redrawn):
         expected = (self.channels, self.image_size, self.image_size)
         if images.ndim != 4 or tuple(images.shape[1:]) != expected or not len(images):
             raise ValueError(
-                f"images must be (batch, {', '.join(map(str, expected))}); got "
+                f"images must be (batch, {', '.join(map(str, expected))}), batch at least 1; got "
                 f"{tuple(images.shape)}; resize them, or build the model for their size"
             )
         if not images.is_floating_point():
@@ -219,6 +216,8 @@ def _refuse_misfits(
     if position is None:
         return
     name = type(position).__name__
+    if position.dim > 2:
+        raise ValueError(f"position_options dim must be 1 or 2; got {position.dim}; omit it for 2")
     if position.dim == 1 and scale != 1:
         no_effect("in one dimension, where positions are indices", position_scale=scale)
     if position.grid and position.dim == 2 and pool == "token":

@@ -114,10 +114,8 @@ class AttentionMemory(Memory):
         )
         encoding = self.stack.position
         if encoding is not None and not encoding.decodes:
-            raise ValueError(
-                f"position={position!r} does not support decoding, which a memory needs; expected "
-                "one such as 'spectral'"
-            )
+            why = "does not support decoding, which a memory needs; use one such as 'spectral'"
+            raise ValueError(f"position={position!r} {why}")
         self.softmax = mixing == "softmax"
         if window is not None and (not self.softmax or encoding is not None):
             raise ValueError(

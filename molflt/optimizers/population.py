@@ -36,6 +36,8 @@ class Populations:
         center: Tensor | float = 0.0,
         scale: float = START_SCALE,
     ) -> None:
+        if members < 2:
+            raise ValueError(f"a population needs at least 2 members; got {members=}")
         self.model, self.members = model, members
         self.device = model.log_pressure.device
         self.generators = [generator_of(seed, 1) for seed in seeds]
@@ -151,16 +153,13 @@ class PopulationOptimizer:
             )
         given = torch.as_tensor(values, dtype=torch.float64, device="cpu").detach()
         if given.shape != (self.members,):
-            raise ValueError(
-                f"values must have shape ({self.members},), one for each member; got "
-                f"{tuple(given.shape)}"
-            )
+            shape = f"({self.members},), one for each member; got {tuple(given.shape)}"
+            raise ValueError(f"values must have shape {shape}")
         if not bool(given.isfinite().all()):
             member = int((~given.isfinite()).nonzero()[0])
             raise ValueError(
-                f"the value of member {member} in generation {generation} is "
-                f"{float(given[member])}; expected a finite number; pass a large number where the "
-                "function is undefined"
+                f"member {member} in generation {generation}: expected a finite value; got "
+                f"{float(given[member])}; pass a large number where the function is undefined"
             )
         with torch.no_grad():
             self._populations.tell(given[None].to(self._populations.device))

@@ -192,8 +192,6 @@ class PopulationModel(Redrawn):
             waves: normal numbers, (batch, `self.waves`, d) float64.
         """
         batch, members, d = position.shape
-        if members < 2:
-            raise ValueError(f"a population needs at least 2 members; got {members}")
         unknown = position.new_full((batch, members), math.inf)
         none, path = position.new_zeros(batch), position.new_zeros(batch, d)
         age = torch.zeros_like(unknown)

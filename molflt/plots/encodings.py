@@ -161,7 +161,8 @@ def _found(model: object) -> Any:
     if not has_bias(position):
         raise ValueError(
             "expected a position module with a bias for mixing 'softmax', or a model with one at "
-            f"encoding.position; got {type(position or model).__name__}; use attention_matrices"
+            "encoding.position or stack.position; got "
+            f"{type(position or model).__name__}; use attention_matrices"
         )
     return position
 

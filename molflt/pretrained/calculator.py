@@ -87,7 +87,7 @@ class Calculator(AseCalculator):
     ) -> None:
         super().__init__(**options)
         if dtype not in ("float32", "float64"):
-            raise ValueError(f"dtype={dtype!r}: expected float32 or float64")
+            raise ValueError(f"dtype={dtype!r}: expected 'float32' or 'float64'")
         if isinstance(source, Pretrained):
             source = source.model
         if isinstance(source, nn.Module) and checkpoint is not None:
@@ -101,8 +101,7 @@ class Calculator(AseCalculator):
         if not isinstance(model, Potential):
             raise ValueError(
                 f"{name}: a calculator requires a potential; got {type(model).__name__}, which has "
-                "no forces, because it predicts energies of relaxed structures; train with "
-                "--recipe potential, or use molflt predict"
+                "no forces; train with --recipe potential, or predict energies with molflt predict"
             )
         self.model = model.to(getattr(torch, dtype))
         if model.long_range is not None and 1 in model.long_range.powers:

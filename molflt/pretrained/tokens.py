@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from tqdm import tqdm
 
+from molflt.attention.checks import at_least_one
 from molflt.data.text.glue import TASKS, Example
 from molflt.data.text.tokenizer import Tokenizer
 from molflt.data.text.vocabulary import Vocabulary
@@ -142,6 +143,7 @@ class ImageWriter(Pretrained):
     def _known(self, count: int, given: Tensor | None, rows: int | None) -> Tensor:
         """Returns the known bytes (images, bytes) of each image on the device of the model."""
         device = device_of(self.model)
+        at_least_one(count=count)
         if given is None:
             if rows is not None:
                 raise ValueError(f"rows={rows} has no effect without given images")
@@ -152,7 +154,9 @@ class ImageWriter(Pretrained):
             raise ValueError(
                 f"rows must be 1 to {side - 1}, less than the {side} rows of an image; got {rows}"
             )
-        return self.model.bytes_of(given.to(device))[:, : rows * side * self.model.channels]
+        return self.model.bytes_of(torch.as_tensor(given, device=device))[
+            :, : rows * side * self.model.channels
+        ]
 
 
 class _Classifier(Pretrained):
@@ -268,10 +272,8 @@ class SentenceLabeler(_Tokenized, _Classifier):
         for number, (_, second) in enumerate(pairs, 1):
             if paired is not None and paired != (second is not None):
                 kinds = ("a pair", "one sentence") if paired else ("one sentence", "a pair")
-                raise ValueError(
-                    f"sentence {number:,}: expected {kinds[0]}, as in the training data, {name}; "
-                    f"got {kinds[1]}"
-                )
+                expected = f"expected {kinds[0]}, as in the training data, {name}"
+                raise ValueError(f"sentence {number:,}: {expected}; got {kinds[1]}")
         examples = [Example(first, second, 0.0) for first, second in pairs]
         most = (self.model.encoder.longest or sys.maxsize) if length is None else length
         logits = logits_of(self.model, self.tokenizer, examples, most, batch_size, "sentences")

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from molflt.attention.checks import at_least_one, whole
+from molflt.attention.checks import at_least_one, tensors, whole
 from molflt.attention.decoder import DecoderState
 from molflt.sequence.encoder_decoder import EncoderDecoder
 from molflt.sequence.generation import expect_finite
@@ -56,7 +56,9 @@ def beam_search(
     if model.training:
         raise ValueError("beam_search needs a model without dropout; call model.eval() first")
     at_least_one(beam=beam, limit=1 if limit is None else limit)
-    whole("end", source.new_tensor(end), 0, model.vocabulary - 1, "an id of the vocabulary")
+    tensors(source=source, source_mask=source_mask)
+    for name, token in (("begin", begin), ("end", end)):
+        whole(name, torch.tensor(token), 0, model.vocabulary - 1, "an id of the vocabulary")
     mask = torch.ones_like(source) if source_mask is None else source_mask.long()
     limits = 2 * mask.sum(dim=1) + 10 if limit is None else mask.new_full((len(mask),), limit)
     search = _Search(model, source, source_mask, begin, end, beam, length_penalty)

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from molflt.attention.checks import at_least_one, not_negative
+from molflt.attention.checks import at_least_one, not_negative, tensors
 from molflt.sequence.language_model import LanguageModel, LanguageState
 
 
@@ -33,6 +33,7 @@ def sample(
     """
     if model.training:
         raise ValueError("sampling needs a model without dropout; call model.eval() first")
+    tensors(prompt=prompt)
     if prompt.ndim != 2 or not prompt.numel():
         raise ValueError(
             "prompt must be ids of shape (batch, n) with n of at least 1; got "
@@ -89,7 +90,4 @@ def _choose(
 def expect_finite(log_p: Tensor) -> None:
     """Raises ValueError if a log-probability is not finite."""
     if not bool(log_p.isfinite().all()):
-        raise ValueError(
-            "the probability of a token is not finite; expected a number; use a different "
-            "checkpoint"
-        )
+        raise ValueError("the probability of a token is not finite; use a different checkpoint")

@@ -74,8 +74,5 @@ class MaskedLanguageModel(EncoderModel):
     def follows(self, hidden: Tensor) -> Tensor:
         """Returns logits of "follows" and "does not follow": (batch, length, dim) -> (batch, 2)."""
         if self.pooler is None or self.next_sentence is None:
-            raise ValueError(
-                "the model does not predict next sentences; got next_sentence=None; build it with "
-                "next_sentence=True"
-            )
+            raise ValueError("follows() needs a model that was built with next_sentence=True")
         return self.next_sentence(self.pooler(hidden[:, 0]).tanh())

@@ -42,10 +42,8 @@ class PixelModel(LanguageModel):
         **language: Any,
     ) -> None:
         if channels is None or image_size is None:
-            raise ValueError(
-                f"channels and image_size must be numbers; got {channels}, {image_size}; take them "
-                "from the data"
-            )
+            got = f"got {channels}, {image_size}; take them from the data"
+            raise ValueError(f"channels and image_size must be numbers; {got}")
         at_least_one(channels=channels, image_size=image_size)
         self.channels, self.image_size = channels, image_size
         super().__init__(
@@ -70,7 +68,7 @@ class PixelModel(LanguageModel):
                 f"images must be (batch, {', '.join(map(str, shape))}); got {tuple(images.shape)}; "
                 "resize them, or build the model for their size"
             )
-        whole("images", images, 0, LEVELS - 1, "bytes")
+        whole("images", images, 0, LEVELS - 1, "bytes (255 times an image in [0, 1])")
         return images.permute(0, 2, 3, 1).flatten(1).long()
 
     def images_of(self, values: Tensor) -> Tensor:

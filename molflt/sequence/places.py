@@ -165,7 +165,7 @@ def expect_first(name: str, mask: Tensor, tokens: Tensor) -> None:
     Padding before the first token would shift the positions of all tokens. It is detected only if
     the values can be read on the CPU.
     """
-    check_mask(mask, tokens.shape)
+    check_mask(mask, tokens.shape, name)
     if readable(mask) and bool((left := ~mask[:, :1] & mask).any()):
         row = int(left.any(dim=1).nonzero()[0])
         raise ValueError(

@@ -73,10 +73,8 @@ def options_of(weights: Mapping[str, Tensor], config: Mapping[str, object]) -> d
     attends = any(name.endswith(".to_query.weight") for name in weights)
     activation = str(config.get("hidden_act", "gelu" if attends else "gelu_new"))
     if activation not in _ACTIVATIONS:
-        raise ValueError(
-            f"hidden_act={activation!r}; expected one of {', '.join(_ACTIVATIONS)}; use different "
-            "weights"
-        )
+        known = ", ".join(_ACTIVATIONS)
+        raise ValueError(f"hidden_act={activation!r}; expected {known}; use different weights")
     places = str(config.get("position_embedding_type", "absolute"))
     if places != "absolute" or config.get("is_decoder"):
         raise ValueError(

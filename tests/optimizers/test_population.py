@@ -145,7 +145,7 @@ def test_a_generation_has_one_answer() -> None:
     """Refused answers change nothing."""
     optimizer = PopulationOptimizer(made(), MEMBERS)
     members = optimizer.ask()
-    with pytest.raises(ValueError, match="member 4 in generation 0 is nan"):
+    with pytest.raises(ValueError, match="member 4 in generation 0.*got nan"):
         optimizer.tell([1.0, 2, 3, 4, math.nan, 6])
     assert torch.equal(optimizer.ask(), members)
     optimizer.tell([3.0, 1, 3, 3, 3, 3])

@@ -46,10 +46,11 @@ def position(name: str = "spectral", **options: Any) -> Any:
     return make_position(name, HEADS, DIM // HEADS, **small.get(name, {}), **options)
 
 
-def decoded_again(mixing: str) -> Tensor:
-    """Continues one sequence with the state of two."""
-    causal = layer(mixing=mixing, causal=True)
-    return causal.decode(X, state=causal.decode(X.repeat(2, 1, 1))[1])[0]
+def decoded_again(before: str, after: str, batch: int = 1, normalize: str = "masked") -> Tensor:
+    """Continues one sequence of mixing `after` with the state of a `batch` of mixing `before`."""
+    first = layer(P, mixing=before, causal=True, normalize=normalize)
+    state = first.decode(X.repeat(batch, 1, 1), R)[1]
+    return layer(mixing=after, causal=True).decode(X, state=state)[0]
 
 
 def line(tokens: int = 5) -> Tensor:
@@ -150,9 +151,15 @@ ROWS = [
     refused(lambda: layer(position())(X), "SpectralPosition", "(batch, tokens, 3)"),
     refused(lambda: toeplitz_layer().decode(X, line()), "Toeplitz", "spectral"),
     *(
-        refused(lambda m=m: decoded_again(m), "state", "1 sequences", "2")
+        refused(lambda m=m: decoded_again(m, m, 2), "state", "1 sequences", "2")
         for m in ("linear", "softmax")
     ),
+    refused(lambda: decoded_again("linear", "softmax"), "state", "another layer"),
+    refused(lambda: decoded_again("linear", "linear", normalize="unmasked"), "another layer"),
+    refused(lambda: layer()(X.tolist()), "x", "torch.as_tensor", "list", error=TypeError),
+    refused(lambda: stack()(X[0]), "x", "(batch, tokens, 16)", "(5, 16)"),
+    refused(lambda: stack(position=P)(X, R[:, :4]), "positions", "(1, 5)", "(1, 4)"),
+    refused(lambda: Attention(-4, 2), "dim=-4", "above 0"),
     # stacks
     refused(lambda: stack(num_feature=3), "'num_feature'", "num_features", error=TypeError),
     refused(lambda: stack(mixer="fourier", causal=True), "mixer", "causal=False", "True"),

@@ -91,6 +91,7 @@ POTENTIALS: list[tuple[dict[str, Any], *Words]] = [
     ({"position_options": {"positive": False}}, "position_options", "positive=True"),
     ({"position_options": {"spectrum": "matern"}}, "position_options", "gaussian_basis"),
     ({"long_range": [1], "long_range_smearing": 2.0}, "smearing", "below 1.41", "2"),
+    ({"long_range": 1}, "long_range", "list", "1"),
     ({"long_range": [1, 1]}, "powers", "each once", "[1, 1]"),
     ({"total_charge": True, "long_range": [6]}, "total_charge", "power 1", "[6]"),
 ]
@@ -190,7 +191,7 @@ ROWS = [
     # flat cells would have no images, and tiny cells too many
     *(Refusal(layer({"cell": cell}, "images"), "graph 0", "Å apart") for cell in (CELL / 10, FLAT)),
     *(
-        refused(lambda p=p, axes=axes: LongRange(3, p)(ZEROS, on(axes)), "converge", "graph 0")
+        refused(lambda p=p, axes=axes: LongRange(3, p)(ZEROS, on(axes)), "periodic axes", "graph 0")
         for p, axes in (((1,), AXES[0]), ((1, 6), AXES[1]))
     ),
     refused(lambda: Potential(**SMALL)(data(pos=FAR, cell=None, pbc=None)), "Å apart", "at most"),

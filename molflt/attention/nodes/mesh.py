@@ -58,7 +58,7 @@ class Mesh(NamedTuple):
             raise ValueError(
                 f"too many mesh points below {max_frequency} cycles/Å; expected at most "
                 f"{_MOST_POINTS:,}; got {math.prod(sides):,} for graph {graph} with sides of "
-                f"{length.tolist()} Å"
+                f"{length.tolist()} Å; reduce max_frequency"
             )
         ranges = [
             torch.arange(-m * (axis > 0), m + 1, device=dual.device)

@@ -5,8 +5,9 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from molflt.attention.checks import in_transform
+from molflt.attention.checks import in_transform, tensors
 from molflt.attention.encodings import Encoding
+from molflt.attention.keys import check_width
 from molflt.attention.numerics import at_least_float32, options_of
 
 MIXINGS = ("linear", "quadratic", "softmax")
@@ -62,10 +63,8 @@ class Position(nn.Module):
         for size, actual in sizes.items():
             expected = getattr(self, size, actual)
             if expected != actual and (size, expected) != ("heads", 1):
-                raise ValueError(
-                    f"{name} was built for {size}={expected}; got attention with {size}={actual}; "
-                    "use the same number"
-                )
+                other = f"{size}={expected}; expected the same in attention; got {actual}"
+                raise ValueError(f"{name} was built for {other}")
         if mixing not in self.mixings:
             raise ValueError(
                 f"{name} does not support mixing={mixing!r}; expected {' or '.join(self.mixings)}"
@@ -73,10 +72,8 @@ class Position(nn.Module):
         if causal and not self.causal:
             raise ValueError(f"{name} is not causal; use causal=False or another position")
         if gate and not self.decodes:
-            raise ValueError(
-                f"gate=True needs a running state, which {name} does not have; use "
-                "gate=False or a different position"
-            )
+            why = f"which {name} does not have; use gate=False or another position"
+            raise ValueError(f"gate=True needs a running state, {why}")
 
     def use_for(self, mixing: str) -> None:
         """Freezes parameters that a mixing does not use."""
@@ -112,6 +109,7 @@ class Positioned(nn.Module):
     """Base class for modules that can own a position."""
 
     position: Position | None
+    dim: int  #: width of tokens
 
     def __init__(self, position: Position | None) -> None:
         super().__init__()
@@ -123,8 +121,10 @@ class Positioned(nn.Module):
         self.position = position
 
     def _evaluate(
-        self, mixing: str, positions: Tensor | None, key_positions: Tensor | None
+        self, mixing: str, x: Tensor, positions: Tensor | None, key_positions: Tensor | None
     ) -> Encoding | None:
+        check_width(self.dim, x=x)
+        tensors(positions=positions, key_positions=key_positions)
         position, name = self.position, type(self).__name__.lower()
         if position is None:
             if positions is not None or key_positions is not None:
@@ -137,6 +137,11 @@ class Positioned(nn.Module):
             )
         keys = positions if key_positions is None else key_positions
         position.check_axes(positions, keys)
+        if positions.shape[1] != x.shape[1] or positions.shape[0] not in (1, x.shape[0]):
+            raise ValueError(
+                f"positions must have one row for each token of x, {tuple(x.shape[:2])}, or one "
+                f"sequence for all; got {tuple(positions.shape[:2])}"
+            )
         return position(mixing, positions, keys)
 
     def share_position(self) -> None:

@@ -41,10 +41,11 @@ class GaussianBias(Position):
         mean_range: tuple[float, float] = (0.0, 3.0),
         std_range: tuple[float, float] = (0.1, 3.0),
     ) -> None:
-        if not (mean_range[0] <= mean_range[1] and 0 < std_range[0] <= std_range[1]):
+        (low, high), (least, most) = (x if len(x) == 2 else (1, 0) for x in (mean_range, std_range))
+        if not (low <= high and 0 < least <= most):
             raise ValueError(
-                "mean_range and std_range must be two numbers, smallest first, the second above 0; "
-                f"got {mean_range} and {std_range}"
+                "mean_range and std_range must be two numbers, smallest first, and std_range above "
+                f"0; got {mean_range} and {std_range}"
             )
         super().__init__()
         hidden_dim = num_gaussians if hidden_dim is None else hidden_dim

@@ -67,7 +67,7 @@ class ToeplitzPosition(Position):
         queries, keys = positions.shape[1], key_positions.shape[1]
         capacity = math.prod(self.shape)
         if (tokens := max(queries, keys)) > capacity:
-            raise ValueError(f"{tokens} tokens exceed the {capacity} places of the table")
+            raise ValueError(f"{tokens} tokens exceed {capacity} places; raise max_tokens or shape")
         if self.dim == 2:
             return Toeplitz(self.table, self.method)
         start = capacity - queries

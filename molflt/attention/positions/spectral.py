@@ -130,8 +130,8 @@ class SpectralPosition(Position):
         if any(parameter.requires_grad for parameter in fixed):
             names, kind = ", ".join(self.spectrum.without_slope), type(self.spectrum).__name__
             warnings.warn(
-                f"{names} of the spectrum {kind} stays as drawn with mixing='softmax': its exact "
-                "mask is not differentiable with respect to it; spectrum='smooth_local' learns it",
+                f"{names} of the spectrum {kind} keeps its initial value with mixing='softmax': "
+                "the exact mask has no slope in it; spectrum='smooth_local' learns it",
                 stacklevel=2,
             )
             for parameter in fixed:
