@@ -197,8 +197,10 @@ def takes_matrix(model: EnergyRegressor) -> bool:
 def _expect_exportable(model: nn.Module) -> None:
     """Raises ValueError for models whose energies `EnergyComputation` cannot compute."""
     if type(model) is not EnergyRegressor:
-        got = f"{type(model).__name__}, which cannot be exported; use molflt.load(...).predict"
-        raise ValueError(f"expected one EnergyRegressor; got {got}")
+        raise ValueError(
+            f"expected one EnergyRegressor; got {type(model).__name__}, which cannot be exported; "
+            "use molflt.load(...).predict"
+        )
     scheme = None if model.encoding is None else model.encoding.periodic
     softmax = "softmax" in model.stack.mixings
     if model.move_atoms or softmax or isinstance(scheme, Images) or type(scheme) is OnMesh:

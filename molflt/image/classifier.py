@@ -93,8 +93,10 @@ class ImageClassifier(Redrawn):
         at_least_one(classes=classes, channels=channels, image_size=image_size)
         side, rest = divmod(image_size, patch_size)
         if rest:
-            size = f"image_size={image_size} must be a multiple of {patch_size=}"
-            raise ValueError(f"{size}; choose a divisor, or resize the images")
+            raise ValueError(
+                f"{image_size=} must be a multiple of {patch_size=}; choose a divisor, or resize "
+                "the images"
+            )
         self.classes, self.channels, self.image_size = classes, channels, image_size
         self.patch_size, self.side, self.pool = patch_size, side, pool
         if position == "none":

@@ -42,8 +42,10 @@ class PixelModel(LanguageModel):
         **language: Any,
     ) -> None:
         if channels is None or image_size is None:
-            got = f"got {channels}, {image_size}; take them from the data"
-            raise ValueError(f"channels and image_size must be numbers; {got}")
+            raise ValueError(
+                f"channels and image_size must be numbers; got {channels}, {image_size}; take them "
+                "from the data"
+            )
         at_least_one(channels=channels, image_size=image_size)
         self.channels, self.image_size = channels, image_size
         super().__init__(

@@ -242,8 +242,10 @@ class _Output(torch.autograd.Function):
 
 def _expect_first_derivative() -> None:
     if torch.is_grad_enabled():
-        why = "supports first derivatives only; got create_graph=True, as for forces in training"
-        raise ValueError(f"mixing='triton' {why}; use mixing='auto'")
+        raise ValueError(
+            "mixing='triton' supports first derivatives only; got create_graph=True, as for forces "
+            "in training; use mixing='auto'"
+        )
 
 
 def _graph_sums(

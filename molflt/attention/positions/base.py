@@ -63,8 +63,10 @@ class Position(nn.Module):
         for size, actual in sizes.items():
             expected = getattr(self, size, actual)
             if expected != actual and (size, expected) != ("heads", 1):
-                other = f"{size}={expected}; expected the same in attention; got {actual}"
-                raise ValueError(f"{name} was built for {other}")
+                raise ValueError(
+                    f"{name} was built for {size}={expected}; got attention with {size}={actual}; "
+                    "use the same number"
+                )
         if mixing not in self.mixings:
             raise ValueError(
                 f"{name} does not support mixing={mixing!r}; expected {' or '.join(self.mixings)}"
@@ -72,8 +74,10 @@ class Position(nn.Module):
         if causal and not self.causal:
             raise ValueError(f"{name} is not causal; use causal=False or another position")
         if gate and not self.decodes:
-            why = f"which {name} does not have; use gate=False or another position"
-            raise ValueError(f"gate=True needs a running state, {why}")
+            raise ValueError(
+                f"gate=True needs a running state, which {name} does not have; use gate=False or "
+                "another position"
+            )
 
     def use_for(self, mixing: str) -> None:
         """Freezes parameters that a mixing does not use."""
