@@ -47,7 +47,7 @@ def cut(crystal: Atoms, facet: tuple[int, ...], layers: int = 4, vacuum: float =
     if crystal.cell.rank < 3 or max(_gap(crystal, axis)[0] for axis in range(3)) > _EMPTY:
         raise ValueError(
             f"{crystal.symbols}: expected a crystal to cut; got a structure with {_EMPTY} Å or "
-            "more of vacuum; omit the facet for slabs"
+            "more of vacuum; omit --facet for slabs"
         )
     lengths, angles = np.split(crystal.cell.cellpar(), 2)
     if np.ptp(lengths) < 1e-3 and np.ptp(angles) < 1e-2:
@@ -63,7 +63,7 @@ def element(symbol: str) -> Atoms:
     try:
         return bulk(symbol)
     except (KeyError, ValueError, RuntimeError) as error:
-        raise ValueError(f"{symbol}: no such file or element; {error}") from None
+        raise ValueError(f"{symbol}: expected a file or a solid element; {error}") from None
 
 
 def molecule(name: str | Path) -> Atoms:

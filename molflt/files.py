@@ -55,7 +55,7 @@ def atomically(path: Path) -> Iterator[Path]:
             os.fsync(file.fileno())  # otherwise a crash could leave the new name without content
         os.replace(part, path)
     except OSError as error:
-        outcome = "the earlier file is kept" if os.path.exists(path) else "no file was written"
+        outcome = "the earlier file is kept" if os.path.isfile(path) else "no file was written"
         raise _not_written(path, error, outcome) from error
     finally:
         with suppress(OSError):  # the file was renamed, or the folder is not readable
@@ -244,7 +244,7 @@ def read_arrays(path: Path, wanted: Collection[str]) -> dict[str, np.ndarray]:
     except Exception as error:  # a damaged file can raise anything
         raise ValueError(f"{path}: expected an npz file with arrays; {error}") from None
     if absent := sorted({*wanted} - arrays.keys()):
-        raise ValueError(f"{path}: expected arrays {', '.join(wanted)}; {absent} missing")
+        raise ValueError(f"{path}: expected arrays {', '.join(wanted)}; {absent[0]} is missing")
     return arrays
 
 

@@ -164,3 +164,14 @@ def test_the_run_folder_contains_absolute_paths(tmp_path, monkeypatch) -> None:
     assert main(["evaluate", "runs/a", "--device=cpu"]) == 0
     assert main(["train", "--resume", "runs/a", "--trainer.max_steps=4"]) == 0
     assert yaml.safe_load(Path("runs/a/config.yaml").read_text())["data"]["root"].startswith("/")
+
+
+def test_advice_can_be_copied(capsys):
+    """Config names, lists of files, nested options and spaces are recognized in suggestions."""
+    for words, advice in (
+        (["train", "demo"], "--config demo?"),
+        (["train", "--data", "my file.xyz"], "--data.root 'my file.xyz'?"),
+        (["train", "--data.root", "a.xyz", "b.xyz"], "quote a pattern"),
+        (["train", "--model.num_nodes", "4"], "--model.position_options.num_nodes?"),
+    ):
+        assert main(words) == 2 and advice in capsys.readouterr().err

@@ -458,3 +458,8 @@ def test_epochs_on_the_command_line_replace_steps(shared_data, tmp_path):
     assert start(shared_data, tmp_path / "run", *words) == 0
     assert trainer(tmp_path / "run")["max_steps"] == 6
     assert logged(tmp_path / "run", "lr") == pytest.approx([5e-4, *[1e-3] * 5])
+
+
+def test_advice_on_slow_averages_is_below_one():
+    with pytest.warns(UserWarning, match=r"use 0\.9997 or less"):
+        _warn_of_slow_average(0.9999, 10_000)

@@ -203,7 +203,7 @@ def _report(error: Exception) -> int:
     elif isinstance(error, ValueError | OSError):
         text = str(error)
     elif is_out_of_memory(error):
-        text = f"out of memory: {str(error) or type(error).__name__}; lower the batch size"
+        text = f"out of memory: {str(error) or type(error).__name__}; use fewer or smaller inputs"
     else:
         status = 1
         text = f"unexpected {type(error).__name__}: {error}"

@@ -49,8 +49,8 @@ def export(
         warn(f"{run}: no {DOMAIN}; predictions will not be compared with the training data")
     if model.about is None:
         raise ValueError(
-            "--about: expected one line about the predicted quantity, the structures, the "
-            "references and the level of theory; got none"
+            "--about: expected one line about the predicted quantity and, for energies, the "
+            "structures, the references and the level of theory; got none"
         )
     if not model.trained.results:
         why = model.trained.unmeasured or f"{run}: no results.json"

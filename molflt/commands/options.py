@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import shlex
 from argparse import Action, ArgumentError
 from collections.abc import Mapping, Sequence
 from functools import reduce
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Union, get_args, get_origin
 import yaml
 
 from molflt.files import shown
+from molflt.shipped import config_names
 from molflt.training.limits import check_ranges, readable
 
 if TYPE_CHECKING:
@@ -46,7 +48,8 @@ def refuse_idle(run: str, why: str, options: Mapping[str, object]) -> None:
     """Raises ValueError for the first option that is set; `why` explains why it has no effect."""
     for name, value in options.items():
         if value is not None:
-            option = f"--{name.replace('_', '-')}" + ("" if value is True else f" {value}")
+            words = value if isinstance(value, list) else [] if value is True else [value]
+            option = shlex.join([f"--{name.replace('_', '-')}", *map(str, words)])
             raise ValueError(f"{run}: {why}; {option} has no effect; remove it")
 
 
@@ -128,8 +131,11 @@ def normalized(words: Sequence[str], parser: ArgumentParser) -> list[str]:
             return [*out, word, *remaining]
         if "--data.root" in options and (_is_value(word) or word == "--data"):
             file = next(filter(_is_value, [word, *remaining]), "FILE")
-            option = "--config" if file.endswith((".yaml", ".yml")) else "--data.root"
-            raise ValueError(f"unexpected {shown(word)[1:-1]}; did you mean {option} {file}?")
+            is_config = file.endswith((".yaml", ".yml")) or file in config_names()
+            hint = f"did you mean {'--config' if is_config else '--data.root'} {shlex.quote(file)}?"
+            if not is_config and any(one.startswith("--data.root=") for one in out):
+                hint = "for several files, quote a pattern, as in --data.root '*.extxyz'"
+            raise ValueError(f"unexpected {shown(word)[1:-1]}; {hint}")
         if _is_value(word) or word == "-h":
             out.append(word)
             continue
@@ -141,7 +147,9 @@ def normalized(words: Sequence[str], parser: ArgumentParser) -> list[str]:
         if name not in options and not equals and _is_flag(options.get(positive)):
             out.append(f"{positive}=false")
         elif name not in options and (group is None or dict not in _kinds_of(group)):
-            hint = did_you_mean(name, list(options))
+            hint, (part, _, last) = did_you_mean(name, list(options)), name.partition(".")
+            if part == "--model" and f"--{last}" in options_of(_position_parser()):
+                hint = f"; did you mean --{_POSITION}.{last}?"
             raise ValueError(
                 f"unknown option {shown(typed)[1:-1]}{hint}; see `{parser.prog} --help`"
             )

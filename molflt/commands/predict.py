@@ -310,8 +310,8 @@ def _sentences(model: SentenceLabeler, source: Path, batch_size: int) -> list[di
     for number, cells in enumerate(lines, 1):
         if len(cells) != columns or columns > 2 or not all(cells):
             raise ValueError(
-                f"{source}: line {number}: expected a sentence, or two separated by a tab, as in "
-                f"line 1 ({columns}); got {len(cells)}, {cells.count('')} of them empty"
+                f"{source}: line {number}: expected a sentence, or two separated by a tab, and as "
+                f"many as in line 1, {columns}; got {len([*filter(None, cells)])}"
             )
     texts = [(cells[0], cells[1]) if columns == 2 else cells[0] for cells in lines]
     labels = enumerate(model.classify(texts, batch_size=batch_size), 1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 from pathlib import Path
 from typing import Literal
 
@@ -94,7 +93,7 @@ def relax(
         for text in lost:
             warn(f"{out}: {text}")
         if 0 < len(results) < len(dataset):
-            print(f"molflt: {out} contains {len(results)} of {len(dataset)}", file=sys.stderr)
+            warn(f"{out} contains {len(results)} of {len(dataset)} structures")
     return _summary(out, results)
 
 

@@ -145,14 +145,12 @@ def _say_end(folder: RunFolder, metrics: Mapping[str, Metric], steps: int, secon
             f"stopped early at step {steps:,}: {stop['since']} validations without a better "
             f"{stop['metric']} than {stop['best']:.4g} at step {stop['best_step']:,}"
         )
-    validation, best = "no validation with finite values", best_of(folder.path)
-    if best is not None:
+    validation, advice = "no validation with finite values", "lower task.lr, or check the data"
+    if (best := best_of(folder.path)) is not None:
         value = metrics[best.metric].shown(best.value)
         validation = f"best validation {value} at step {best.step:,}"
-    folder.say(
-        f"{folder.path}: {validation}; {steps:,} steps, {duration(seconds)}; next: "
-        f"molflt evaluate {shlex.quote(str(folder.path))}"
-    )
+        advice = f"molflt evaluate {shlex.quote(str(folder.path))}"
+    folder.say(f"{folder.path}: {validation}; {steps:,} steps, {duration(seconds)}; next: {advice}")
 
 
 def _count_parameters(model: nn.Module) -> str:

@@ -66,8 +66,8 @@ class SizeBucketedBatchSampler(Sampler[list[int]]):
         if self.max_atoms is not None and self.sizes.max() > self.max_atoms:
             index = int(self.sizes.argmax())
             raise ValueError(
-                f"expected at most max_atoms={self.max_atoms} atoms in a structure; got "
-                f"{self.sizes[index]} in structure {index}; increase max_atoms"
+                f"expected at most data.max_atoms={self.max_atoms} atoms in a structure; got "
+                f"{self.sizes[index]} in structure {index}; increase data.max_atoms"
             )
 
     def batches(self, epoch: int = 0) -> list[_Indices]:

@@ -89,7 +89,7 @@ class _Progress(Callback):
         training.append(duration(time.perf_counter() - self._since))
         self.table.folder.say(
             f"step {trainer.global_step:,} of {trainer.max_steps:,}: validation "
-            f"{', '.join(texts[:2])}; {', '.join(training)}"
+            f"{', '.join(texts[:2]) or 'not finite'}; {', '.join(training)}"
         )
 
     def on_train_end(self, *_: object) -> None:

@@ -282,8 +282,8 @@ def check_weights(path: Path, model: nn.Module, weights: Mapping[str, Tensor]) -
         got = tuple(weights[name].shape) if name in weights else "no such key"
         if want != got:
             raise ValueError(
-                f"{path}: key {shown(name)}: the model of config.yaml expects {want}; got {got}; "
-                "the checkpoint belongs to a different configuration"
+                f"{path}: key {shown(name)}: the model expects {want}; got {got}; the weights "
+                "belong to a different configuration or version"
             )
         expect_finite(path, name, weights[name])
 

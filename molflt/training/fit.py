@@ -23,7 +23,7 @@ from molflt.memory import within_memory
 from molflt.tasks.base import Task
 from molflt.training.callbacks import _callbacks_of, _Interrupted
 from molflt.training.loop import _CheckpointIO, _LightningTask
-from molflt.training.run_folder import RunFolder
+from molflt.training.run_folder import RunFolder, _flat
 from molflt.training.trainer import LoggerName, TrainerOptions, computes_on
 
 _LOST = re.compile("gloo|NCCL|closed by peer|reset by peer", re.IGNORECASE)
@@ -51,7 +51,9 @@ def fit(
     _warn_of_slow_average(options.ema_decay, max_steps)
     module = _LightningTask(task, data)
     ddp = options.devices > 1 or options.strategy == "ddp"
-    advice = "lower data.batch_size, data.max_atoms or data.length"
+    sizes = ("data.batch_size", "data.max_atoms", "data.max_tokens", "data.length", "task.unroll")
+    known = dict(_flat(folder.provenance.get("config", {})))
+    advice = f"lower {' or '.join(name for name in sizes if known.get(name)) or 'the batch size'}"
     with (
         _loggers(options.logger, folder) as loggers,
         warnings.catch_warnings(),
@@ -96,10 +98,10 @@ def fit(
         except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
             _stop_others(trainer)
             if ddp and _LOST.search(str(error)) and not isinstance(error, ValueError):
+                resume = f"to resume: molflt train --resume {shlex.quote(str(folder.path))}"
                 raise ChildProcessError(
                     f"{folder.path}: another process of this training run has ended; see its error "
-                    "message; the last checkpoint is kept; to resume: molflt train "
-                    f"--resume {shlex.quote(str(folder.path))}"
+                    f"message; {resume if folder.last.is_file() else 'start the run again'}"
                 ) from error
             raise
     return None
@@ -129,7 +131,7 @@ def _warn_of_slow_average(decay: float | None, max_steps: int) -> None:
         warnings.warn(
             f"trainer.ema_decay={decay:g} with trainer.max_steps={max_steps}: {share:.0%} of the "
             "averaged weights, which are validated and saved, come from the first step; use "
-            f"{max(0, 1 - 3 / max_steps):.3g} or less, or more steps",
+            f"{max(0, 1 - float(f'{3 / max_steps:.2g}')):.9g} or less, or more steps",
             stacklevel=2,
         )
 

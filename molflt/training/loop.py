@@ -147,7 +147,7 @@ class _LightningTask(pl.LightningModule):
         batches = self._batch + (" or the other batches of this step" if several else "")
         return (
             f"{what} is {value} at step {self.global_step} with learning rate {self.last_lr:.3g} "
-            f"on {batches}; expected a finite number; the last valid checkpoint is kept; "
+            f"on {batches}; expected a finite number; earlier checkpoints are kept; "
             "check these data, or lower task.lr"
         )
 

@@ -49,10 +49,7 @@ INIT_RECORD = "init.json"
 """File that describes the initial weights of a run."""
 
 _VERSIONS = "versions.json"
-_BUSY = (
-    "is training in this run folder; expected one training run at a time; wait for it, or choose "
-    "another --run"
-)
+_BUSY = "is training in this run folder; wait for it, or start a new run in another folder"
 
 Provenance = dict[str, Any]
 """Information about a run, stored in its checkpoints under the key "molflt".
@@ -239,13 +236,15 @@ class RunFolder:
             "device": device,
         }
         old = self._stored().get("machine", {})
-        changes = "; ".join(
-            f"{key} was {old[key]}, is {value}"
+        changes = ", ".join(
+            f"{key} changed from {old[key]} to {value}"
             for key, value in machine.items()
             if old.get(key, value) != value
         )
         if changes:
-            self.say(f"{self.path}: resumed with {changes}: rounding may differ", sys.stderr)
+            self.say(
+                f"{self.path}: {changes} since the last start; rounding may differ", sys.stderr
+            )
 
     def say(self, text: str, file: TextIO | None = None) -> None:
         """Prints a text if this is the first process."""

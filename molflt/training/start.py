@@ -124,7 +124,7 @@ class _TrainParser(ArgumentParser):
         if folders and Path(folders[-1]).resolve() != Path(run).resolve():
             raise ValueError(
                 f"--run {folders[-1]} with --resume {run}: a run is resumed in its own folder; "
-                "remove run, or start a new run from its weights with --init"
+                "remove --run, or start a new run from its weights with --init"
             )
 
     def _take_model_of(self, init: str, recipe: str) -> bool:

@@ -94,9 +94,7 @@ class TrainerOptions:
                 f"machine; got {self.devices}"
             )
         if self.precision == "16-mixed" and kind == "core":
-            raise ValueError(
-                "trainer.precision=16-mixed needs a GPU; on the CPU, use bf16-mixed or 32-true"
-            )
+            raise ValueError("trainer.precision=16-mixed needs a GPU; use bf16-mixed or 32-true")
 
 
 def computes_on(accelerator: str) -> tuple[str, int]:

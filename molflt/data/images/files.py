@@ -228,9 +228,7 @@ def _decode(path: str, mode: str | None, size: int | None = None) -> Tensor:
             f"{path}: expected an image; it cannot be decoded ({error}); replace or remove it"
         ) from None
     if image.mode[0] in _DEEP:
-        raise ValueError(
-            f"{path}: expected 8 bits per channel; got mode {image.mode}; convert the image"
-        )
+        raise ValueError(f"{path}: expected 8 bits per channel; got mode {image.mode}; convert it")
     mode = mode or ("L" if image.mode in _GRAY else "RGB")
     pixels = torch.from_numpy(np.array(image.convert(mode)))
     return pixels[None] if mode == "L" else pixels.permute(2, 0, 1)

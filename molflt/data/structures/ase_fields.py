@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
@@ -218,8 +219,8 @@ class Converter:
         if used or not candidates:
             return ""
         return (
-            f"choose the energy with --energy_key {candidates[0]} (--data.energy_key "
-            f"{candidates[0]} when training); the file has {_listed(candidates)}"
+            f"choose the energy with --energy_key {shlex.quote(candidates[0])} (--data.energy_key "
+            f"{shlex.quote(candidates[0])} when training); the file has {_listed(candidates)}"
         )
 
     @property
@@ -233,7 +234,7 @@ def named_options(names: Iterable[str], kind: str) -> str:
     return "; ".join(
         f"forces are minus {key}; store them under another name"
         if "gradient" in key.lower()
-        else f"--data.{kind}_key {key} reads {key}"
+        else f"--data.{kind}_key {shlex.quote(key)} reads {key}"
         for key in keys[:_MOST_KEYS]
     )
 
@@ -310,7 +311,8 @@ def charge_in(entries: Mapping[str, Any]) -> float | None:
         if not is_multiplicity and not np.isnan(number):
             charges[name] = number
     if len(set(charges.values())) > 1:
-        raise ValueError(f"expected one total charge; got {charges}; remove one")
+        got = ", ".join(f"{name}={number:g}" for name, number in charges.items())
+        raise ValueError(f"expected one total charge; got {got}; remove one")
     return next(iter(charges.values()), None)
 
 
@@ -331,8 +333,7 @@ def unused_fields(atoms: Atoms) -> list[str]:
 
 def unused_warning(where: str, fields: Sequence[str]) -> str:
     """Returns a warning about the unused fields of a structure or file."""
-    named = ", ".join(fields)
-    return f"{where}: {named} not used; models use elements, positions, cell and total charge"
+    return f"{where}: {', '.join(fields)} not used; predictions do not depend on it"
 
 
 def drop_labels_(atoms: Atoms, moved: bool = False) -> None:

@@ -206,9 +206,7 @@ def _loads(path: Path, kind: str) -> _Loads:
         return
     ase_io = ioformats[kind]
     if path != without_packing(path) and not ase_io.acceptsfd:
-        raise ValueError(
-            f"ASE cannot read compressed {kind} files; unpack the file, for example with `gunzip`"
-        )
+        raise ValueError(f"ASE cannot read compressed {kind} files; unpack the file")
     mode: dict[str, Any] = {"mode": "rt", "encoding": "utf-8", "errors": "surrogateescape"}
     with opened(path, **({} if ase_io.isbinary else mode)) as file:
         if kind == "extxyz":

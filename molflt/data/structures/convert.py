@@ -139,7 +139,7 @@ def _report(dataset: Structures, dst: Path, count: int) -> None:
     if dataset.unused:
         print(f"unused labels: {', '.join(dataset.unused)}")
     if dataset.hint:
-        print(f"warning: not all structures have y_relaxed; {dataset.hint}")
+        warn(f"{dst}: not all structures have y_relaxed; {dataset.hint}")
     if dataset.bad:
         lines = [f"skipped {len(dataset.bad)} invalid structures:", *grouped(dataset.bad)]
         print("\n  ".join(lines), file=sys.stderr)

@@ -176,7 +176,7 @@ class IS2REData(BatchedData[Structures]):
                 reason = f"data.baseline_key={key} must be a finite energy in eV; got none"
                 absent = np.flatnonzero(~np.isfinite(dataset.y_baseline)).tolist()
                 faults = dict.fromkeys(absent, reason) | faults
-            advice = "use a split with labels, or leave these out with --data.skip_bad"
+            advice = "correct the labels, or leave these structures out with --data.skip_bad"
             labeled[split] = without(dataset, faults, dataset.hint or advice)
         train, val = self.splits.values()
         if kind is None and train in energies and val in energies:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _Array: TypeAlias = ArrayLike | Tensor
 _CENTERED = 64.0  # Å; structures closer to the origin are not moved
 _APART = 256.0  # Å; atoms closer to the other atoms keep their periodic images
-_SKIP = "--skip_bad (--data.skip_bad when training)"
+_SKIP = "--skip_bad (convert, predict, relax) or --data.skip_bad (train)"
 _TAGS = ", ".join(f"{tag:d} ({tag.name.lower()})" for tag in Tag)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import sys
 from collections.abc import Sequence
 from functools import cache
@@ -42,8 +43,8 @@ def source_of(path: Path) -> type[Structures]:
     known = "; ".join(f"{kind} ({', '.join(s.suffixes[:6])})" for kind, s in SOURCES.items())
     raise ValueError(
         f"{path}: unknown ending {path.suffix!r}; expected one of {known}, POSCAR, OUTCAR; convert "
-        f"it with `ase convert {path.name} {path.stem}.extxyz`; formats that can carry code, such "
-        "as .pkl and .py, are not supported"
+        f"it with {shlex.join(['ase', 'convert', str(path), str(path.with_suffix('.extxyz'))])}; "
+        "formats that can carry code, such as .pkl and .py, are not supported"
     )
 
 
@@ -132,7 +133,7 @@ def split_path(root: str | Path, split: str) -> Path:
             f"{root}: no split {split!r}; expected {split}.safetensors, {split}.lmdb, a folder "
             f"{split} of LMDB shards, or a file that ASE reads; found "
             + (", ".join(entries[:_LISTED]) or "an empty folder")
-            + f"; for files that are not splits, use a quoted pattern, such as '{root}/*'"
+            + f"; for other files, use a quoted pattern, such as {shlex.quote(f'{root}/*')}"
         )
     return paths[0]
 
@@ -192,7 +193,7 @@ def _scan(folder: Path) -> tuple[list[Path], list[str]]:
     if len(parts) > 1:
         raise ValueError(
             f"{folder}: {', '.join(path.name for path in parts.values())} may belong to one "
-            f"calculation; select one kind with a pattern, such as '{folder}/{[*found][-1]}'"
+            f"calculation; select one kind, such as {shlex.quote(str([*parts.values()][-1]))}"
         )
     return [file for _, files in found.values() for file in files], others
 
