@@ -82,8 +82,9 @@ def _is_alive(pid: int) -> bool:
 
 
 def warn(text: str) -> None:
-    """Prints a one-line warning."""
-    print(f"molflt: warning: {text}", file=sys.stderr)
+    """Prints a one-line warning, once per machine in distributed training."""
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        print(f"molflt: warning: {text}", file=sys.stderr)
 
 
 def _not_written(path: Path, error: OSError, outcome: str) -> OSError:

@@ -223,7 +223,7 @@ def read_element_energies(path: Path) -> dict[int, float]:
     from ase.data import atomic_numbers
 
     if not path.is_file():
-        raise ValueError(f"{path}: no such file; expected a file or a keyword of task.references")
+        raise ValueError(f"task.references must be none, fit, adapt or a file; got {path}")
     energies = {}
     try:
         for symbol, value in yaml.safe_load(path.read_text(encoding="utf-8")).items():

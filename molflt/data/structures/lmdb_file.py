@@ -42,11 +42,14 @@ class LmdbFile:
         self.path = path
         size = path.stat().st_size
         if size == 0:
-            raise ValueError(f"{path}: the file is empty; expected an LMDB file; copy it again")
+            raise ValueError(
+                f"{path}: the file is empty; expected an LMDB file; download or copy it again"
+            )
         expected = (self._root.last_page + 1) * self._root.page_size
         if size < expected:
             raise ValueError(
-                f"{path}: truncated LMDB; expected {expected} bytes; got {size}; copy it again"
+                f"{path}: truncated LMDB; expected {expected} bytes; got {size}; download "
+                "or copy it again"
             )
 
     def __len__(self) -> int:

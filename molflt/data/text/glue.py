@@ -229,7 +229,9 @@ def _read_texts(path: Path, classes: Sequence[str]) -> Iterator[tuple[str, int]]
     for label, name in enumerate(classes):
         files = sorted((path / name).glob("*.txt"), key=natural)
         if not files:
-            raise ValueError(f"{path / name}: expected .txt files; got none; copy the folder again")
+            raise ValueError(
+                f"{path / name}: expected .txt files; got none; download or copy the folder again"
+            )
         for file in files:
             yield text_of(file.read_bytes()), label
 
