@@ -191,9 +191,12 @@ def _scan(folder: Path) -> tuple[list[Path], list[str]]:
     found, others = _children(folder)
     parts = {part: path for path, _ in found.values() if (part := _part_of_calculation(path))}
     if len(parts) > 1:
+        *_, last = parts.values()
+        pattern = folder.parent / "*" / last.name
         raise ValueError(
             f"{folder}: {', '.join(path.name for path in parts.values())} may belong to one "
-            f"calculation; select one kind, such as {shlex.quote(str([*parts.values()][-1]))}"
+            f"calculation; select one, such as {shlex.quote(str(last))}, or, in several folders, a "
+            f"pattern, such as {shlex.quote(str(pattern))}"
         )
     return [file for _, files in found.values() for file in files], others
 
