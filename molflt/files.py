@@ -81,9 +81,14 @@ def _is_alive(pid: int) -> bool:
     return True
 
 
+def is_first_process() -> bool:
+    """Returns True in one process per machine of distributed training."""
+    return os.environ.get("LOCAL_RANK", "0") == "0"
+
+
 def warn(text: str) -> None:
     """Prints a one-line warning, once per machine in distributed training."""
-    if os.environ.get("LOCAL_RANK", "0") == "0":
+    if is_first_process():
         print(f"molflt: warning: {text}", file=sys.stderr)
 
 

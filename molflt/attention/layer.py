@@ -252,9 +252,12 @@ class Attention(Positioned):
             )
         heads = self._split(x)
         if state:
-            parts = 3 if self.mixing == "softmax" else 1 + (self.normalize == "unmasked")
-            batch = len(state.key if isinstance(state, KeyValues) else state[0].sums)
-            if len(state) != parts or batch != len(x):
+            if isinstance(state, KeyValues):
+                batch, fits = len(state.key), self.mixing == "softmax"
+            else:
+                batch, sums = len(state[0].sums), 2 if self.normalize == "unmasked" else 1
+                fits = self.mixing != "softmax" and len(state) == sums
+            if not fits or batch != len(x):
                 raise ValueError(
                     f"expected this layer's state of {len(x)} sequences, as in x; got one of "
                     f"{batch} or of another layer"

@@ -86,6 +86,7 @@ class Block(nn.Module):
         **keys: Unpack[Keys],
     ) -> Tensor:
         """Applies the block; see `Attention.forward` for the arguments and the result."""
+        check_width(self.attention.dim, x=x)
         normalized = self._normalized(x, self.attention_norm)
         mixed = self.attention(normalized, positions, encoding=encoding, **keys)
         return self._feed_forward(self._add(x, mixed, self.attention_norm))
@@ -103,6 +104,7 @@ class Block(nn.Module):
         if not isinstance(self.attention, Attention):
             reason = "mixes all tokens at once and cannot decode; use causal attention"
             raise ValueError(f"{type(self.attention).__name__} {reason}")
+        check_width(self.attention.dim, x=x)
         normalized = self._normalized(x, self.attention_norm)
         mixed, state = self.attention.decode(
             normalized, positions, state, encoding=encoding, key_positions=key_positions
@@ -111,7 +113,6 @@ class Block(nn.Module):
 
     def _normalized(self, x: Tensor, norm: nn.Module) -> Tensor:
         """Returns the input of a sublayer with the LayerNorm `norm`."""
-        check_width(self.attention.dim, x=x)
         return norm(x) if self.norm == "pre" else x
 
     def _add(self, x: Tensor, update: Tensor, norm: nn.Module) -> Tensor:

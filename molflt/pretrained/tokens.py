@@ -154,9 +154,8 @@ class ImageWriter(Pretrained):
             raise ValueError(
                 f"rows must be 1 to {side - 1}, less than the {side} rows of an image; got {rows}"
             )
-        return self.model.bytes_of(torch.as_tensor(given, device=device))[
-            :, : rows * side * self.model.channels
-        ]
+        known = self.model.bytes_of(torch.as_tensor(given, device=device))
+        return known[:, : rows * side * self.model.channels]
 
 
 class _Classifier(Pretrained):
@@ -272,8 +271,10 @@ class SentenceLabeler(_Tokenized, _Classifier):
         for number, (_, second) in enumerate(pairs, 1):
             if paired is not None and paired != (second is not None):
                 kinds = ("a pair", "one sentence") if paired else ("one sentence", "a pair")
-                expected = f"expected {kinds[0]}, as in the training data, {name}"
-                raise ValueError(f"sentence {number:,}: {expected}; got {kinds[1]}")
+                raise ValueError(
+                    f"sentence {number:,}: expected {kinds[0]}, as in the training data, {name}; "
+                    f"got {kinds[1]}"
+                )
         examples = [Example(first, second, 0.0) for first, second in pairs]
         most = (self.model.encoder.longest or sys.maxsize) if length is None else length
         logits = logits_of(self.model, self.tokenizer, examples, most, batch_size, "sentences")

@@ -128,10 +128,11 @@ def _warn_of_slow_average(decay: float | None, max_steps: int) -> None:
     """Warns if the first step contributes more than 10 % to the averaged weights."""
     share = 0.0 if decay is None or max_steps == 1 else decay ** (max_steps - 1)
     if share > 0.1:
+        distance = float(f"{3 / max_steps:.2g}")  # of a suitable decay from 1
         warnings.warn(
             f"trainer.ema_decay={decay:g} with trainer.max_steps={max_steps}: {share:.0%} of the "
             "averaged weights, which are validated and saved, come from the first step; use "
-            f"{max(0, 1 - float(f'{3 / max_steps:.2g}')):.9g} or less, or more steps",
+            f"{max(0, 1 - distance):.9g} or less, or more steps",
             stacklevel=2,
         )
 

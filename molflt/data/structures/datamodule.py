@@ -4,7 +4,6 @@
 # TYPE_CHECKING, PyG included, to read annotations that are strings.
 
 import hashlib
-import os
 import warnings
 from collections.abc import Mapping
 from dataclasses import replace
@@ -39,6 +38,7 @@ from molflt.data.structures.overlaps import Survey, equal_structures, overlaps_o
 from molflt.data.structures.parts import without
 from molflt.data.structures.store import StructureStore
 from molflt.data.structures.tags import one_tagged
+from molflt.files import is_first_process
 
 if TYPE_CHECKING:
     from torch_geometric.data import Batch, Data
@@ -117,7 +117,7 @@ class IS2REData(BatchedData[Structures]):
         data = self.data_set._replace(reading=self.reading)
         self._refuse_options(data)
         opened = data.open(self.splits.values(), self.skip_bad)
-        is_first = os.environ.get("LOCAL_RANK", "0") == "0"  # once per machine, not per process
+        is_first = is_first_process()
         if is_first:
             for dataset in opened.values():
                 dataset.verify()

@@ -58,9 +58,9 @@ class TokenBlocks(Blocks[tuple[Tensor, Tensor]]):
     """Blocks of a text in which every token is predicted exactly once.
 
     The stream is [<eos>, t_1, ..., t_n]. Block i has the inputs stream[i L : (i + 1) L] and the
-    targets t_(i L + 1) ... t_((i + 1) L). The first input of a block
-    is the last token of the previous block; earlier tokens are not available as context. The
-    language models of FLT are trained and evaluated in this way (arXiv:2302.01925, appendix B.1).
+    targets t_(i L + 1) ... t_((i + 1) L). The first input of a block is the last token of the
+    previous block; earlier tokens are not available as context. The language models of FLT are
+    trained and evaluated in this way (arXiv:2302.01925, appendix B.1).
 
     Args:
         ids: integer ids of the text, of shape (n,), without the first <eos>.
