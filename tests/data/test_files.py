@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from safetensors import SafetensorError, safe_open
 
-from molflt.files import append, atomically, save_tensors, verify_tensors, write_atomically
+from molflt.files import append, atomically, save_tensors, verify_tensors, warn, write_atomically
 
 
 def test_a_block_that_fails_leaves_the_older_file(tmp_path):
@@ -23,6 +23,13 @@ def test_a_block_that_fails_leaves_the_older_file(tmp_path):
     (path.parent / "plain.txt").touch()
     assert path.read_bytes() == b"new" and len(os.listdir(path.parent)) == 2
     assert stat.S_IMODE(path.stat().st_mode) == (path.parent / "plain.txt").stat().st_mode & 0o777
+
+
+def test_only_the_first_process_of_a_machine_warns(monkeypatch, capsys):
+    for rank in ("0", "1"):
+        monkeypatch.setenv("LOCAL_RANK", rank)
+        warn(f"seen by {rank}")
+    assert capsys.readouterr().err == "molflt: warning: seen by 0\n"
 
 
 def test_appending_is_atomic(tmp_path):

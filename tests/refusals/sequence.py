@@ -92,10 +92,14 @@ ROWS = [
     refused(lambda: sample(make(LanguageModel), IDS[:1], -5), "count", "at least 0", "-5"),
     *(
         refused(
-            lambda end=end: beam_search(make(EncoderDecoder), IDS, begin=1, end=end, limit=2),
-            *("end", "0 to 9", str(end)),
+            lambda ids=ids: beam_search(make(EncoderDecoder), IDS, limit=2, **ids),
+            *(name, "0 to 9", str(ids[name])),
         )
-        for end in (10, -1)
+        for name, ids in (
+            ("end", {"begin": 1, "end": 10}),
+            ("end", {"begin": 1, "end": -1}),
+            ("begin", {"begin": 10, "end": 1}),
+        )
     ),
     # pixels
     refused(lambda: pixels().bytes_of(IMAGES), "images", "(batch, 1, 3, 3)", "(2, 1, 8, 8)"),

@@ -157,6 +157,9 @@ ROWS = [
     refused(
         lambda: ImageData("a", val_labels="b", val_fraction=0.1), "data.val_labels", "val_fraction"
     ),
+    refused(
+        lambda: ImageData("a", "b", image_size=8, resize=4), "data.resize", "image_size=8", "4"
+    ),
     Refusal(
         command("data download game-net {folder} --splits val_id"),
         "--splits",
