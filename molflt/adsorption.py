@@ -5,9 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import combinations, groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from ase import Atoms
+from ase.build import bulk, make_supercell, surface
+from ase.build import molecule as molecule_of_ase
+from ase.constraints import FixAtoms
+from ase.data import atomic_numbers, covalent_radii
 from numpy.typing import NDArray
 from scipy.spatial.transform import Rotation
 
@@ -17,9 +22,6 @@ from molflt.data.structures.ase_files import frames
 from molflt.data.structures.records import make_record
 from molflt.data.structures.sites import Site, Tiles, distinct, sites, unit
 from molflt.data.structures.tags import MIN_VACUUM, guess_tags, in_one_piece
-
-if TYPE_CHECKING:
-    from ase import Atoms
 
 _EMPTY = 7.0  # Å, gap too large for a crystal
 _CONTACT, _CONTACT_H = 0.1, 0.5  # Å added to radii for contacts with the slab; the second for H
@@ -41,8 +43,6 @@ def cut(crystal: Atoms, facet: tuple[int, ...], layers: int = 4, vacuum: float =
         layers: number of repetitions of the cell.
         vacuum: distance between the slab and its next image, in Å.
     """
-    from ase.build import make_supercell, surface
-
     crystal = crystal.copy()
     if crystal.cell.rank < 3 or max(_gap(crystal, axis)[0] for axis in range(3)) > _EMPTY:
         raise ValueError(
@@ -58,8 +58,6 @@ def cut(crystal: Atoms, facet: tuple[int, ...], layers: int = 4, vacuum: float =
 
 def element(symbol: str) -> Atoms:
     """Returns the crystal of an element; see `ase.build.bulk`."""
-    from ase.build import bulk
-
     try:
         return bulk(symbol)
     except (KeyError, ValueError, RuntimeError) as error:
@@ -72,10 +70,6 @@ def molecule(name: str | Path) -> Atoms:
     `name` is a name in `ase.build.molecule`, such as CH3OH or CO (carbon monoxide), an element, a
     file, or smiles:TEXT, such as smiles:CCO, which needs RDKit.
     """
-    from ase import Atoms
-    from ase.build import molecule as of_ase
-    from ase.data import atomic_numbers
-
     path, _, smiles = str(name).partition("smiles:")
     if smiles:
         from rdkit.Chem import AddHs, AllChem, GetFormalCharge, MolFromSmiles
@@ -90,7 +84,7 @@ def molecule(name: str | Path) -> Atoms:
     if Path(path).is_file():
         return _molecule_in(Path(path))
     try:
-        atoms: Any = Atoms(path) if atomic_numbers.get(path) else of_ase(path)
+        atoms: Any = Atoms(path) if atomic_numbers.get(path) else molecule_of_ase(path)
     except KeyError:
         known = "a name in ase.build.molecule, an element, a file, or smiles:TEXT"
         raise ValueError(f"molecule {name}: no such file or name; expected {known}") from None
@@ -98,8 +92,6 @@ def molecule(name: str | Path) -> Atoms:
 
 
 def _molecule_in(path: Path) -> Atoms:
-    from ase import Atoms
-
     structures = [atoms for _, atoms in frames(path)]
     if len(structures) != 1:
         raise ValueError(f"{path}: expected one molecule; got {len(structures)} structures")
@@ -144,8 +136,6 @@ def placements(
         share: smallest and largest share of surface atoms in a slab, such as
             `model.domain.surface`; see `molflt.data.structures.tags.guess_tags`.
     """
-    from ase import Atoms
-
     if not isinstance(adsorbate, Atoms):
         adsorbate = molecule(adsorbate)
     results: list[Atoms] = []
@@ -166,8 +156,6 @@ def placements(
 
 def _placed_on(slab: Atoms, adsorbate: Atoms, angles: _Array) -> list[Atoms]:
     """Returns the distinct placements on the sites of one slab, at angles (n,) in degrees."""
-    from ase import Atoms
-
     total = _charge(slab) + _charge(adsorbate)
     charge = {"charge": total} if total else {}
     tiles, placed = Tiles(slab), []
@@ -198,8 +186,6 @@ def _at(
     site: Site, adsorbate: Atoms, angles: _Array, tiles: Tiles, roof: float
 ) -> tuple[list[dict[str, Any]], _Array]:
     """Returns n placements that fit at a site: entries for `info`, and positions (n, atoms, 3)."""
-    from ase.data import covalent_radii
-
     radii, normal = covalent_radii[adsorbate.numbers], site.axes[2]
     added = np.where((adsorbate.numbers == 1) & (len(adsorbate) > 1), _CONTACT_H, _CONTACT)
     contact = np.add.outer(radii + added, tiles.covalent)
@@ -256,8 +242,6 @@ def _upright(points: _Array, up: _Array, first: _Array | None = None) -> _Array:
 
 def _prepared(slab: Atoms) -> Atoms:
     """Returns a slab in one piece, periodic along all axes, with fixed atoms."""
-    from ase.constraints import FixAtoms
-
     whole, vacuum = slab.copy(), 0.0
     if slab.cell.rank == 3 and slab.pbc[:2].all():
         vacuum, lowest = _gap(slab, axis=2)

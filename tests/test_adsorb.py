@@ -227,11 +227,13 @@ def test_command_on_a_file_of_a_step(tmp_path: Path, capsys) -> None:
 def test_an_interruption_keeps_finished_relaxations(tmp_path: Path, monkeypatch, capsys) -> None:
     def interrupted(atoms: Atoms, *given, **options) -> Relaxed:
         if (tmp_path / "second").exists():
+            kept.extend(read(out, ":"))  # what remains if the process is killed here
             raise KeyboardInterrupt
         (tmp_path / "second").touch()
         return relax_atoms(atoms, *given, **options)
 
     drawn: list[str] = []
+    kept: list[Atoms] = []
     monkeypatch.setattr("molflt.commands.adsorb.relax_atoms", interrupted)
     monkeypatch.setattr("molflt.plots.structure_views", lambda shown, _: drawn.extend(shown))
     slab, out = tmp_path / "slab.extxyz", tmp_path / "best.extxyz"
@@ -242,6 +244,7 @@ def test_an_interruption_keeps_finished_relaxations(tmp_path: Path, monkeypatch,
     first, *others = read(out, ":")
     assert first.get_potential_energy() == float(done[0]["relaxed_energy_eV"]) and len(done) == 1
     assert len(others) == 2 and not any(one.calc for one in others) and len(drawn) == 3
+    assert [one.calc is not None for one in kept] == [True, False, False]
 
 
 def test_command_ranks_slabs_separately_with_a_potential(potential_run, tmp_path, capsys) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ase import Atoms
+from ase.io import write
 
 from molflt import plots
 from molflt.adsorption import comparable, cut, element, placements, ranked, varied
@@ -93,15 +94,18 @@ def adsorb(
         print(_summary([rows[id(atoms)] for atoms, _ in ranks]))
         frames += [atoms for atoms, _ in varied(ranks, best)]
     relaxed: list[Relaxed] = []
+    _write(out, frames, [*rows.values()])
     try:
-        for atoms in with_bar(frames, "relaxing placements") if calculator is not None else ():
+        for atoms in with_bar([*frames], "relaxing placements") if calculator is not None else ():
             result = relax_atoms(atoms, calculator, fmax=fmax or 0.05, steps=steps or 200)
-            relaxed.append(result)
             rows[id(atoms)] |= {"relaxed_energy_eV": result.after, "converged": result.converged}
-    finally:  # finished relaxations are also kept after Ctrl-C and errors of the calculator
-        relaxed.sort(key=lambda result: (result.atoms.info["slab"], result.after))
-        frames[: len(relaxed)] = [result.atoms for result in relaxed]
-        _write(out, frames, list(rows.values()))
+            relaxed.append(result)
+            relaxed.sort(key=lambda result: (result.atoms.info["slab"], result.after))
+            frames[: len(relaxed)] = [result.atoms for result in relaxed]
+            _write(out, frames, [*rows.values()])  # files are complete if the process is killed
+    finally:
+        _draw(frames[:5], out.with_suffix(".png"))
+        print(f"{out}: {len(frames)} placements; all are in {out.with_suffix('.csv')}")
     failed = [result.why for result in relaxed if not result.converged]
     if failed:
         warn(f"{out}: {len(failed)} of {len(frames)} relaxations did not converge: {failed[0]}")
@@ -141,15 +145,15 @@ def _site(info: dict[str, Any]) -> str:
 
 
 def _write(out: Path, frames: Sequence[Atoms], rows: Sequence[dict[str, Any]]) -> None:
-    from ase.io import write
-
     with atomically(out) as file:
         write(str(file), frames, format="extxyz")
     write_csv(out.with_suffix(".csv"), rows)
+
+
+def _draw(frames: Sequence[Atoms], file: Path) -> None:
     views = {}
-    for i, record in enumerate(StructuresInMemory(frames[:5], ANY_TAGS)):
+    for i, record in enumerate(StructuresInMemory(frames, ANY_TAGS)):
         info = frames[i].info
         site = _site(info).replace(", ", "\n", 1)
         views[f"{i + 1}: {info['predicted_energy_eV']:.3f} eV\n{site}"] = record
-    plots.structure_views(views, out.with_suffix(".png"))
-    print(f"{out}: {len(frames)} placements; all are in {out.with_suffix('.csv')}")
+    plots.structure_views(views, file)
