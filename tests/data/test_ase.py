@@ -415,10 +415,12 @@ def test_only_bad_frames_are_left_out(tmp_path):
     assert "'D' is" in reason  # not that the key is missing
 
 
-def test_other_files_of_a_folder_may_be_damaged(tmp_path):
+def test_other_files_of_a_folder_may_be_damaged(tmp_path, capsys):
     (tmp_path / "a.xyz").write_text(xyz("", "Cu 0 0 0"))
     (tmp_path / "log.gz").write_bytes(gzip.compress(b"", mtime=0)[:10] + b"\xff" * 99)
+    ase.io.write(tmp_path / "b.json", Atoms("Cu"))  # may also be settings
     assert len(open_dataset(tmp_path)) == 1
+    assert capsys.readouterr().err == f"molflt: {tmp_path}: 1 sources; not read: b.json, log.gz\n"
 
 
 EXAMPLES = Path(ase.__file__).parent / "test" / "testdata"

@@ -85,7 +85,7 @@ def _jobs_of(src: Path, dst: Path) -> list[tuple[Paths, Path]]:
         raise ValueError(f"{dst} is the source; expected a different folder; choose another name")
     sources, others = sources_in(src)
     if others:
-        print(f"{src}: no structures in {', '.join(others)}", file=sys.stderr)
+        print(f"{src}: not read: {', '.join(others)}", file=sys.stderr)
     for path in filter(Path.is_dir, sources.values()):
         if len(sources_in(path)[0].keys() & {*SPLITS_IN_ORDER}) > 1:
             raise ValueError(f"{path}: expected one split; got several; convert {path}, not {src}")

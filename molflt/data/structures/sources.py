@@ -179,7 +179,7 @@ def _print_others(folder: Path, count: int, others: Sequence[str]) -> None:
     if others:
         more = f" and {len(others) - _LISTED} more" if len(others) > _LISTED else ""
         listed = ", ".join(others[:_LISTED]) + more
-        print(f"molflt: {folder}: {count} sources; no structures in {listed}", file=sys.stderr)
+        print(f"molflt: {folder}: {count} sources; not read: {listed}", file=sys.stderr)
 
 
 def _scan(folder: Path) -> tuple[list[Path], list[str]]:
