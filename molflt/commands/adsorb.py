@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ase import Atoms
+from ase.data import atomic_numbers
 from ase.io import write
 
 from molflt import plots
@@ -118,6 +119,10 @@ def _slabs(
     """Reads slabs by name; with `facet`, reads or builds crystals and cuts them."""
     structures: dict[str, Atoms] = {}
     for path in paths:
+        if facet is None and not exists(path) and str(path) in atomic_numbers:
+            raise ValueError(
+                f"{path}: expected a file of slabs; add --facet to cut a crystal of it"
+            )
         if facet is None or exists(path):
             data = open_structures(path, False, ANY_TAGS._replace(keep_atoms=True))
             for i in range(len(data)):

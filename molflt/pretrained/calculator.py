@@ -35,7 +35,10 @@ if TYPE_CHECKING:
 def calculator_named(source: str, device: str = "auto") -> Any:
     """Creates an ASE calculator from module:Class, or a :class:`Calculator` from a potential."""
     if not is_class(source):
-        return Calculator(source, device=device)
+        try:
+            return Calculator(source, device=device)
+        except FileNotFoundError as error:
+            raise FileNotFoundError(f"{error}; for other calculators, give module:Class") from None
     try:
         return resolve_name(source)()
     except (AttributeError, ImportError) as error:

@@ -7,6 +7,7 @@ from ase.constraints import FixAtoms
 from ase.io import write
 
 from molflt.adsorption import cut, placements
+from molflt.pretrained.calculator import calculator_named
 from refusals import Refusal, Refused, command, refused, writes
 
 
@@ -42,6 +43,9 @@ ROWS = [
     refused(lambda: placements(with_atom(-1, [0, 0, 0, 0], 2), "CO"), "tag 2", "clean slab"),
     refused(lambda: placements(with_atom(-1, [4, 3, 2, 1], 0), "CO"), "tag 0", "clean slab"),
     refused(lambda: placements(slab(fixed=4), "CO"), "fixed", "free atoms"),
+    refused(lambda: placements(slab(), "CO", rotation=-30), "rotation", "above 0", "-30"),
+    Refusal(lambda own: calculator_named("EMT"), "EMT", "module:Class", "", FileNotFoundError),
+    Refusal(command("adsorb Cu CO"), "Cu", "--facet", "", Refused),
     Refusal(placed(molecule("CO"), molecule("NO")), "own.extxyz", "one molecule", "2"),
     Refusal(lambda own: (EMPTY(own), placements(slab(), own / "own.cif")), "own.cif", "molecule"),
     Refusal(placed(Atoms("XO")), "own.extxyz", "element", "X"),
