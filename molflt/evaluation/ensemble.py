@@ -155,7 +155,8 @@ def expect_same_totals(ensemble: EnsembleRegressor, dataset: Structures) -> None
             raise ValueError(
                 f"{name}: for the structures of {dataset.path}, the sums of references, mean and "
                 f"baseline differ from those of {names[0]} by {difference:.3g} eV; expected at "
-                f"most {limit:.3g} eV; train all members on the same kind of energy"
+                f"most {limit:.3g} eV; train all members on the same kind of energy, "
+                "with the same task.references"
             )
 
 
