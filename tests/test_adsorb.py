@@ -207,11 +207,14 @@ def test_ranking_is_by_energy_and_varied() -> None:
 
 
 def test_command_on_a_file_of_a_step(tmp_path: Path, capsys) -> None:
-    slab, out = tmp_path / "slab.extxyz", tmp_path / "best.extxyz"
-    write(slab, fcc211("Cu", (3, 2, 3), vacuum=8))
+    slab, out = tmp_path / "slab.traj", tmp_path / "best.extxyz"
+    clean = fcc211("Cu", (3, 2, 3), vacuum=8)
+    clean.set_constraint(FixedPlane(17, (0, 0, 1)))
+    write(slab, clean)
     words = ["adsorb", str(slab), "H2O", "--rotation=90", "--best=3", f"--out={out}"]
     told = printed(capsys, *words, "--relax=ase.calculators.emt:EMT", "--steps=2", status=3)
     assert "sites; best: " in told.out and "3 of 3 relaxations" in told.err
+    assert f"{out}: .extxyz cannot store FixedPlane; write .traj" in told.err
     rows, frames = table(out.with_suffix(".csv")), read(out, ":")
     energies = [float(row["energy_eV"]) for row in rows]
     assert energies == sorted(energies) and len(rows) > 50
@@ -236,7 +239,7 @@ def test_an_interruption_keeps_finished_relaxations(tmp_path: Path, monkeypatch,
     kept: list[Atoms] = []
     monkeypatch.setattr("molflt.commands.adsorb.relax_atoms", interrupted)
     monkeypatch.setattr("molflt.plots.structure_views", lambda shown, _: drawn.extend(shown))
-    slab, out = tmp_path / "slab.extxyz", tmp_path / "best.extxyz"
+    slab, out = tmp_path / "slab.extxyz", tmp_path / "best.traj"
     write(slab, 2 * [fcc111("Cu", (2, 2, 3), vacuum=8)])
     words = ["adsorb", str(slab), "O", "--best=3", f"--out={out}", "--steps=1"]
     printed(capsys, *words, "--relax=ase.calculators.emt:EMT", status=130)

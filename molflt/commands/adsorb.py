@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from ase.io import write
 from molflt import plots
 from molflt.adsorption import comparable, cut, element, placements, ranked, varied
 from molflt.commands.options import refuse_idle
+from molflt.data.structures.ase_fields import not_stored
 from molflt.data.structures.base import ANY_TAGS, with_bar
 from molflt.data.structures.in_memory import StructuresInMemory
 from molflt.data.structures.sources import exists, files_of
@@ -52,7 +54,7 @@ def adsorb(
         molecule: name in ase.build.molecule, such as CH3OH; an element; a file; or smiles:TEXT.
         run: folder of a training run, an exported model, or hf:OWNER/NAME; by default the energy
             model that comes with the package.
-        out: file to write, .extxyz.
+        out: file to write, .extxyz or .traj.
         best: number of placements to write; for potentials and total energies, for each slab.
         rotation: step of rotations about the surface normal, in degrees.
         repeat: numbers of repetitions, N M, of the slabs along their first two cell vectors.
@@ -73,8 +75,8 @@ def adsorb(
         refuse_idle("molflt adsorb", "no --facet", {"layers": layers, "vacuum": vacuum})
     if relax is None:
         refuse_idle("molflt adsorb", "no --relax", {"fmax": fmax, "steps": steps})
-    expect_ending(out, ".extxyz")
-    for ending in (".extxyz", ".csv", ".png"):
+    expect_ending(out, ".extxyz", ".traj")
+    for ending in (out.suffix, ".csv", ".png"):
         expect_writable(out.with_suffix(ending), molecule, *files_of([*filter(exists, slabs)]))
     by_name = _slabs(slabs, facet, layers or 4, vacuum or 15.0)
     repeated = [slab.repeat((*repeat, 1)) for slab in by_name.values()]
@@ -94,14 +96,15 @@ def adsorb(
             atoms.info |= {f"predicted_{k}": x for k, x in energies.items() if x is not None}
         print(_summary([rows[id(atoms)] for atoms, _ in ranks]))
         frames += [atoms for atoms, _ in varied(ranks, best)]
+    for text in dict.fromkeys(chain(*(not_stored(atoms, out.suffix) for atoms in frames))):
+        warn(f"{out}: {text}")
     relaxed: list[Relaxed] = []
     _write(out, frames, [*rows.values()])
     try:
         for atoms in with_bar([*frames], "relaxing placements") if calculator is not None else ():
             result = relax_atoms(atoms, calculator, fmax=fmax or 0.05, steps=steps or 200)
             rows[id(atoms)] |= {"relaxed_energy_eV": result.after, "converged": result.converged}
-            relaxed.append(result)
-            relaxed.sort(key=lambda result: (result.atoms.info["slab"], result.after))
+            relaxed = sorted([*relaxed, result], key=lambda x: (x.atoms.info["slab"], x.after))
             frames[: len(relaxed)] = [result.atoms for result in relaxed]
             _write(out, frames, [*rows.values()])  # files are complete if the process is killed
     finally:
@@ -120,9 +123,7 @@ def _slabs(
     structures: dict[str, Atoms] = {}
     for path in paths:
         if facet is None and not exists(path) and str(path) in atomic_numbers:
-            raise ValueError(
-                f"{path}: expected a file of slabs; add --facet to cut a crystal of it"
-            )
+            raise ValueError(f"{path}: expected a file of slabs; add --facet to cut this element")
         if facet is None or exists(path):
             data = open_structures(path, False, ANY_TAGS._replace(keep_atoms=True))
             for i in range(len(data)):
@@ -151,7 +152,7 @@ def _site(info: dict[str, Any]) -> str:
 
 def _write(out: Path, frames: Sequence[Atoms], rows: Sequence[dict[str, Any]]) -> None:
     with atomically(out) as file:
-        write(str(file), frames, format="extxyz")
+        write(str(file), frames, format=out.suffix[1:])
     write_csv(out.with_suffix(".csv"), rows)
 
 
