@@ -104,8 +104,9 @@ def test_calculator(potential_run, tmp_path):
     atoms = bulk("Ar", "fcc", 5.2)
     atoms.rattle(0.1)
     atoms.calc = molflt.Calculator(potential_run, device="cpu")
-    loaded, out = molflt.load(potential_run), tmp_path / "exported"
+    loaded, out = molflt.load(potential_run), tmp_path / "my model"
     loaded.save_pretrained(out)
+    assert "relax structures.extxyz --run 'my model' --out" in (out / "README.md").read_text()
     for source in (out, str(out / "model.safetensors"), loaded):
         same = molflt.Calculator(source, device="cpu")
         assert np.array_equal(same.get_forces(atoms), atoms.get_forces())
