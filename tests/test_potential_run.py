@@ -121,6 +121,12 @@ def test_calculator(potential_run, tmp_path):
     assert alone.get_forces().shape == (2, 3)
 
 
+def test_export_of_a_potential_with_machine_code_is_refused(potential_run, tmp_path, capsys):
+    words = ("export", potential_run, tmp_path / "out", "--about=argon", "--compiled=true")
+    assert "potentials" in (said := error_of(capsys, *words)) and "without --compiled" in said
+    assert not (tmp_path / "out").exists()
+
+
 def test_predictions_have_forces(potential_run, tmp_path):
     structures = [bulk("Ar", "fcc", 5.2, cubic=True), bulk("Ar", "fcc", 5.4)]
     for atoms in structures:
