@@ -84,8 +84,8 @@ def test_energies_worse_than_references_give_a_warning(potential_run, tmp_path, 
     words = ("--trainer.max_steps=1", "--task.lr=0.5", "--model.radial_basis=8")
     train_potential(potential_run.parent, tmp_path / "run", *words)
     for run, worse in ((tmp_path / "run", True), (potential_run, False)):
-        said = printed(capsys, "evaluate", run, "--device=cpu", "--out", tmp_path / "out").err
-        assert ("task.energy_weight" in said) is worse
+        said = printed(capsys, "evaluate", run, "--device=cpu", "--out", tmp_path / "out")
+        assert ("task.energy_weight" in said.err) is worse and "missing splits" not in said.out
 
 
 def test_evaluation_names_structures_outside_of_training(potential_run, tmp_path, capsys):
