@@ -84,8 +84,8 @@ def test_energies_worse_than_references_give_a_warning(potential_run, tmp_path, 
     words = ("--trainer.max_steps=1", "--task.lr=0.5", "--model.radial_basis=8")
     train_potential(potential_run.parent, tmp_path / "run", *words)
     for run, worse in ((tmp_path / "run", True), (potential_run, False)):
-        said = printed(capsys, "evaluate", run, "--device=cpu", "--out", tmp_path / "out").err
-        assert ("task.energy_weight" in said) is worse
+        said = printed(capsys, "evaluate", run, "--device=cpu", "--out", tmp_path / "out")
+        assert ("task.energy_weight" in said.err) is worse and "missing splits" not in said.out
 
 
 def test_evaluation_names_structures_outside_of_training(potential_run, tmp_path, capsys):
@@ -104,8 +104,9 @@ def test_calculator(potential_run, tmp_path):
     atoms = bulk("Ar", "fcc", 5.2)
     atoms.rattle(0.1)
     atoms.calc = molflt.Calculator(potential_run, device="cpu")
-    loaded, out = molflt.load(potential_run), tmp_path / "exported"
+    loaded, out = molflt.load(potential_run), tmp_path / "my model"
     loaded.save_pretrained(out)
+    assert "relax structures.extxyz --run 'my model' --out" in (out / "README.md").read_text()
     for source in (out, str(out / "model.safetensors"), loaded):
         same = molflt.Calculator(source, device="cpu")
         assert np.array_equal(same.get_forces(atoms), atoms.get_forces())
@@ -118,6 +119,12 @@ def test_calculator(potential_run, tmp_path):
     alone = Atoms("Ar2", [[0, 0, 0], [3.8, 0, 0]])
     alone.calc = same
     assert alone.get_forces().shape == (2, 3)
+
+
+def test_export_of_a_potential_with_machine_code_is_refused(potential_run, tmp_path, capsys):
+    words = ("export", potential_run, tmp_path / "out", "--about=argon", "--compiled=true")
+    assert "potentials" in (said := error_of(capsys, *words)) and "without --compiled" in said
+    assert not (tmp_path / "out").exists()
 
 
 def test_predictions_have_forces(potential_run, tmp_path):

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from molflt.data.structures.domain import DOMAIN
 from molflt.files import warn
+from molflt.graph.computation import expect_compilable
 from molflt.pretrained import EnergyPredictor, load
 from molflt.training.config import HUB
 
@@ -52,11 +53,13 @@ def export(
             "--about: expected one line about the predicted quantity and, for energies, the "
             "structures, the references and the level of theory; got none"
         )
+    if compiled and out.startswith(HUB):
+        raise ValueError(f"{out}: --compiled requires a local folder")
+    if compiled:
+        expect_compilable(model.model)
     if not model.trained.results:
         why = model.trained.unmeasured or f"{run}: no results.json"
         warn(f"{why}; the model card contains no errors; run `molflt evaluate` first")
-    if compiled and (out.startswith(HUB) or not isinstance(model, EnergyPredictor)):
-        raise ValueError(f"{out}: --compiled requires an energy model and a local folder")
     if out.startswith(HUB):
         print(f"uploaded: {model.push_to_hub(out.removeprefix(HUB), half=half)}")
         return

@@ -126,10 +126,12 @@ def _say_begin(
     """Prints the sizes of the model, the data and the run."""
     steps, epochs = trainer["max_steps"], trainer["max_epochs"]
     items = batches.batch_size * trainer["devices"] * trainer["accumulate"]
+    trainable = sum(x.numel() for x in model.parameters() if x.requires_grad)
+    frozen = sum(x.numel() for x in model.parameters() if not x.requires_grad)
+    size = f"{trainable:,} parameters" + (f" and {frozen:,} frozen ones" if frozen else "")
     folder.say(
-        f"{folder.path}: {_count_parameters(model)}; {'; '.join(batches.describe())}; "
-        f"{steps:,} steps of {items} {batches.items}"
-        + ("" if epochs is None else f" ({epochs:,} epochs)")
+        f"{folder.path}: {size}; {'; '.join(batches.describe())}; {steps:,} steps of {items} "
+        f"{batches.items}" + ("" if epochs is None else f" ({epochs:,} epochs)")
     )
     if (folder.checkpoint or {}).get("global_step", 0) >= steps:
         folder.say(
@@ -151,12 +153,6 @@ def _say_end(folder: RunFolder, metrics: Mapping[str, Metric], steps: int, secon
         validation = f"best validation {value} at step {best.step:,}"
         advice = f"molflt evaluate {shlex.quote(str(folder.path))}"
     folder.say(f"{folder.path}: {validation}; {steps:,} steps, {duration(seconds)}; next: {advice}")
-
-
-def _count_parameters(model: nn.Module) -> str:
-    trainable = sum(x.numel() for x in model.parameters() if x.requires_grad)
-    frozen = sum(x.numel() for x in model.parameters() if not x.requires_grad)
-    return f"{trainable:,} parameters" + (f" and {frozen:,} frozen ones" if frozen else "")
 
 
 @contextmanager

@@ -126,8 +126,8 @@ class EvaluationData:
         existing = [split for split in usual if self.data.has(split)]
         if not existing:
             self.data.open(usual[:1])  # raises an error that lists the splits that exist
-        if missing := [split for split in VAL_SPLITS if split not in existing]:
-            self.absent = f"missing splits: {', '.join(missing)}"
+        missing = ", ".join(split for split in VAL_SPLITS if split not in existing)
+        self.absent = f"missing splits: {missing}" if missing and len(existing) > 1 else ""
         return existing
 
     def open(self, model: nn.Module, domain: Domain | None = None) -> dict[str, Structures]:

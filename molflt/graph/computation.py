@@ -77,7 +77,7 @@ class EnergyInputs(NamedTuple):
     @classmethod
     def of(cls, model: EnergyRegressor, batch: "Data") -> "EnergyInputs":
         """Checks and prepares a batch in the format of `EnergyRegressor.forward`."""
-        _expect_exportable(model)
+        expect_compilable(model)
         atoms = Atoms.of(batch, model.embedding.element.weight)
         references = atoms.geometry.sum(model._references(atoms))
         if not model.subsurface:
@@ -125,7 +125,7 @@ class EnergyComputation(nn.Module):
 
     def __init__(self, model: EnergyRegressor) -> None:
         super().__init__()
-        _expect_exportable(model)
+        expect_compilable(model)
         self.model = copy.deepcopy(model).eval().requires_grad_(False)
         mixing = "quadratic" if takes_matrix(self.model) else "linear"
         for layer in self.model.modules():
@@ -194,19 +194,19 @@ def takes_matrix(model: EnergyRegressor) -> bool:
     return encoding is not None and bool(encoding.periodic.lattice or encoding.near_field)
 
 
-def _expect_exportable(model: nn.Module) -> None:
+def expect_compilable(model: nn.Module) -> None:
     """Raises ValueError for models whose energies `EnergyComputation` cannot compute."""
     if type(model) is not EnergyRegressor:
         raise ValueError(
-            f"expected one EnergyRegressor; got {type(model).__name__}, which cannot be exported; "
-            "use molflt.load(...).predict"
+            "potentials, ensembles and models of text or images cannot be compiled; got "
+            f"{type(model).__name__}; export without --compiled"
         )
     scheme = None if model.encoding is None else model.encoding.periodic
     softmax = "softmax" in model.stack.mixings
     if model.move_atoms or softmax or isinstance(scheme, Images) or type(scheme) is OnMesh:
         raise ValueError(
             "models with move_atoms, mixing='softmax' and periodic='images' or 'mesh' cannot be "
-            f"exported; got move_atoms={model.move_atoms}, mixing of {model.stack.mixings} and "
+            f"compiled; got move_atoms={model.move_atoms}, mixing of {model.stack.mixings} and "
             f"periodic={scheme!r}; use molflt.load(...)"
         )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -230,7 +231,7 @@ class Pretrained:
         lines += ["## Use", "", "```python", "import molflt", "", f'model = molflt.load("{name}")']
         lines += [card.python, "```", ""]
         if card.command:
-            lines += ["```", f"molflt {card.command.format(name)}", "```", ""]
+            lines += ["```", f"molflt {card.command.format(shlex.quote(name))}", "```", ""]
         lines += ["`pip install molflt`; the weights contain a checksum and no code.", ""]
         return "\n".join([*lines, "## Measured", "", *_table(self.trained.results), ""])
 
