@@ -145,6 +145,9 @@ def test_free_atoms_of_a_slab_are_its_surface() -> None:
     atoms.set_constraint(FixAtoms(indices=range(18)))
     assert np.bincount(guessed(atoms).tags).tolist() == [18, 18, 2]
     assert np.bincount(guessed(atoms, (0.25, 0.25)).tags).tolist() == [27, 9, 2]
+    thick = above(fcc111("Cu", (3, 3, 5), vacuum=8.0, periodic=True), "CO")[0]
+    rounded = float(np.float32(0.2))  # above 0.2, in the domain.json of a run
+    assert np.bincount(guessed(thick, (rounded, 0.4)).tags).tolist() == [36, 9, 2]
 
 
 @pytest.mark.parametrize(
