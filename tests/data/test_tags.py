@@ -7,11 +7,13 @@ import torch
 from ase import Atoms
 from ase.build import add_adsorbate, bulk, fcc100, fcc111, graphene, molecule, surface
 from ase.constraints import FixAtoms
+from ase.io import write
 from shared_files import shared
 
 from molflt.atoms import Tag
 from molflt.data.structures import open_dataset
-from molflt.data.structures.base import ANY_TAGS
+from molflt.data.structures.base import ANY_TAGS, Reading
+from molflt.data.structures.datamodule import IS2REData
 from molflt.data.structures.domain import Domain
 from molflt.data.structures.in_memory import StructuresInMemory
 from molflt.data.structures.tags import (
@@ -138,6 +140,19 @@ def test_elements_of_the_adsorbate_in_the_slab(slab: Atoms) -> None:
     for gas in ("H2O", "N"):
         atoms, own = above(slab, gas)
         assert found(atoms) == own, gas
+
+
+def test_guesses_follow_the_initial_weights(tmp_path: Path) -> None:
+    """The weights were trained on slabs whose surface is two of four layers."""
+    frames = [above(SLAB, gas)[0] for gas in ("CO", "H2O")]
+    for atoms in frames:
+        atoms.info["y_relaxed"] = -1.0
+    write(tmp_path / "mine.extxyz", frames)
+    data = IS2REData(tmp_path / "mine.extxyz", tags="guess")
+    domain = Domain.of(open_dataset(tmp_path / "mine.extxyz", reading=Reading(tags="guess")))
+    data.initial = replace(domain, surface=(0.5, 0.5))
+    data.setup()
+    assert np.bincount(data.datasets["train"][0].tags).tolist()[:2] == [18, 18]
 
 
 def test_free_atoms_of_a_slab_are_its_surface() -> None:

@@ -84,6 +84,7 @@ class IS2REData(BatchedData[Structures]):
 
     items = "systems"
     datasets: dict[str, Structures]
+    initial: Domain | None = None  # domain of the initial weights, if known
 
     def __init__(
         self,
@@ -114,7 +115,8 @@ class IS2REData(BatchedData[Structures]):
     def setup(self, stage: str = "fit") -> None:
         if self.datasets.keys() >= self.splits.keys():
             return
-        data = self.data_set._replace(reading=self.reading)
+        surface = None if self.initial is None else self.initial.surface  # for guessed tags
+        data = self.data_set._replace(reading=self.reading._replace(surface=surface))
         self._refuse_options(data)
         opened = data.open(self.splits.values(), self.skip_bad)
         is_first = is_first_process()
@@ -262,8 +264,7 @@ class IS2REData(BatchedData[Structures]):
         is_copy = np.isin(equal[len(train) :], equal[: len(train)])
         copies = [of_val.sids[i] for i in np.flatnonzero(is_copy)]
         if self.initial is not None:
-            name, content = self.initial
-            domain = domain.after(Domain.from_json(content, name))
+            domain = domain.after(self.initial)
         return _Surveyed(domain, copies, {"train": of_train.charged, "val": of_val.charged})
 
     def fingerprints(self) -> dict[str, Fingerprint]:
