@@ -146,6 +146,7 @@ def test_guesses_follow_the_initial_weights(tmp_path: Path) -> None:
     """The weights were trained on slabs whose surface is two of four layers."""
     frames = [above(SLAB, gas)[0] for gas in ("CO", "H2O")]
     for atoms in frames:
+        atoms.set_tags(0)
         atoms.info["y_relaxed"] = -1.0
     write(tmp_path / "mine.extxyz", frames)
     data = IS2REData(tmp_path / "mine.extxyz", tags="guess")
@@ -153,6 +154,8 @@ def test_guesses_follow_the_initial_weights(tmp_path: Path) -> None:
     data.initial = replace(domain, surface=(0.5, 0.5))
     data.setup()
     assert np.bincount(data.datasets["train"][0].tags).tolist()[:2] == [18, 18]
+    with pytest.raises(ValueError, match=r"task.repeat=0.1; add --data.tags guess"):
+        IS2REData(tmp_path / "mine.extxyz").expect_slabs("task.repeat=0.1")
 
 
 def test_free_atoms_of_a_slab_are_its_surface() -> None:

@@ -293,15 +293,15 @@ class IS2REData(BatchedData[Structures]):
         self.setup()
         dataset = self.datasets["train"]
         energies, natoms = self.targets(), dataset.natoms
-        minus = advice = ""
+        minus, advice = "", "check the unit, subtract the energies of slab and molecule, or "
         if key := self.reading.baseline_key:
             minus, advice = f" minus {key}", "check the baseline's tags and calculator, or "
         if is_energy(self.reading.energy_key) and energy_kind(energies, natoms) == "total":
             raise ValueError(
                 f"{dataset.path}: y_relaxed{minus} looks like total energies, with a median of "
-                f"{per_atom(energies, natoms):.1f} eV per atom; expected adsorption energies; "
-                f"{advice}use --model.readout all, with --task.references fit to subtract energies "
-                "per element, or with --task.references none"
+                f"{per_atom(energies, natoms):.1f} eV per atom; expected adsorption energies, in "
+                f"eV; {advice}use --model.readout all, with --task.references fit to subtract "
+                "energies per element, or with --task.references none"
             )
 
     def expect_slabs(self, option: str) -> None:
@@ -310,7 +310,7 @@ class IS2REData(BatchedData[Structures]):
         if not (domain.adsorbate_atoms and any("xy" in axes for axes in domain.periodic)):
             raise ValueError(
                 f"{dataset.path}: no structure has tags and is periodic along x and y; expected "
-                f"adsorbates on slabs for {option}; remove it"
+                f"adsorbates on slabs for {option}; add --data.tags guess, or remove it"
             )
 
     def expect_relaxed(self, option: str) -> None:
