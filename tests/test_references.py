@@ -127,6 +127,7 @@ def test_members_of_one_kind_of_totals_make_an_ensemble(data, run, tmp_path, cap
 def test_total_energies_require_references(data, tmp_path, capsys) -> None:
     line = error_of(capsys, "train", *arguments(data, tmp_path / "run"))
     assert f"{data / 'train.safetensors'}: y_relaxed looks like total energies" in line
+    assert "check the unit" in line
     assert "--task.references fit" in line and "--task.references none" in line
     assert not (tmp_path / "run" / "checkpoints").exists()
 

@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Generic, NamedTuple, TypeVar, cast
+from typing import Any, ClassVar, Generic, NamedTuple, TypeVar, cast
 
 import numpy as np
 import torch
@@ -130,7 +130,7 @@ class BatchedData(Generic[_Items]):
         datasets: open data sets, keyed by use.
         kept: folder with the `files` of a resumed run, or those that the first process of the run
             has written; None for a new run.
-        initial: name and content of the domain.json that belongs to the initial weights, or None.
+        initial: summary of the training data of the initial weights, or None.
         items: plural noun for the items of a batch.
         max_size: limit on the number of items in a batch times the size of the largest item.
         bucket: see `SizeBucketedBatchSampler`.
@@ -152,7 +152,7 @@ class BatchedData(Generic[_Items]):
         self.start_step = 0
         self.datasets: dict[str, _Items] = {}
         self.kept: Path | None = None
-        self.initial: tuple[str, object] | None = None
+        self.initial: Any = None
 
     def setup(self, stage: str = "fit") -> None:
         """Opens the data sets that are not open yet; skips "test" in stage "fit"."""

@@ -20,7 +20,7 @@ from typing import Any
 from jsonargparse import ArgumentParser, Namespace
 from torch import nn
 
-from molflt.data.structures.domain import DOMAIN
+from molflt.data.structures.domain import DOMAIN, Domain
 from molflt.data.text.tokenizer import TOKENIZER, Tokenizer, find_tokenizer
 from molflt.files import shown
 from molflt.shipped import find_config
@@ -271,15 +271,12 @@ class Initializer:
         self.options = {} if self._source is None else {**self._source.options[0]}
         self._record: dict[str, Any] = {}  # content of init.json
 
-    def domain(self) -> tuple[str, object] | None:
-        """Returns the source's domain.json: the name to use for it in messages, and its content.
-
-        A resumed run reads the content from its checkpoint. Returns None if the file is missing.
-        """
+    def domain(self) -> Domain | None:
+        """Returns the domain of the source (resumed runs: from the checkpoint), or None."""
         source = self._source
         content = self.folder.remember(None if source is None else source.domain)
         name = f"--init {self.name}: {DOMAIN}" if source else f"{self.folder.last}: initial"
-        return None if content is None else (name, content)
+        return None if content is None else Domain.from_json(content, name)
 
     def load(self, model: nn.Module, files: Mapping[str, bytes]) -> None:
         """Loads matching tensors; warns if the domain of the source is unknown."""

@@ -7,11 +7,13 @@ import torch
 from ase import Atoms
 from ase.build import add_adsorbate, bulk, fcc100, fcc111, graphene, molecule, surface
 from ase.constraints import FixAtoms
+from ase.io import write
 from shared_files import shared
 
 from molflt.atoms import Tag
 from molflt.data.structures import open_dataset
-from molflt.data.structures.base import ANY_TAGS
+from molflt.data.structures.base import ANY_TAGS, Reading
+from molflt.data.structures.datamodule import IS2REData
 from molflt.data.structures.domain import Domain
 from molflt.data.structures.in_memory import StructuresInMemory
 from molflt.data.structures.tags import (
@@ -140,11 +142,30 @@ def test_elements_of_the_adsorbate_in_the_slab(slab: Atoms) -> None:
         assert found(atoms) == own, gas
 
 
+def test_guesses_follow_the_initial_weights(tmp_path: Path) -> None:
+    """The weights were trained on slabs whose surface is two of four layers."""
+    frames = [above(SLAB, gas)[0] for gas in ("CO", "H2O")]
+    for atoms in frames:
+        atoms.set_tags(0)
+        atoms.info["y_relaxed"] = -1.0
+    write(tmp_path / "mine.extxyz", frames)
+    data = IS2REData(tmp_path / "mine.extxyz", tags="guess")
+    domain = Domain.of(open_dataset(tmp_path / "mine.extxyz", reading=Reading(tags="guess")))
+    data.initial = replace(domain, surface=(0.5, 0.5))
+    data.setup()
+    assert np.bincount(data.datasets["train"][0].tags).tolist()[:2] == [18, 18]
+    with pytest.raises(ValueError, match=r"task.repeat=0.1; add --data.tags guess"):
+        IS2REData(tmp_path / "mine.extxyz").expect_slabs("task.repeat=0.1")
+
+
 def test_free_atoms_of_a_slab_are_its_surface() -> None:
     atoms = above(SLAB, "CO")[0]
     atoms.set_constraint(FixAtoms(indices=range(18)))
     assert np.bincount(guessed(atoms).tags).tolist() == [18, 18, 2]
     assert np.bincount(guessed(atoms, (0.25, 0.25)).tags).tolist() == [27, 9, 2]
+    thick = above(fcc111("Cu", (3, 3, 5), vacuum=8.0, periodic=True), "CO")[0]
+    rounded = float(np.float32(0.2))  # above 0.2, in the domain.json of a run
+    assert np.bincount(guessed(thick, (rounded, 0.4)).tags).tolist() == [36, 9, 2]
 
 
 @pytest.mark.parametrize(

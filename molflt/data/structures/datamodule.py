@@ -84,6 +84,7 @@ class IS2REData(BatchedData[Structures]):
 
     items = "systems"
     datasets: dict[str, Structures]
+    initial: Domain | None = None  # domain of the initial weights, if known
 
     def __init__(
         self,
@@ -114,7 +115,8 @@ class IS2REData(BatchedData[Structures]):
     def setup(self, stage: str = "fit") -> None:
         if self.datasets.keys() >= self.splits.keys():
             return
-        data = self.data_set._replace(reading=self.reading)
+        surface = None if self.initial is None else self.initial.surface  # for guessed tags
+        data = self.data_set._replace(reading=self.reading._replace(surface=surface))
         self._refuse_options(data)
         opened = data.open(self.splits.values(), self.skip_bad)
         is_first = is_first_process()
@@ -262,8 +264,7 @@ class IS2REData(BatchedData[Structures]):
         is_copy = np.isin(equal[len(train) :], equal[: len(train)])
         copies = [of_val.sids[i] for i in np.flatnonzero(is_copy)]
         if self.initial is not None:
-            name, content = self.initial
-            domain = domain.after(Domain.from_json(content, name))
+            domain = domain.after(self.initial)
         return _Surveyed(domain, copies, {"train": of_train.charged, "val": of_val.charged})
 
     def fingerprints(self) -> dict[str, Fingerprint]:
@@ -292,15 +293,15 @@ class IS2REData(BatchedData[Structures]):
         self.setup()
         dataset = self.datasets["train"]
         energies, natoms = self.targets(), dataset.natoms
-        minus = advice = ""
+        minus, advice = "", "check the unit, subtract the energies of slab and molecule, or "
         if key := self.reading.baseline_key:
             minus, advice = f" minus {key}", "check the baseline's tags and calculator, or "
         if is_energy(self.reading.energy_key) and energy_kind(energies, natoms) == "total":
             raise ValueError(
                 f"{dataset.path}: y_relaxed{minus} looks like total energies, with a median of "
-                f"{per_atom(energies, natoms):.1f} eV per atom; expected adsorption energies; "
-                f"{advice}use --model.readout all, with --task.references fit to subtract energies "
-                "per element, or with --task.references none"
+                f"{per_atom(energies, natoms):.1f} eV per atom; expected adsorption energies, in "
+                f"eV; {advice}use --model.readout all, with --task.references fit to subtract "
+                "energies per element, or with --task.references none"
             )
 
     def expect_slabs(self, option: str) -> None:
@@ -309,7 +310,7 @@ class IS2REData(BatchedData[Structures]):
         if not (domain.adsorbate_atoms and any("xy" in axes for axes in domain.periodic)):
             raise ValueError(
                 f"{dataset.path}: no structure has tags and is periodic along x and y; expected "
-                f"adsorbates on slabs for {option}; remove it"
+                f"adsorbates on slabs for {option}; add --data.tags guess, or remove it"
             )
 
     def expect_relaxed(self, option: str) -> None:

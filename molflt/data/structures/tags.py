@@ -36,6 +36,7 @@ _MAX_ATOMS = 200  # maximum number of atoms to compare with
 _MIN_NEIGHBORS = 4  # minimum number of neighbors to compare
 _MATCH_AT_SURFACE, _MATCH_INSIDE = 0.8, 0.95  # minimum shares of matching neighbors
 _MIN_FIXED = 0.2  # minimum share of fixed atoms if the free atoms are the surface
+_ROUNDING = 1e-6  # shares of a model's training data are rounded to float32
 
 _Flags = NDArray[np.bool_]
 _Numbers = NDArray[np.int64]
@@ -279,7 +280,7 @@ class _Atoms:
                 element = slab & (self.numbers == number)
                 inside = neighbors[element & (heights <= middle)].max(initial=0)
                 surface |= element & (heights > middle) & (neighbors < inside)
-        low, high = share or (0.0, 1.0)
+        low, high = np.add(share or (0.0, 1.0), (-_ROUNDING, _ROUNDING))
         ordered = np.sort(heights[slab])[::-1]
         last = np.flatnonzero(ordered[:-1] - ordered[1:] > _LAYER)  # last atom of each layer
         if not len(last) or low <= surface.sum() / slab.sum() <= high:
