@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain, compress
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
@@ -14,7 +14,7 @@ from molflt.data.batches import held_out
 from molflt.data.images.files import open_images
 from molflt.data.text.sources import _lines
 from molflt.data.text.vocabulary import text_of
-from molflt.files import PACKED, natural, shown
+from molflt.files import natural, packed_names, shown
 
 if TYPE_CHECKING:
     from molflt.data.text.tokenizer import TokenizerKind
@@ -119,16 +119,16 @@ def find_split(root: Path, task: str, split: str) -> Path:
     The file may be compressed. Splits are train, val, test, and val_mismatched for MNLI.
     """
     spec, root = TASKS[task], Path(root)
-    names = [*spec.files.get(split, ()), *(() if spec.held_out else _USUAL.get(split, ()))]
-    forms = [name if "/" in name else f"{task}/{name}" for name in names]
-    for form in forms:
-        for packed in ("", *PACKED):
-            for path in (root / f"{form}{packed}", root / f"{form.replace('/', '.', 1)}{packed}"):
-                if path.is_file() or (spec.held_out and path.is_dir()):
-                    return path
+    usual = () if spec.held_out else _USUAL.get(split, ())
+    names = [*spec.files.get(split, ()), *usual]
+    names = [name if "/" in name else f"{task}/{name}" for name in names]
+    for name in chain.from_iterable(map(packed_names, names)):
+        for path in (root / name, root / name.replace("/", ".", 1)):
+            if path.is_file() or (spec.held_out and path.is_dir()):
+                return path
     kind = "an unpacked folder" if spec.form == "texts" else "plain or compressed (.gz or .xz)"
     raise FileNotFoundError(
-        f"{root}: no {split} file of {task}; expected {' or '.join(forms) or 'another split'}, "
+        f"{root}: no {split} file of {task}; expected {' or '.join(names) or 'another split'}, "
         f"{kind}; change data.root"
     )
 
@@ -154,7 +154,7 @@ def read_splits(
         share = _VAL_FRACTION if val_fraction is None else val_fraction
         labels = torch.tensor([one.label for one in whole])
         in_split = held_out(labels, share, path, TASKS[task].form) == (split == "val")
-        found[split] = list(itertools.compress(whole, in_split.tolist()))
+        found[split] = list(compress(whole, in_split.tolist()))
     return {split: (path, found[split]) for split, path in paths.items()}
 
 
