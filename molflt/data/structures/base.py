@@ -74,6 +74,15 @@ def grouped(bad: Iterable[tuple[str, str]], prefix: str = "") -> list[str]:
     return lines
 
 
+def locate(ends: NDArray[np.int64], index: int) -> tuple[int, int]:
+    """Returns the part to which an index over all parts belongs, and the index within this part.
+
+    `ends` (parts,) contains the end of each part: the cumulative number of structures.
+    """
+    part = int(np.searchsorted(ends, index, side="right"))
+    return part, index - int(ends[part - 1] if part else 0)
+
+
 def with_bar(items: Iterable[_Item], title: str) -> Iterable[_Item]:
     """Iterates over items; shows a progress bar on a terminal after a few seconds."""
     from tqdm import tqdm

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from molflt.data.structures.ase_fields import charge_in
-from molflt.data.structures.base import Structures, with_bar
+from molflt.data.structures.base import Structures, locate, with_bar
 from molflt.data.structures.lmdb_file import LmdbFile
 from molflt.data.structures.records import make_record
 
@@ -305,10 +305,8 @@ class Oc20Lmdb(Structures):
 
     def _locate(self, index: int) -> tuple[LmdbFile, int]:
         """Returns the shard and the key of a structure."""
-        stored = self._stored(index)
-        shard = int(np.searchsorted(self._ends, stored, side="right"))
-        keys = self._keys[shard]
-        return self.shards[shard], keys[stored - int(self._ends[shard]) + len(keys)]
+        shard, place = locate(self._ends, self._stored(index))
+        return self.shards[shard], self._keys[shard][place]
 
     def _fields(self, index: int) -> dict[str, Any]:
         """Reads the fields of a record; renames labels at `pos` and updates `labels` and `hint`."""
