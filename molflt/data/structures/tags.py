@@ -1,4 +1,7 @@
-"""Tags from the geometry: adsorbate by connectivity, surface and subsurface by height."""
+"""Tags from the geometry: adsorbate by connectivity, surface and subsurface by height.
+
+Checks of given tags, and connected adsorbates.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from molflt.atoms import Tag, lattice_heights
-from molflt.data.structures.base import Structures, with_bar
+from molflt.data.structures.base import Structures, Tags, with_bar
 from molflt.data.structures.parts import Part
 
 if TYPE_CHECKING:
@@ -429,6 +432,33 @@ def heights_agree(record: Data) -> bool:
     heights = atoms.heights_toward(tags == Tag.ADSORBATE)
     means = [heights[tags == tag].mean() for tag in Tag if (tags == tag).any()]
     return means == sorted(means)
+
+
+def layers_as_tags(layers: _Numbers) -> _Numbers:
+    """Converts the layer numbers of ``ase.build`` to tags."""
+    if not (layers > 0).any():
+        return layers  # unknown, or negative numbers, which are rejected later
+    known = [layers == 0, layers == 1, layers > 1]
+    return np.select(known, [Tag.ADSORBATE, Tag.SURFACE, Tag.SUBSURFACE], layers)
+
+
+def tags_look_like(atoms: Atoms) -> Tags | None:
+    """Guesses the convention of tags from the heights of atoms; returns None if undecided."""
+    tags, cell = atoms.get_tags(), atoms.cell.array
+    normal = np.cross(cell[0], cell[1])
+    volume = normal @ cell[2]  # with the sign of the handedness; 0 without a third vector
+    normal = normal * np.sign(volume) if volume else np.array([0.0, 0, 1])
+    if normal[2] < -1e-3 * np.linalg.norm(normal):  # the surface may be on either side
+        return None
+    heights = atoms.positions @ normal
+    with_0, with_1, with_2 = (heights[tags == tag] for tag in (0, 1, 2))
+    if not with_1.size or not (with_0.size or with_2.size):
+        return None
+    # Adsorbates lie above the layer with tag 1; their tag is 0 in ASE and 2 here.
+    middle = with_1.mean()
+    if bool((with_0 > middle).all() and (with_2 < middle).all()):
+        return "ase"
+    return "oc20" if bool((with_0 < middle).all() and (with_2 > middle).all()) else None
 
 
 class Tagged(Part):
