@@ -14,9 +14,10 @@ from scipy.spatial.transform import Rotation
 from molflt.atoms import Tag
 from molflt.data.structures import ase_fields
 from molflt.data.structures.ase_files import frames
+from molflt.data.structures.molecules import in_one_piece
 from molflt.data.structures.records import make_record
 from molflt.data.structures.sites import Site, Tiles, distinct, sites, unit
-from molflt.data.structures.tags import MIN_VACUUM, guess_tags, in_one_piece, tags_look_like
+from molflt.data.structures.tags import MIN_VACUUM, guess_tags, tags_look_like
 
 if TYPE_CHECKING:
     from ase import Atoms

@@ -14,13 +14,8 @@ from molflt.data.structures import open_dataset
 from molflt.data.structures.base import ANY_TAGS
 from molflt.data.structures.domain import Domain
 from molflt.data.structures.in_memory import StructuresInMemory
-from molflt.data.structures.tags import (
-    Tagged,
-    guess_tags,
-    heights_agree,
-    in_one_piece,
-    touches_image,
-)
+from molflt.data.structures.molecules import in_one_piece, touches_image
+from molflt.data.structures.tags import Tagged, guess_tags, heights_agree
 
 ROOT = Path(__file__).resolve().parents[2]
 

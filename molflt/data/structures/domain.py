@@ -14,7 +14,8 @@ import torch
 from molflt.atoms import MAX_ATOMIC_NUMBER, Tag, symbol
 from molflt.data.structures.base import with_bar
 from molflt.data.structures.labels import EnergyKind, energy_kind
-from molflt.data.structures.tags import guess_tags, heights_agree, sides_agree, touches_image
+from molflt.data.structures.molecules import touches_image
+from molflt.data.structures.tags import guess_tags, heights_agree, sides_agree
 from molflt.files import read_json, shown
 
 if TYPE_CHECKING:
