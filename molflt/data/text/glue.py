@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 _VAL_FRACTION = 0.1  # default for tasks without a validation file
 _UNLABELED = "unsup"  # folder of unlabeled reviews in the published data
-_TWO = ("0", "1")
+_BINARY = ("0", "1")
 _ENTAILED = ("entailment", "not_entailment")
 
 
@@ -66,10 +66,10 @@ _MRPC = {"test": ("msr_paraphrase_test.txt",)}  # GLUE's dev.tsv is part of the 
 _STS = {"train": ("sts-train.csv",), "val": ("sts-dev.csv",), "test": ("sts-test.csv",)}
 
 GLUE: dict[str, GlueTask] = {
-    "CoLA": GlueTask(_SINGLE, _TWO, ("matthews",), places={"first": 3, "label": 1}),
-    "SST-2": GlueTask(_SINGLE, _TWO),
+    "CoLA": GlueTask(_SINGLE, _BINARY, ("matthews",), places={"first": 3, "label": 1}),
+    "SST-2": GlueTask(_SINGLE, _BINARY),
     "MRPC": GlueTask(
-        _pair("#1 String", "#2 String", "Quality"), _TWO, ("accuracy", "f1"), files=_MRPC
+        _pair("#1 String", "#2 String", "Quality"), _BINARY, ("accuracy", "f1"), files=_MRPC
     ),
     "STS-B": GlueTask(
         _pair("sentence1", "sentence2", "score"),
@@ -79,7 +79,10 @@ GLUE: dict[str, GlueTask] = {
         files=_STS,
     ),
     "QQP": GlueTask(
-        _pair("question1", "question2", "is_duplicate"), _TWO, ("accuracy", "f1"), broken_rows=True
+        _pair("question1", "question2", "is_duplicate"),
+        _BINARY,
+        ("accuracy", "f1"),
+        broken_rows=True,
     ),
     "MNLI": GlueTask(
         _pair("sentence1", "sentence2", "gold_label"),
@@ -148,14 +151,17 @@ def read_splits(
     """
     paths = {split: find_split(root, task, split) for split in splits}
     rows = {path: read_examples(path, task, classes) for path in dict.fromkeys(paths.values())}
-    found = {split: rows[path] for split, path in paths.items()}
-    for split in {"train", "val"} & found.keys() if TASKS[task].held_out else ():
-        path, whole = paths[split], found[split]
-        share = _VAL_FRACTION if val_fraction is None else val_fraction
-        labels = torch.tensor([one.label for one in whole])
-        in_split = held_out(labels, share, path, TASKS[task].form) == (split == "val")
-        found[split] = list(compress(whole, in_split.tolist()))
-    return {split: (path, found[split]) for split, path in paths.items()}
+    found = {split: (path, rows[path]) for split, path in paths.items()}
+    if not TASKS[task].held_out:
+        return found
+    share = _VAL_FRACTION if val_fraction is None else val_fraction
+    for split in {"train", "val"} & found.keys():
+        path, examples = found[split]
+        labels = torch.tensor([example.label for example in examples])
+        in_val = held_out(labels, share, path, TASKS[task].form)
+        mask = in_val if split == "val" else ~in_val
+        found[split] = path, list(compress(examples, mask.tolist()))
+    return found
 
 
 def classes_in(path: Path, task: str) -> list[str]:
