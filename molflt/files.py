@@ -1,4 +1,4 @@
-"""Files: atomic writes, CSV, JSON, npz, compressed and safetensors files; texts for messages."""
+"""Files: atomic writes, CSV, JSON, compressed and safetensors files; texts for messages."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import reprlib
 import sys
 import tempfile
 import zlib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from pkgutil import resolve_name
@@ -186,22 +186,6 @@ def read_json(path: Path, expected: str, hint: str) -> object:
         return json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: expected {expected}; {shown(str(error), 100)}; {hint}") from None
-
-
-def read_arrays(path: Path, wanted: Collection[str]) -> dict[str, np.ndarray]:
-    """Reads all arrays of an npz file by name, without unpickling."""
-    import numpy as np
-
-    try:
-        with np.load(path, allow_pickle=False) as file:
-            arrays = dict(file)
-    except FileNotFoundError:
-        raise
-    except Exception as error:  # a damaged file can raise anything
-        raise ValueError(f"{path}: expected an npz file with arrays; {error}") from None
-    if absent := sorted({*wanted} - arrays.keys()):
-        raise ValueError(f"{path}: expected arrays {', '.join(wanted)}; {absent[0]} is missing")
-    return arrays
 
 
 def opened(path: Path, mode: str = "rb", **options: Any) -> IO[Any]:
