@@ -247,7 +247,7 @@ class LoadedStructures(Structures):
     def __init__(self, path: str | Path, skip_bad: bool = False) -> None:
         super().__init__(path, skip_bad)
         self._records: list[Data] = []
-        self._origins: list[tuple[int, str]] = []  # index in the file, name for messages
+        self._places: list[tuple[int, str]] = []  # index in the source, name for messages
 
     def add(self, where: str, make: Callable[[], Data]) -> bool:
         """Adds a structure; returns False if the structure is invalid and therefore skipped.
@@ -262,14 +262,14 @@ class LoadedStructures(Structures):
                 raise ValueError(f"{where}: {error}") from None
             self.bad.append((where, str(error)))
             return False
-        self._origins.append((place, where))
+        self._places.append((place, where))
         return True
 
     def place(self, index: int) -> int:
-        return self._origins[self._stored(index)][0]
+        return self._places[self._stored(index)][0]
 
     def where(self, index: int) -> str:
-        return self._origins[self._stored(index)][1]
+        return self._places[self._stored(index)][1]
 
     def __len__(self) -> int:
         return len(self._records)

@@ -37,8 +37,6 @@ class _Root(NamedTuple):
 
 
 class _Page(NamedTuple):
-    """Page of a tree."""
-
     start: int  # offset in the file
     kind: int  # _BRANCH or _LEAF
     nodes: int  # number of nodes

@@ -30,22 +30,14 @@ _STRIDES = np.array([1, 1_000_003, 1_000_003**2])  # larger than the number of b
 
 
 class Survey:
-    """Properties of structures, collected by calling an instance with each structure.
-
-    Attributes:
-        sids: sid of each structure.
-        features: `fingerprint` of each structure.
-        overlapping: sids of structures with coinciding atoms.
-        one_tag: sids of structures in which all slab atoms have the same tag.
-        charged: sids of structures with a total charge other than 0.
-    """
+    """Properties of structures, collected by calling an instance with each structure."""
 
     def __init__(self) -> None:
         self.sids: list[int] = []
-        self.features: list[NDArray[np.float64]] = []
-        self.overlapping: list[int] = []
-        self.one_tag: list[int] = []
-        self.charged: list[int] = []
+        self.features: list[NDArray[np.float64]] = []  # of `fingerprint`
+        self.overlapping: list[int] = []  # sids of structures with coinciding atoms
+        self.one_tag: list[int] = []  # sids of structures whose slab atoms all have the same tag
+        self.charged: list[int] = []  # sids of structures with a total charge other than 0
 
     def __call__(self, record: Data) -> None:
         sid = int(record.sid)

@@ -45,33 +45,22 @@ class Site(NamedTuple):
 
 
 class Tiles:
-    """Atoms of a slab, followed by the atoms of its periodic images in the plane.
-
-    Attributes:
-        plane: lattice vectors along the surface, as rows (2, 3), in Å.
-        inverse: pseudoinverse of `plane`, (3, 2).
-        images: shifts of the images, (images, 3), in Å; the first is 0.
-        pos: positions (tiles, 3), in Å.
-        numbers: atomic numbers (tiles,).
-        covalent: covalent radii (tiles,), in Å.
-        radii: distances (tiles,), in Å, from atoms to the center of a probe that touches them.
-        up: outward normal of the surface, (3,).
-    """
+    """Atoms of a slab, followed by the atoms of its periodic images in the plane."""
 
     def __init__(self, slab: Atoms) -> None:
         from ase.data import covalent_radii
 
-        self.plane = slab.cell.array[:2]
-        self.inverse = np.linalg.pinv(self.plane)
+        self.plane = slab.cell.array[:2]  # vectors along the surface, as rows, in Å
+        self.inverse = np.linalg.pinv(self.plane)  # (3, 2)
         reach = np.ceil(_REACH * np.linalg.norm(self.inverse, axis=0)).astype(int)  # in cells
         cells = list(product(*(range(-n, n + 1) for n in reach)))
         cells.sort(key=lambda cell: cell != (0, 0))  # begins with the slab itself
-        self.images = np.array(cells) @ self.plane
+        self.images = np.array(cells) @ self.plane  # shifts (images, 3), in Å
         turns = np.floor(slab.positions @ self.inverse + 1e-6)  # atoms may be outside of the cell
         self.pos = (self.images[:, None] + slab.positions - turns @ self.plane).reshape(-1, 3)
         self.numbers = np.tile(slab.numbers, len(cells))
         self.covalent = covalent_radii[self.numbers]
-        self.radii = self.covalent + _PROBE
+        self.radii = self.covalent + _PROBE  # distances of a probe that touches the atoms, in Å
         normal = unit(np.cross(*self.plane))
         self.up = normal * np.sign(normal @ slab.cell.array[2])
 
