@@ -76,12 +76,8 @@ def summarize(
     labels = dict(zip(_LABELS, np.array(seen.labels).T, strict=True))
     natoms = np.array(seen.natoms)
     other_property = None if is_energy(reading.energy_key) else reading.energy_key
-    if recipe is None and other_property is not None:
-        recipe = "is2re"
-    elif recipe is None:
-        single_points = not (seen.displacements or seen.tags[Tag.ADSORBATE])
-        total = single_points and energy_kind(labels["energy"], natoms) == "total"
-        recipe = "potential" if seen.forces or seen.stress or total else "is2re"
+    if recipe is None and other_property is None and _are_single_points(seen, labels["energy"]):
+        recipe = "potential"
     label = "energy" if recipe == "potential" else "y_relaxed"
     energies = labels[label]
     names = ["y_init", "y_relaxed", "y_baseline"]
@@ -93,7 +89,7 @@ def summarize(
             kind = "unknown"
     summary: Summary = {
         "path": str(named(path)),
-        "recipe": recipe,
+        "recipe": recipe or "is2re",
         "label": other_property or label,
         "systems": len(natoms),
         "atoms_total": int(natoms.sum()),
@@ -156,6 +152,14 @@ class _Seen(Survey):
             self.point_faults.append((self.sids[-1], reason))
         if len(self.with_energy) < MOST_FRAMES and bool(record.energy.isfinite()):
             self.with_energy.append(record)
+
+
+def _are_single_points(seen: _Seen, energies: np.ndarray) -> bool:
+    """Returns True if labels suggest the recipe `potential`: forces, stress, or total energies."""
+    if seen.forces or seen.stress:
+        return True
+    relaxations = seen.displacements or seen.tags[Tag.ADSORBATE]
+    return not relaxations and energy_kind(energies, np.array(seen.natoms)) == "total"
 
 
 def _statistics(parts: list[np.ndarray]) -> Statistics:
