@@ -104,14 +104,15 @@ class LabeledImages(Dataset[tuple[Tensor, Tensor]]):
         return mean, torch.where(std > 0, std, 1.0)
 
 
-def fitted(images: Tensor, size: int, name: str, box: bool = False) -> Tensor:
-    """Resizes images (n, channels, height, width) and crops them to squares.
+def fitted(images: Tensor, name: str, size: int | None, box: bool = False) -> Tensor:
+    """Resizes images (n, channels, height, width) and crops them to squares, unless `size` is None.
 
     With `box`, each pixel is the mean of the area that it covers, and images must be at least as
     large as the result. Otherwise, an antialiased bilinear filter of twice the width is used.
+    `name` names the images in messages.
     """
     height, width = images.shape[-2:]
-    if (height, width) == (size, size):
+    if size is None or (height, width) == (size, size):
         return images
     if box:
         return _box(center_crop(images, min(height, width)), size, name)
@@ -155,7 +156,7 @@ def open_images(
         flat: accept a folder of images without subfolders, as one class; gray images then have one
             channel instead of three, if a sample of the images in the folder is gray.
     """
-    fit = partial(_fit, size=size, box=box)
+    fit = partial(fitted, size=size, box=box)
     if labels is not None and source.is_dir():
         raise ValueError(
             f"{labels}: a file of labels has no effect with {source}, which contains classes; omit "
@@ -165,11 +166,6 @@ def open_images(
         # A JPEG that is decoded at a reduced size is not averaged over boxes
         return _open_folder(source, classes, fit, None if box else size, flat)
     return _open_idx(source, labels, classes, fit)
-
-
-def _fit(images: Tensor, name: str, *, size: int | None, box: bool) -> Tensor:
-    """Resizes images (n, channels, height, width) as `open_images` does."""
-    return (images if size is None else fitted(images, size, name, box)).contiguous()
 
 
 def _open_folder(
@@ -209,7 +205,7 @@ def _open_folder(
 def _read_image(
     files: Sequence[str], mode: str | None, draft: int | None, fit: _Fit, index: int
 ) -> Tensor:
-    return fit(_decode(files[index], mode, draft)[None], files[index])[0]
+    return fit(_decode(files[index], mode, draft)[None], files[index])[0].contiguous()
 
 
 def _decode(path: str, mode: str | None, size: int | None = None) -> Tensor:

@@ -30,7 +30,7 @@ def read_images(
     `resize` is the side before the central square is cut.
     """
     for name, image in _images(source, "L" if channels == 1 else "RGB", resize):
-        resized = fitted(image.expand(1, channels, -1, -1), resize, name)
+        resized = fitted(image.expand(1, channels, -1, -1), name, resize)
         yield name, center_crop(resized[0], side)
 
 
@@ -48,7 +48,7 @@ def read_alike(source: Path, side: int, channels: int, fit: bool = False) -> Ite
                 f"{len(image)}; convert it"
             )
         image = image.expand(channels, -1, -1)
-        image = fitted(image[None], side, name, box=True)[0] if fit else image
+        image = fitted(image[None], name, side, box=True)[0] if fit else image
         if tuple(image.shape[1:]) != (side, side):
             raise ValueError(
                 f"{name}: expected {side} x {side} pixels, as in training; got {image.shape[1]} x "
