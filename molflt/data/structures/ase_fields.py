@@ -62,8 +62,12 @@ class Converter:
             known = ", ".join(get_args(AnyTags))
             raise ValueError(f"tags={reading.tags!r} is unknown; expected one of {known}")
         self.reading = reading
-        self._keys = {"y_relaxed": reading.energy_key, "energy": reading.energy_key}
-        self._keys |= {"forces": reading.forces_key, "stress": reading.stress_key}
+        self._keys = {  # names of entries that are set by options, by label
+            "y_relaxed": reading.energy_key,
+            "energy": reading.energy_key,
+            "forces": reading.forces_key,
+            "stress": reading.stress_key,
+        }
         self._used: dict[str, str] = {}  # name of the entry that is read, by label
         self._others: dict[str, None] = {}  # names in structures without the energy in use
         self._present: dict[str, None] = {}  # names of all labels in the file
@@ -86,9 +90,10 @@ class Converter:
         if self.reading.for_prediction:
             names = ("y_init", "y_relaxed", "y_baseline")
             labels = {name: _if_finite(labels.get(name)) for name in names}
-        original_tags = atoms.get_tags() if atoms.has("tags") else None
-        tags = None if self.reading.tags == "any" else original_tags
-        if tags is not None and self.reading.tags == "ase":
+        original_tags = tags = atoms.get_tags() if atoms.has("tags") else None
+        if self.reading.tags == "any":
+            tags = None
+        elif self.reading.tags == "ase" and tags is not None:
             tags = layers_as_tags(tags)
         try:
             record = make_record(
@@ -123,7 +128,10 @@ class Converter:
             names = [name for name in names if _is_given(entries.get(name), label)]
             if label == "y_relaxed":
                 del names[1:]  # energy may be of another state
-            if names and (name := self._used.setdefault(label, names[0])) in names:
+            if not names:
+                continue
+            name = self._used.setdefault(label, names[0])
+            if name in names:
                 labels[label] = entries[name]
             elif label == "y_relaxed":
                 self._others |= dict.fromkeys(names)
@@ -149,9 +157,11 @@ class Converter:
         self._fields |= dict.fromkeys(unused_fields(atoms))
         self._count += 1
         tags = self.reading.tags
-        self._other_tags += tags != "any" and tags_look_like(atoms) not in (None, tags)
+        if tags != "any" and tags_look_like(atoms) not in (None, tags):
+            self._other_tags += 1
         elements_and_cell = atoms.numbers.tobytes() + atoms.cell.array.tobytes()
-        self._steps += elements_and_cell == self._last
+        if elements_and_cell == self._last:
+            self._steps += 1
         self._last = elements_and_cell
         self._ignored.update(_fixed_coordinates(atoms)[1])
 
@@ -206,6 +216,7 @@ class Converter:
     @property
     def labels(self) -> dict[str, str | None]:
         """Fields of records, keyed by the names of labels in the file; None for unread labels."""
+        # if one entry is read as two labels, the label that was read first counts
         fields = {name: label for label, name in reversed(self._used.items())}
         read = {"y_init", self.reading.baseline_key}
         return {name: fields.get(name) for name in self._present if name not in read}
