@@ -269,7 +269,8 @@ class Domain:
 
     def describe(self) -> str:
         """Summarizes the number, elements and sizes of the systems."""
-        slab, adsorbate, untagged = map(_named, self.elements)
+        symbols = (", ".join(map(symbol, sorted(numbers))) for numbers in self.elements)
+        slab, adsorbate, untagged = symbols
         elements = f"{slab} with {adsorbate}".strip() if adsorbate else slab
         if untagged:
             elements = f"{elements} and {untagged} without tags" if elements else untagged
@@ -309,12 +310,12 @@ class Domain:
             numbers = [frozenset(atomic_numbers[text] for text in part) for part in symbols]
             fields["elements"] = Elements(*numbers)
             fields["periodic"] = frozenset(fields["periodic"])
-            for count in ("systems", "untagged", "relaxed"):
-                fields[count] = int(fields[count])
-            for bounds in _RANGES:
-                if fields[bounds] is not None or bounds == "atoms":
-                    low, high = fields[bounds]
-                    fields[bounds] = (low, high)
+            for key in ("systems", "untagged", "relaxed"):
+                fields[key] = int(fields[key])
+            for key in _RANGES:
+                if fields[key] is not None or key == "atoms":
+                    low, high = fields[key]
+                    fields[key] = (low, high)
             initial = stored.get("initial") or ()
             fields["initial"] = tuple(Domain.from_json(x, f"{name}: initial") for x in initial)
             return Domain(**fields)
@@ -367,10 +368,6 @@ def _axes(record: Data) -> str:
 
 def _along(axes: str) -> str:
     return f"periodic along {', '.join(axes)}" if axes else "not periodic"
-
-
-def _named(numbers: frozenset[int]) -> str:
-    return ", ".join(symbol(number) for number in sorted(numbers))
 
 
 def _span(bounds: _Range) -> str:

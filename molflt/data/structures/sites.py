@@ -79,12 +79,12 @@ class Tiles:
                 parts.append(self._on(i, np.array(groups, int).reshape(len(groups), size)))
         points = np.concatenate(parts)
         lengths, near = tree.query(points, min(16, len(self.pos)))  # each (points, 16)
-        return points[(lengths > self.radii[near] - 1e-3).all(axis=1)]  # overlap with no atom
+        return points[(lengths > self.radii[near] - 1e-3).all(axis=1)]  # outside of all atoms
 
     def _on(self, i: np.int_, others: NDArray[np.int64]) -> _Array:
         """Returns the highest points where a probe touches atom i and one row of `others`.
 
-        `others` has shape (n, k) with 0 to 2 atoms in each row; at most n points (..., 3) exist.
+        `others` has shape (n, k), with k from 0 to 2; the result has up to n rows, (..., 3).
         """
         vectors = self.pos[others] - self.pos[i]  # (n, k, 3)
         inverse = np.linalg.pinv(vectors)  # (n, 3, k)

@@ -360,9 +360,9 @@ def sides_agree(record: Data) -> bool:
     def occupied(distances: NDArray[np.float64]) -> np.bool_:
         return ((distances > _MIN_GAP) & (distances < _SHELL)).any()
 
-    has_top = (surface > slab.mean() - _LAYER).any() or not occupied(adsorbed - slab.max())
-    has_bottom = (surface < slab.mean() + _LAYER).any() or not occupied(slab.min() - adsorbed)
-    return bool(has_top and has_bottom)
+    top_agrees = (surface > slab.mean() - _LAYER).any() or not occupied(adsorbed - slab.max())
+    bottom_agrees = (surface < slab.mean() + _LAYER).any() or not occupied(slab.min() - adsorbed)
+    return bool(top_agrees and bottom_agrees)
 
 
 def heights_agree(record: Data) -> bool:
