@@ -108,12 +108,13 @@ class Domain:
         relaxed = 0
         for record in with_bar(dataset, "reading structures"):
             parts = _parts(record)
+            slab_numbers, adsorbate_numbers, untagged = parts
             for row, numbers in zip(present, parts, strict=True):
                 row[numbers] = True
-            if not len(parts.untagged):
-                slab.append(len(parts.slab))
-                adsorbate.append(len(parts.adsorbate))
-            if len(parts.slab):
+            if not len(untagged):
+                slab.append(len(slab_numbers))
+                adsorbate.append(len(adsorbate_numbers))
+            if len(slab_numbers):
                 surface.append(_surface_share(record))
             periodic.add(_axes(record))
             relaxed += not bool(torch.isnan(record.pos_relaxed).any())
@@ -341,20 +342,13 @@ def domain_of(runs: Iterable[Path]) -> Domain | None:
     return replace(domains[0], elements=elements, baseline=" and ".join(baselines) or None)
 
 
-class _Parts(NamedTuple):
-    """Atomic numbers in the parts of a structure; some parts are empty."""
-
-    slab: Tensor
-    adsorbate: Tensor
-    untagged: Tensor
-
-
-def _parts(record: Data) -> _Parts:
+def _parts(record: Data) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns the atomic numbers of slab and adsorbate, and of all atoms if they are untagged."""
     numbers, tags = record.atomic_numbers, record.tags
     none = numbers[:0]
     if not bool((tags > Tag.SUBSURFACE).any()):
-        return _Parts(none, none, numbers)
-    return _Parts(numbers[tags != Tag.ADSORBATE], numbers[tags == Tag.ADSORBATE], none)
+        return none, none, numbers
+    return numbers[tags != Tag.ADSORBATE], numbers[tags == Tag.ADSORBATE], none
 
 
 def _surface_share(record: Data) -> float:
