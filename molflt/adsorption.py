@@ -19,9 +19,10 @@ from scipy.spatial.transform import Rotation
 from molflt.atoms import Tag
 from molflt.data.structures import ase_fields
 from molflt.data.structures.ase_files import frames
+from molflt.data.structures.molecules import in_one_piece
 from molflt.data.structures.records import make_record
 from molflt.data.structures.sites import Site, Tiles, distinct, sites, unit
-from molflt.data.structures.tags import MIN_VACUUM, guess_tags, in_one_piece
+from molflt.data.structures.tags import MIN_VACUUM, guess_tags, tags_look_like
 
 _EMPTY = 7.0  # Å, gap too large for a crystal
 _CONTACT, _CONTACT_H = 0.1, 0.5  # Å added to radii for contacts with the slab; the second for H
@@ -265,7 +266,7 @@ def _prepared(slab: Atoms) -> Atoms:
             f"{slab.symbols}: expected free atoms on the side to which the third cell vector "
             "points, where molecules are placed; got fixed atoms there; turn the slab over"
         )
-    tags, layers = whole.get_tags(), ase_fields.tags_look_like(whole) == "ase"
+    tags, layers = whole.get_tags(), tags_look_like(whole) == "ase"
     extreme, adsorbate = (tags.min(), 0) if layers else (tags.max(), int(Tag.ADSORBATE))
     if extreme == adsorbate:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Atomic writes, compressed files, and functions for small files and safetensors files."""
+"""Files: atomic writes, CSV, JSON, compressed and safetensors files; texts for messages."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import reprlib
 import sys
 import tempfile
 import zlib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from pkgutil import resolve_name
@@ -27,11 +27,20 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _Row = Mapping[str, object]
-_FULL = (errno.ENOSPC, getattr(errno, "EDQUOT", None))
+_NO_SPACE = {errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC)}  # Windows has no EDQUOT
 _BLANK = b"0" * 64  # placeholder of the digest while it is computed
 _OPENERS: dict[str, Callable[..., IO[Any]]] = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}
-PACKED = tuple(_OPENERS)
-"""extensions of compressed files"""
+
+
+def is_first_process() -> bool:
+    """Returns True in one process per machine of distributed training."""
+    return os.environ.get("LOCAL_RANK", "0") == "0"
+
+
+def warn(text: str) -> None:
+    """Prints a one-line warning, once per machine in distributed training."""
+    if is_first_process():
+        print(f"molflt: warning: {text}", file=sys.stderr)
 
 
 @contextmanager
@@ -62,6 +71,43 @@ def atomically(path: Path) -> Iterator[Path]:
             part.unlink()
 
 
+def write_atomically(path: Path, content: bytes) -> None:
+    """Writes bytes with :func:`atomically`."""
+    with atomically(path) as part:
+        part.write_bytes(content)
+
+
+def append(path: Path, text: str) -> None:
+    """Appends to an existing file and flushes it to disk; on failure the file is unchanged."""
+    with appending(path):
+        size = path.stat().st_size
+        try:
+            with open(path, "a", encoding="utf-8", newline="") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+        except BaseException:  # including KeyboardInterrupt
+            with suppress(OSError):
+                os.truncate(path, size)
+            raise
+
+
+@contextmanager
+def appending(path: Path) -> Iterator[None]:
+    """Adds the file name to any OSError that the block raises while it appends to the file."""
+    try:
+        yield
+    except OSError as error:
+        raise _not_written(path, error, "its content is kept") from error
+
+
+def _not_written(path: Path, error: OSError, outcome: str) -> OSError:
+    # errors of safetensors have only a text
+    is_full = error.errno in _NO_SPACE or os.strerror(errno.ENOSPC) in str(error)
+    advice = "free some space" if is_full else "choose another name or folder"
+    return OSError(f"{path}: could not be written ({error.strerror or error}); {outcome}; {advice}")
+
+
 def clear_parts(folder: Path, name: str = "*") -> None:
     """Removes unfinished files of `name` that killed processes of this machine left in a folder."""
     for part in folder.glob(f".{name}.*.part"):
@@ -79,23 +125,6 @@ def _is_alive(pid: int) -> bool:
     except (ProcessLookupError, OverflowError):
         return False
     return True
-
-
-def is_first_process() -> bool:
-    """Returns True in one process per machine of distributed training."""
-    return os.environ.get("LOCAL_RANK", "0") == "0"
-
-
-def warn(text: str) -> None:
-    """Prints a one-line warning, once per machine in distributed training."""
-    if is_first_process():
-        print(f"molflt: warning: {text}", file=sys.stderr)
-
-
-def _not_written(path: Path, error: OSError, outcome: str) -> OSError:
-    full = error.errno in _FULL or os.strerror(errno.ENOSPC) in str(error)  # without errno: Rust
-    advice = "free some space" if full else "choose another name or folder"
-    return OSError(f"{path}: could not be written ({error.strerror or error}); {outcome}; {advice}")
 
 
 def expect_ending(out: Path | None, *endings: str) -> None:
@@ -124,23 +153,8 @@ def expect_writable(path: Path, *inputs: Path) -> None:
         raise _not_written(path, error, "nothing was computed") from error
 
 
-def append(path: Path, text: str) -> None:
-    """Appends to an existing file and flushes it to disk; on failure the file is unchanged."""
-    with appending(path):
-        size = path.stat().st_size
-        try:
-            with open(path, "a", encoding="utf-8", newline="") as file:
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())
-        except BaseException:  # including KeyboardInterrupt
-            with suppress(OSError):
-                os.truncate(path, size)
-            raise
-
-
 def add_row(path: Path, row: _Row, first: bool) -> None:
-    """Adds a row to a CSV file; the first row starts a new file."""
+    """Adds a row to a CSV file; with `first`, starts a new file."""
     if first:
         write_atomically(path, csv_text([row]).encode())
     else:
@@ -166,24 +180,12 @@ def csv_rows(text: str) -> list[dict[str, str]]:
     return rows
 
 
-@contextmanager
-def appending(path: Path) -> Iterator[None]:
-    """Adds the file name to any OSError that the block raises while it appends to the file."""
+def read_json(path: Path, expected: str, hint: str) -> object:
+    """Reads a JSON file; if it is damaged, raises ValueError with `expected` and `hint`."""
     try:
-        yield
-    except OSError as error:
-        raise _not_written(path, error, "its content is kept") from error
-
-
-def write_atomically(path: Path, content: bytes) -> None:
-    """Writes bytes with :func:`atomically`."""
-    with atomically(path) as part:
-        part.write_bytes(content)
-
-
-def without_packing(path: Path) -> Path:
-    """Removes the extension of a compressed file, such as .gz, from a path."""
-    return path.with_suffix("") if path.suffix.lower() in _OPENERS else path
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: expected {expected}; {shown(str(error), 100)}; {hint}") from None
 
 
 def opened(path: Path, mode: str = "rb", **options: Any) -> IO[Any]:
@@ -204,6 +206,16 @@ def unpacked(path: Path) -> Iterator[IO[bytes]]:
             f"{path}: expected a complete {path.suffix} file; the file is damaged or truncated "
             f"({error}); download or copy it again"
         ) from None
+
+
+def without_packing(path: Path) -> Path:
+    """Removes the extension of a compressed file, such as .gz, from a path."""
+    return path.with_suffix("") if path.suffix.lower() in _OPENERS else path
+
+
+def packed_names(name: str) -> list[str]:
+    """Returns the names that a file may have: plain, or with the extension of a compressed file."""
+    return [name, *(name + ending for ending in _OPENERS)]
 
 
 def save_tensors(
@@ -227,31 +239,15 @@ def save_tensors(
         except SafetensorError as error:
             raise OSError(str(error)) from error
         with open(part, "rb+") as file:
-            size = file.read(8)
-            header = json.loads(file.read(int.from_bytes(size, "little")))
+            size, header = _size_and_header(file)
+            entries = json.loads(header)
             # the library writes entries in a different order in each process
-            header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
-            text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-            text = text.ljust(int.from_bytes(size, "little"))
+            entries["__metadata__"] = dict(sorted(entries["__metadata__"].items()))
+            text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+            text = text.ljust(len(header))
             digest = _sha256(size + text, file)
             file.seek(len(size))
             file.write(text.replace(_BLANK, digest.encode(), 1))
-
-
-def read_arrays(path: Path, wanted: Collection[str]) -> dict[str, np.ndarray]:
-    """Reads all arrays of an npz file by name, without unpickling."""
-    import numpy as np
-
-    try:
-        with np.load(path, allow_pickle=False) as file:
-            arrays = dict(file)
-    except FileNotFoundError:
-        raise
-    except Exception as error:  # a damaged file can raise anything
-        raise ValueError(f"{path}: expected an npz file with arrays; {error}") from None
-    if absent := sorted({*wanted} - arrays.keys()):
-        raise ValueError(f"{path}: expected arrays {', '.join(wanted)}; {absent[0]} is missing")
-    return arrays
 
 
 def read_header(path: Path) -> dict[str, str]:
@@ -260,8 +256,8 @@ def read_header(path: Path) -> dict[str, str]:
 
     open(path, "rb").close()  # safetensors reports unreadable files as missing
     try:
-        with safe_open(path, framework="np") as opened:
-            return opened.metadata() or {}
+        with safe_open(path, framework="np") as file:
+            return file.metadata() or {}
     except SafetensorError as error:
         raise ValueError(f"{path}: not a complete safetensors file; {str(error)[:100]}") from None
 
@@ -275,9 +271,8 @@ def verify_tensors(path: Path) -> bool:
     if expected is None:
         return False
     with open(path, "rb") as file:
-        size = file.read(8)
-        text = file.read(int.from_bytes(size, "little"))
-        digest = _sha256(size + text.replace(expected.encode(), _BLANK, 1), file)
+        size, header = _size_and_header(file)
+        digest = _sha256(size + header.replace(expected.encode(), _BLANK, 1), file)
     if digest != expected:
         raise ValueError(
             f"{path}: damaged since it was written; expected sha256 {expected[:12]!r}...; "
@@ -286,19 +281,25 @@ def verify_tensors(path: Path) -> bool:
     return True
 
 
-def read_json(path: Path, expected: str, hint: str) -> object:
-    """Reads a JSON file; if it is damaged, raises ValueError with `expected` and `hint`."""
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path}: expected {expected}; {shown(str(error), 100)}; {hint}") from None
+def _size_and_header(file: IO[bytes]) -> tuple[bytes, bytes]:
+    """Reads the beginning of a safetensors file: the size of the JSON header, and the header."""
+    size = file.read(8)
+    return size, file.read(int.from_bytes(size, "little"))
+
+
+def _sha256(head: bytes, file: IO[bytes]) -> str:
+    """Returns the digest of `head` and the remaining content of a file."""
+    digest = hashlib.sha256(head)
+    while block := file.read(2**20):
+        digest.update(block)
+    return digest.hexdigest()
 
 
 def shown(value: object, most: int = 80) -> str:
     """Returns the repr of a value, shortened to about `most` characters, for messages."""
-    brief = reprlib.Repr()
-    brief.maxstring = brief.maxother = brief.maxlong = most
-    text = brief.repr(value)
+    shortened = reprlib.Repr()
+    shortened.maxstring = shortened.maxother = shortened.maxlong = most
+    text = shortened.repr(value)
     return text if len(text) <= most + 2 else f"{text[:most]}..."
 
 
@@ -309,12 +310,7 @@ def natural(path: Path) -> list[str | int]:
 
 def readable_size(size: float) -> str:
     """Formats a number of bytes with a unit, such as "1.4 MB"."""
-    power = min(4, max(0, len(str(int(size))) - 1) // 3)
-    unit = ("bytes", "kB", "MB", "GB", "TB")[power]
-    return f"{size / 1000**power:.{1 if power else 0}f} {unit}"
-
-
-def _sha256(head: bytes, file: IO[bytes]) -> str:
-    """Returns the digest of `head` and the remaining content of a file."""
-    digest = hashlib.sha256(head)
-    return hashlib.file_digest(file, lambda: digest).hexdigest()  # type: ignore[arg-type]
+    if size < 1000:
+        return f"{size:.0f} bytes"
+    power = min(4, (len(str(int(size))) - 1) // 3)  # of 1000
+    return f"{size / 1000**power:.1f} {('kB', 'MB', 'GB', 'TB')[power - 1]}"

@@ -52,6 +52,7 @@ class FolderLock:
             if not self.is_gone():  # while this lock is still held
                 self.path.unlink(missing_ok=True)
             file.close()
+            self._file = None
             with contextlib.suppress(OSError):  # folders that are not empty remain
                 for path in created:
                     path.rmdir()

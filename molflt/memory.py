@@ -8,14 +8,14 @@ from contextlib import contextmanager
 from pathlib import Path
 
 # error messages from torch (CPU and CUDA), C++ and vesin
-_WORDS = re.compile(r"out of memory|not enough memory|allocate memory|bad_alloc", re.IGNORECASE)
+_MESSAGES = re.compile(r"out of memory|not enough memory|allocate memory|bad_alloc", re.IGNORECASE)
 _CGROUP, _GROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Returns True for out-of-memory errors on the CPU or a GPU."""
     if isinstance(error, RuntimeError):
-        return bool(_WORDS.search(str(error)))
+        return bool(_MESSAGES.search(str(error)))
     return isinstance(error, MemoryError)
 
 

@@ -17,11 +17,10 @@ from pathlib import Path
 import numpy as np
 from kit.rows import Rows, by_group, markdown, mean_sd, names, pick, write_csv
 from kit.runs import job_of, on_data, publish, read_energies, system_rows, work_all
+from kit.systems import read_arrays, read_systems
 from kit.words import guarded, parsed, trainings
 
 from molflt import plots
-from molflt.data.structures.systems import read_systems
-from molflt.files import read_arrays
 from molflt.metrics import EWT_THRESHOLD
 
 TEST, VALIDATION = "test_id", "val_id"

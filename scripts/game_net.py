@@ -27,6 +27,7 @@ from pathlib import Path, PurePosixPath
 import numpy as np
 from ase.data import atomic_numbers
 from ase.io.vasp import read_vasp_configuration
+from kit.systems import System, read_arrays, write_systems
 from kit.words import described, guarded
 from torch_geometric.data import Data
 from tqdm import tqdm
@@ -36,8 +37,6 @@ from molflt.data.structures.ase_fields import fixed_atoms
 from molflt.data.structures.records import make_record
 from molflt.data.structures.splits import VAL_SPLITS
 from molflt.data.structures.store import write_store
-from molflt.data.structures.systems import System, write_systems
-from molflt.files import read_arrays
 
 RELAXED, INITIAL, FAMILIES = "energies.dat", "energies_i.dat", "groups.dat"
 START, END = ".poscar", ".contcar"

@@ -18,13 +18,13 @@ import numpy as np
 from game_net import convert, read
 from kit.rows import Row, Rows, by_group, markdown, mean_sd, names, pick, write_csv
 from kit.runs import job_of, on_data, publish, read_energies, system_rows, work_all
+from kit.systems import SYSTEMS
 from kit.words import guarded, parsed, trainings
 from peers_kit.models import FITS
 
 from molflt.data.structures import open_dataset
 from molflt.data.structures.sources import split_path
 from molflt.data.structures.splits import VAL_SPLITS
-from molflt.data.structures.systems import SYSTEMS
 from molflt.metrics import EWT_THRESHOLD
 
 Energies = dict[str, dict[int, tuple[float, float]]]  # split -> sid -> (energy, label) in eV

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from data.game_net_files import content, write_archive
 from kit.runs import finished
+from kit.systems import System, read_systems, write_systems
 from script_files import cells, load_script
 from tiny_run import table
 
 from molflt.data.structures.splits import VAL_SPLITS
-from molflt.data.structures.systems import System, read_systems, write_systems
 from molflt.files import save_tensors
 from molflt.training import run_folder
 

@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from molflt.files import shown
 
 MOST_SHARDS = 10_000
+"""Largest number of parts of a data set."""
 _Items = TypeVar("_Items", bound=Sized)
 _Indices = NDArray[np.int64]
 Fingerprint = dict[str, int | str]
@@ -111,7 +112,7 @@ class SizeBucketedBatchSampler(Sampler[list[int]]):
     def __len__(self) -> int:
         if self.start_step is not None:
             raise TypeError("an endless sequence of batches has no length")
-        return (len(self.batches()) - self.rank + self.world - 1) // self.world
+        return len(range(self.rank, len(self.batches()), self.world))
 
 
 class BatchedData(Generic[_Items]):
@@ -182,18 +183,18 @@ class BatchedData(Generic[_Items]):
     def fingerprints(self) -> dict[str, Fingerprint]:
         """Returns, for each open data set, the number of items and a digest."""
         return {
-            use: {self.items: len(items), "sha256": self._digest(use)}
-            for use, items in self.datasets.items()
+            use: {self.items: len(dataset), "sha256": self._digest(use)}
+            for use, dataset in self.datasets.items()
         }
 
     def _digest(self, use: str, most: int | None = None) -> str:
         """Returns a digest of all items, or of `most` evenly spaced items."""
-        items = cast("Sequence[object]", self.datasets[use])
-        count = len(items) if most is None else min(most, len(items))
+        dataset = cast("Sequence[object]", self.datasets[use])
+        count = len(dataset) if most is None else min(most, len(dataset))
         digest = hashlib.sha256()
         for i in range(count):
-            for part in _parts(items[i * len(items) // count]):
-                digest.update(part)
+            for content in _bytes_in(dataset[i * len(dataset) // count]):
+                digest.update(content)
         return digest.hexdigest()
 
     def train_dataloader(self, rank: int = 0, world: int = 1) -> DataLoader[object]:
@@ -247,20 +248,20 @@ class BatchedData(Generic[_Items]):
         )
 
 
-def _parts(item: object) -> Iterator[bytes]:
+def _bytes_in(item: object) -> Iterator[bytes]:
     """Yields the tensors, names and numbers in an item as bytes."""
     if isinstance(item, torch.Tensor):
         yield f"{item.dtype}{tuple(item.shape)}".encode()
         yield item.contiguous().numpy().tobytes()
     elif isinstance(item, tuple | list):
         for part in item:
-            yield from _parts(part)
+            yield from _bytes_in(part)
     elif hasattr(item, "to_dict"):
         for name, part in sorted(item.to_dict().items()):
             if name == "y_baseline" and part.isnan().all():  # absent in earlier versions
                 continue
             yield name.encode()
-            yield from _parts(part)
+            yield from _bytes_in(part)
     else:
         yield repr(item).encode()
 
@@ -317,7 +318,8 @@ def held_out(labels: Tensor, fraction: float, source: Path, items: str) -> Tenso
     held = torch.zeros(len(labels), dtype=torch.bool)
     for label in labels.unique():
         members = (labels == label).nonzero()[:, 0]
-        held[members[len(members) - int(fraction * len(members)) :]] = True
+        first = len(members) - int(fraction * len(members))
+        held[members[first:]] = True
     if not bool(held.any()) or bool(held.all()):
         raise ValueError(
             f"{source}: expected a data.val_fraction that leaves {items} for training and for "

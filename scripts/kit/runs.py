@@ -20,7 +20,7 @@ from safetensors import safe_open
 from tqdm import tqdm
 
 from kit.rows import Rows
-from molflt.data.structures.systems import SYSTEMS, read_systems
+from kit.systems import SYSTEMS, read_systems
 from molflt.evaluation.results import RESULTS, why_of_others
 from molflt.evaluation.runs import read_rows
 from molflt.files import write_atomically

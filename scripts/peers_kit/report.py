@@ -9,11 +9,11 @@ import numpy as np
 from kit.pictures import curves
 from kit.rows import Rows, markdown, mean_sd, names, pick, write_csv
 from kit.runs import publish
+from kit.systems import SYSTEMS
 from numpy.typing import NDArray
 
 from molflt.data.structures import Structures
 from molflt.data.structures.sources import split_path
-from molflt.data.structures.systems import SYSTEMS
 from molflt.evaluation.predictions import open_structures
 from molflt.evaluation.runs import read_rows
 from molflt.metrics import EWT_THRESHOLD

@@ -120,14 +120,8 @@ _atom_site_fract_x
 _atom_site_fract_y
 _atom_site_fract_z
 """
-
-
 OCCUPIED = f"{CIF}_atom_site_occupancy\n"
-
-
 LABELS = CIF.replace("_atom_site_type_symbol\n", "")
-
-
 PDB = "ATOM      1   CU LIG A   1       0.000   0.000   0.000  0.50  0.00          CU\n"
 
 
@@ -136,11 +130,7 @@ def xyz(comment, *rows):
 
 
 SPECIES = "Properties=species:S:1:pos:R:3"
-
-
 CELL = "9 0 0 0 9 0 0 0 9"
-
-
 MODEL = f"MODEL\n{PDB}ENDMDL\n"
 BOX = f"CRYST1{3 * '    9.000'}{3 * '  90.00'}"
 POSCAR = "x\n1\n9 0 0\n0 9 0\n0 0 9\nC O Cu\n1 1 1\nCart\n0 0 1 F\n0 0 2 F\n0 0 4 F\n"
@@ -165,8 +155,6 @@ GEOMETRY = """
 
 """
 RES = "TITL x\nCELL 1 5 5 5 90 90 90\nLATT -1\nSFAC H\nH 1 .1 .2 .3 1\nEND\n"
-
-
 SDF = """
   made by hand
 

@@ -4,10 +4,10 @@ import game_net
 import numpy as np
 import pytest
 from game_net_files import content, write_archive
+from kit.systems import read_systems
 from shared_files import shared
 
 from molflt.data.structures.store import StructureStore
-from molflt.data.structures.systems import read_systems
 
 
 @pytest.fixture(scope="module")

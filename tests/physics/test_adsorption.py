@@ -11,7 +11,7 @@ from tiny_run import random_potential
 from torch import Tensor
 from torch_geometric.data import Batch, Data
 
-import molflt.data.structures.tags as tags
+from molflt.data.structures.molecules import adsorbates
 from molflt.graph import EnergyRegressor, Potential
 from molflt.graph.long_range import COULOMB
 
@@ -120,7 +120,7 @@ def test_far_adsorbates_add_up():
     found = energies(net, one, other, both)
     assert abs(found[0] + found[1] - found[2]) < EXACT
     shared = net(Batch.from_data_list([record(both)]))["adsorbate_energy"].detach()
-    labels = torch.from_numpy(tags.adsorbates(record(both)))
+    labels = torch.from_numpy(adsorbates(record(both)))
     assert labels.max() == 1
     assert (shared[labels < 0] == 0).all()
     for label in (0, 1):

@@ -3,8 +3,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from kit.systems import read_systems
 
-from molflt.data.structures.systems import read_systems
 from molflt.evaluation.calibration import Calibration
 from molflt.evaluation.common import classes_of, named_sources
 from molflt.evaluation.ensemble import load_ensemble

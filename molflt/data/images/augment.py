@@ -63,8 +63,8 @@ def _random_crop(images: Tensor, size: int, padding: int) -> Tensor:
     center_crop(images, size)  # rejects images that are too small
     count, _, height, width = images.shape
     places = torch.rand(2, count)
-    shifts = torch.tensor([height - size + 1, width - size + 1])[:, None]
-    corners = (places * shifts).long().minimum(shifts - 1)
+    choices = torch.tensor([height - size + 1, width - size + 1])[:, None]
+    corners = (places * choices).long().minimum(choices - 1)  # rounding may give `choices`
     rows, columns = (corners[..., None] + torch.arange(size)).to(images.device)
     index = torch.arange(count, device=images.device)[:, None, None]
     # Advanced indices on both sides of a slice put the channels last
@@ -79,6 +79,7 @@ def _random_resized_crop(images: Tensor, size: int) -> Tensor:
     boxes = _random_boxes(len(images), images.shape[-2:])
     top, left, height, width = boxes.to(images).unbind(dim=1)
     middle = (torch.arange(size).to(images) + 0.5) / size
+    # centers of the new pixels in units of `grid_sample`, -1 to 1, each (batch, size)
     rows = 2 * (top[:, None] + height[:, None] * middle) / images.shape[-2] - 1
     columns = 2 * (left[:, None] + width[:, None] * middle) / images.shape[-1] - 1
     grid = torch.stack(
@@ -92,16 +93,15 @@ def _random_boxes(count: int, size: tuple[int, int] | torch.Size) -> Tensor:
     # The area, the logarithm of width over height, and the position are uniform. The first of
     # _TRIES boxes that fits is used, or else the whole image.
     full_height, full_width = size
-    area, shape = torch.rand(2, count, _TRIES)
+    of_area, of_ratio = torch.rand(2, count, _TRIES)
     places = torch.rand(2, count)
-    area = full_height * full_width * (_SCALE[0] + (_SCALE[1] - _SCALE[0]) * area)
+    area = full_height * full_width * (_SCALE[0] + (_SCALE[1] - _SCALE[0]) * of_area)
     low, high = (math.log(end) for end in _RATIO)
-    shape = (low + (high - low) * shape).exp()
-    height, width = (area / shape).sqrt(), (area * shape).sqrt()
+    ratio = (low + (high - low) * of_ratio).exp()
+    height, width = (area / ratio).sqrt(), (area * ratio).sqrt()  # (count, _TRIES)
     fits = (height <= full_height) & (width <= full_width)
     first = fits.long().argmax(dim=1, keepdim=True)
-    found = fits.any(dim=1)
     whole = torch.tensor([float(full_height), float(full_width)])
     sides = torch.stack((height.gather(1, first)[:, 0], width.gather(1, first)[:, 0]), dim=1)
-    sides = torch.where(found[:, None], sides, whole)
+    sides = torch.where(fits.any(dim=1, keepdim=True), sides, whole)  # (count, 2)
     return torch.cat(((whole - sides) * places.T, sides), dim=1)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from molflt.data.batches import BatchedData, held_out
-from molflt.data.images.files import LabeledImages, open_images
+from molflt.data.images.files import MOST_DECODED, LabeledImages, open_images
 
 
 class ImageData(BatchedData[LabeledImages]):
@@ -76,19 +76,17 @@ class ImageData(BatchedData[LabeledImages]):
             return
         train = self._open("train", self.class_names)
         self.classes, self.channels = train.classes, train.channels
-        split = self.val_fraction is not None
-        images = {"train": train, "val": train if split else self._open("val", self.classes)}
-        for use, dataset in images.items():
-            self._expect_alike(use, dataset, train)
-        indices = {use: torch.arange(len(dataset)) for use, dataset in images.items()}
+        val = train if self.val_fraction is not None else self._open("val", self.classes)
+        self._expect_alike("train", train, train)
+        self._expect_alike("val", val, train)
+        of_train, of_val = torch.arange(len(train)), torch.arange(len(val))
         if self.val_fraction is not None:
             held = held_out(train.labels, self.val_fraction, train.path, "images")
-            indices = {"train": (~held).nonzero()[:, 0], "val": held.nonzero()[:, 0]}
-        side = self.image_size or train.size[0]
-        self.image_size = side
+            of_train, of_val = (~held).nonzero()[:, 0], held.nonzero()[:, 0]
+        self.image_size = self.image_size or train.size[0]
         self.datasets = {
-            use: dataset.squares(indices[use], self.resize or side if use == "train" else side)
-            for use, dataset in images.items()
+            "train": train.squares(of_train, self.resize or self.image_size),
+            "val": val.squares(of_val, self.image_size),
         }
 
     def sizes(self) -> dict[str, int]:
@@ -108,10 +106,10 @@ class ImageData(BatchedData[LabeledImages]):
         return f"{super()._described(use)} ({Path(self.sources[use]).name})"
 
     def _digest(self, use: str, most: int | None = None) -> str:
-        """Returns a digest of all labels and images; at most 2000 images are decoded."""
+        """Returns a digest of all labels and images; at most `MOST_DECODED` are decoded."""
         images = self.datasets[use]
         labels = hashlib.sha256(images.labels.numpy().tobytes()).hexdigest()
-        return labels[:16] + super()._digest(use, most if images.in_memory else 2000)[:48]
+        return labels[:16] + super()._digest(use, most if images.in_memory else MOST_DECODED)[:48]
 
     def for_evaluation(self, use: str) -> LabeledImages:
         """Returns the images of a data set, cropped to central squares as in validation."""
@@ -122,8 +120,7 @@ class ImageData(BatchedData[LabeledImages]):
     def statistics(self) -> tuple[Tensor, Tensor]:
         """Returns the mean and standard deviation of each channel of the training images.
 
-        Images are scaled to [0, 1]; at most 2000 are decoded. Both tensors have shape (channels,)
-        and type float64.
+        See `LabeledImages.statistics`.
         """
         self.setup()
         return self.datasets["train"].statistics()

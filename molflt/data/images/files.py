@@ -23,6 +23,8 @@ from molflt.files import shown, unpacked
 
 _MAGIC = {3: b"\0\0\x08\x03", 1: b"\0\0\x08\x01"}  # type (unsigned byte) and number of axes
 _CHUNK = 4096  # images that are resized at once
+MOST_DECODED = 2000
+"""Maximum number of image files that are decoded for statistics and digests."""
 _SAMPLE = 20  # images that are decoded to find out if a folder is gray
 _SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff")
 _GRAY = ("1", "L", "LA")
@@ -87,29 +89,30 @@ class LabeledImages(Dataset[tuple[Tensor, Tensor]]):
     def statistics(self) -> tuple[Tensor, Tensor]:
         """Returns the mean and standard deviation of each channel, for images scaled to [0, 1].
 
-        If images are decoded from files, 2000 evenly spaced images are read. Both tensors have
-        shape (channels,) and type float64; a standard deviation of 0 is replaced by 1.
+        If images are decoded from files, `MOST_DECODED` evenly spaced images are read. Both tensors
+        have shape (channels,) and type float64; a standard deviation of 0 is replaced by 1.
         """
-        count = len(self) if self.in_memory else min(len(self), 2000)
+        count = len(self) if self.in_memory else min(len(self), MOST_DECODED)
         levels = torch.zeros(self.channels, 256, dtype=torch.int64)
         for i in range(count):
             for total, channel in zip(levels, self[i * len(self) // count][0], strict=True):
                 total += torch.bincount(channel.flatten(), minlength=256)
-        share = levels.double() / levels.sum(dim=1, keepdim=True)
+        share = levels.double() / levels.sum(dim=1, keepdim=True)  # (channels, 256)
         level = torch.arange(256, dtype=torch.float64) / 255
         mean = share @ level
         std = (share * (level - mean[:, None]).square()).sum(dim=1).sqrt()
         return mean, torch.where(std > 0, std, 1.0)
 
 
-def fitted(images: Tensor, size: int, name: str, box: bool = False) -> Tensor:
-    """Resizes images (n, channels, height, width) and crops them to squares.
+def fitted(images: Tensor, name: str, size: int | None, box: bool = False) -> Tensor:
+    """Resizes images (n, channels, height, width) and crops them to squares, unless `size` is None.
 
     With `box`, each pixel is the mean of the area that it covers, and images must be at least as
     large as the result. Otherwise, an antialiased bilinear filter of twice the width is used.
+    `name` names the images in messages.
     """
     height, width = images.shape[-2:]
-    if (height, width) == (size, size):
+    if size is None or (height, width) == (size, size):
         return images
     if box:
         return _box(center_crop(images, min(height, width)), size, name)
@@ -153,7 +156,7 @@ def open_images(
         flat: accept a folder of images without subfolders, as one class; gray images then have one
             channel instead of three, if a sample of the images in the folder is gray.
     """
-    fit = partial(_fit, size=size, box=box)
+    fit = partial(fitted, size=size, box=box)
     if labels is not None and source.is_dir():
         raise ValueError(
             f"{labels}: a file of labels has no effect with {source}, which contains classes; omit "
@@ -163,11 +166,6 @@ def open_images(
         # A JPEG that is decoded at a reduced size is not averaged over boxes
         return _open_folder(source, classes, fit, None if box else size, flat)
     return _open_idx(source, labels, classes, fit)
-
-
-def _fit(images: Tensor, name: str, *, size: int | None, box: bool) -> Tensor:
-    """Resizes images (n, channels, height, width) as `open_images` does."""
-    return (images if size is None else fitted(images, size, name, box)).contiguous()
 
 
 def _open_folder(
@@ -207,7 +205,7 @@ def _open_folder(
 def _read_image(
     files: Sequence[str], mode: str | None, draft: int | None, fit: _Fit, index: int
 ) -> Tensor:
-    return fit(_decode(files[index], mode, draft)[None], files[index])[0]
+    return fit(_decode(files[index], mode, draft)[None], files[index])[0].contiguous()
 
 
 def _decode(path: str, mode: str | None, size: int | None = None) -> Tensor:
@@ -260,26 +258,26 @@ def _image_files(folder: Path) -> list[str]:
 def _open_idx(
     path: Path, labels: Path | None, classes: Sequence[str] | None, fit: _Fit
 ) -> LabeledImages:
-    images = _read_file(path, axes=3)[:, None]
+    images = _read_idx(path, axes=3)[:, None]
     file = _labels_next_to(path) if labels is None else labels
-    index = _read_file(file, axes=1).long()
+    index = _read_idx(file, axes=1).long()
     if len(images) != len(index):
         raise ValueError(
             f"{file}: expected a label for each of the {len(images):,} images of {path.name}; got "
             f"{len(index):,} labels; pass two files of the same set"
         )
-    most = int(index.max())
-    names = [str(i) for i in range(most + 1)] if classes is None else list(classes)
-    if most >= len(names):
+    largest = int(index.max())
+    names = [str(i) for i in range(largest + 1)] if classes is None else list(classes)
+    if largest >= len(names):
         raise ValueError(
-            f"{file}: expected labels below {len(names)}, the number of classes; got {most}; train "
-            "on a set with all classes, or specify all class names"
+            f"{file}: expected labels below {len(names)}, the number of classes; got {largest}; "
+            "train on a set with all classes, or specify all class names"
         )
     images = torch.cat([fit(part, str(path)) for part in images.split(_CHUNK)])
     return LabeledImages(path, index, names, images.__getitem__, in_memory=True)
 
 
-def _read_file(path: Path, axes: int) -> Tensor:
+def _read_idx(path: Path, axes: int) -> Tensor:
     """Reads a uint8 tensor with `axes` axes from a plain or compressed idx file."""
     with open(path, "rb") as file:
         plain = file.read(2) == b"\0\0"  # browsers may unpack a file and keep its name
@@ -301,6 +299,7 @@ def _read_file(path: Path, axes: int) -> Tensor:
 
 
 def _labels_next_to(path: Path) -> Path:
+    """Returns the file of labels that belongs to a file of images, judged by its name."""
     name = path.name.replace("images", "labels").replace("idx3", "idx1")
     plain = name.removesuffix(".gz")
     for candidate in (name, plain, f"{plain}.gz"):

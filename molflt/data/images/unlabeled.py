@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -12,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from molflt.data.images.augment import center_crop
-from molflt.data.images.files import _decode, _image_files, _is_image, _read_file, fitted
+from molflt.data.images.files import _decode, _image_files, _is_image, _read_idx, fitted
 from molflt.files import write_atomically
 
 _COLUMNS = 16
@@ -29,7 +30,7 @@ def read_images(
     `resize` is the side before the central square is cut.
     """
     for name, image in _images(source, "L" if channels == 1 else "RGB", resize):
-        resized = fitted(image.expand(1, channels, -1, -1), resize, name)
+        resized = fitted(image.expand(1, channels, -1, -1), name, resize)
         yield name, center_crop(resized[0], side)
 
 
@@ -47,7 +48,7 @@ def read_alike(source: Path, side: int, channels: int, fit: bool = False) -> Ite
                 f"{len(image)}; convert it"
             )
         image = image.expand(channels, -1, -1)
-        image = fitted(image[None], side, name, box=True)[0] if fit else image
+        image = fitted(image[None], name, side, box=True)[0] if fit else image
         if tuple(image.shape[1:]) != (side, side):
             raise ValueError(
                 f"{name}: expected {side} x {side} pixels, as in training; got {image.shape[1]} x "
@@ -64,7 +65,7 @@ def _images(
         for file in _image_files(source):
             yield os.path.relpath(file, source), _decode(file, mode, size)
     elif "idx" in source.name and not _is_image(Path(source.name)):
-        for place, image in enumerate(_read_file(source, 3)):
+        for place, image in enumerate(_read_idx(source, axes=3)):
             yield f"{source.name}:{place}", image[None]
     else:
         yield source.name, _decode(str(source), mode, size)
@@ -79,7 +80,7 @@ def write_sheet(path: Path, rows: Sequence[Tensor]) -> None:
     from PIL import Image
 
     count, _, _, width = rows[0].shape
-    columns, zoom = min(count, _COLUMNS), max(1, -(-_LEAST // width))
+    columns, zoom = min(count, _COLUMNS), math.ceil(_LEAST / width)
     lines = []
     for start in range(0, count, columns):
         for row in rows:

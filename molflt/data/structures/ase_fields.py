@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from molflt.atoms import Tag
-from molflt.data.structures.base import AS_IT_IS, AnyTags, Reading, Tags
+from molflt.data.structures.base import AS_IT_IS, AnyTags, Reading
 from molflt.data.structures.records import make_record
+from molflt.data.structures.tags import layers_as_tags, tags_look_like
 from molflt.files import shown, warn
 
 if TYPE_CHECKING:
@@ -31,15 +31,23 @@ _KINDS = {  # patterns for the names of labels, by kind
     "stress": re.compile("stress|virial", re.IGNORECASE),
 }
 _MOST_KEYS = 12  # maximum number of names in a message
-_IN_TRAJ = {"numbers", "positions", "tags", "momenta", "masses", "initial_magmoms"}
-_IN_TRAJ |= {"initial_charges"}
-_NOT_READ = {"charge", "spin", "multiplicity", "magmom", "moment", "magnetization", "nelect"}
-_NOT_READ |= {"field", "efield", "uhf", "nupdown", "unpaired"}
+# Arrays that .traj files store
+_IN_TRAJ = {
+    "numbers", "positions", "tags", "momenta", "masses", "initial_magmoms", "initial_charges",
+}  # fmt: skip
+# Words in the names of entries that models do not use, unless a word of `_HARMLESS` also occurs
+_NOT_READ = {
+    "charge", "spin", "multiplicity", "magmom", "moment", "magnetization", "nelect", "field",
+    "efield", "uhf", "nupdown", "unpaired",
+}  # fmt: skip
 _NOT_READ |= {f"{word}s" for word in _NOT_READ}
-_PREDICTED = ["spread_eV", "uncertainty_eV", "by_adsorbate_eV", "outside"]  # by molflt predict
-_PREDICTED += ["molflt_index", "molflt_file", "molflt_shard"]
-_Entries = Mapping[str, Any]
 _HARMLESS = {"nuclear", "born", "dipole", "quadrupole", "inertia", "force"}
+# Entries that molflt predict writes
+_PREDICTED = (
+    "spread_eV", "uncertainty_eV", "by_adsorbate_eV", "outside", "molflt_index", "molflt_file",
+    "molflt_shard",
+)  # fmt: skip
+_Entries = Mapping[str, Any]
 
 
 class Converter:
@@ -54,8 +62,12 @@ class Converter:
             known = ", ".join(get_args(AnyTags))
             raise ValueError(f"tags={reading.tags!r} is unknown; expected one of {known}")
         self.reading = reading
-        self._keys = {"y_relaxed": reading.energy_key, "energy": reading.energy_key}
-        self._keys |= {"forces": reading.forces_key, "stress": reading.stress_key}
+        self._keys = {  # names of entries that are set by options, by label
+            "y_relaxed": reading.energy_key,
+            "energy": reading.energy_key,
+            "forces": reading.forces_key,
+            "stress": reading.stress_key,
+        }
         self._used: dict[str, str] = {}  # name of the entry that is read, by label
         self._others: dict[str, None] = {}  # names in structures without the energy in use
         self._present: dict[str, None] = {}  # names of all labels in the file
@@ -78,10 +90,11 @@ class Converter:
         if self.reading.for_prediction:
             names = ("y_init", "y_relaxed", "y_baseline")
             labels = {name: _if_finite(labels.get(name)) for name in names}
-        original_tags = atoms.get_tags() if atoms.has("tags") else None
-        tags = None if self.reading.tags == "any" else original_tags
-        if tags is not None and self.reading.tags == "ase":
-            tags = _layers_as_tags(tags)
+        original_tags = tags = atoms.get_tags() if atoms.has("tags") else None
+        if self.reading.tags == "any":
+            tags = None
+        elif self.reading.tags == "ase" and tags is not None:
+            tags = layers_as_tags(tags)
         try:
             record = make_record(
                 pos=atoms.positions,
@@ -110,16 +123,15 @@ class Converter:
         labels: dict[str, Any] = {}
         for label, key in self._keys.items():
             entries = {**(atoms.arrays if label == "forces" else info), **results}
-            defaults = (label, "energy" if label == "y_relaxed" else f"REF_{label}")
-            names = [
-                name
-                for name in ((key,) if key is not None else defaults)
-                if entries.get(name) is not None
-                and not isinstance(entries[name], bool)  # a bare word in a comment
-                and (label == "y_relaxed" or not _all_nan(entries[name]))
-            ]
-            names = names[:1] if label == "y_relaxed" else names  # energy may be of another state
-            if names and (name := self._used.setdefault(label, names[0])) in names:
+            defaults = [label, "energy" if label == "y_relaxed" else f"REF_{label}"]
+            names = defaults if key is None else [key]
+            names = [name for name in names if _is_given(entries.get(name), label)]
+            if label == "y_relaxed":
+                del names[1:]  # energy may be of another state
+            if not names:
+                continue
+            name = self._used.setdefault(label, names[0])
+            if name in names:
                 labels[label] = entries[name]
             elif label == "y_relaxed":
                 self._others |= dict.fromkeys(names)
@@ -130,10 +142,9 @@ class Converter:
         return labels
 
     def _record_names(self, info: _Entries, arrays: _Entries, results: _Entries) -> None:
-        numbers = [
-            n for n, x in info.items() if isinstance(x, Real) and not isinstance(x, Integral)
-        ]
-        self._numbers |= dict.fromkeys(numbers)
+        for name, value in info.items():
+            if isinstance(value, Real) and not isinstance(value, Integral):
+                self._numbers[name] = None
         named = [name for name in [*info, *arrays] if not isinstance(info.get(name), bool)]
         names = dict.fromkeys([*results, *filter(_kind, named)])
         if results.get("free_energy") == results.get("energy"):
@@ -146,9 +157,11 @@ class Converter:
         self._fields |= dict.fromkeys(unused_fields(atoms))
         self._count += 1
         tags = self.reading.tags
-        self._other_tags += tags != "any" and tags_look_like(atoms) not in (None, tags)
+        if tags != "any" and tags_look_like(atoms) not in (None, tags):
+            self._other_tags += 1
         elements_and_cell = atoms.numbers.tobytes() + atoms.cell.array.tobytes()
-        self._steps += elements_and_cell == self._last
+        if elements_and_cell == self._last:
+            self._steps += 1
         self._last = elements_and_cell
         self._ignored.update(_fixed_coordinates(atoms)[1])
 
@@ -203,6 +216,7 @@ class Converter:
     @property
     def labels(self) -> dict[str, str | None]:
         """Fields of records, keyed by the names of labels in the file; None for unread labels."""
+        # if one entry is read as two labels, the label that was read first counts
         fields = {name: label for label, name in reversed(self._used.items())}
         read = {"y_init", self.reading.baseline_key}
         return {name: fields.get(name) for name in self._present if name not in read}
@@ -230,7 +244,7 @@ class Converter:
 
 def named_options(names: Iterable[str], kind: str) -> str:
     """Describes the options that select entries whose names suggest `kind`, such as "forces"."""
-    keys = [shown(name, 40)[1:-1] for name in names if _kind(name) == kind]
+    keys = [_brief(name) for name in names if _kind(name) == kind]
     return "; ".join(
         f"forces are minus {key}; store them under another name"
         if "gradient" in key.lower()
@@ -294,26 +308,30 @@ def charge_in(entries: Mapping[str, Any]) -> float | None:
         is_multiplicity = "multiplicity" in _words(name)
         if not (is_multiplicity or _is_total(name, value)):
             continue
-        value = value.tolist() if isinstance(value, torch.Tensor) else value
-        if isinstance(value, bool):
-            raise ValueError(
-                f"{name} must be one number; got a word without a value; write {name}=0"
-            )
-        try:
-            number = float(np.asarray(value, dtype=np.float64).item())
-        except (TypeError, ValueError):
-            raise ValueError(f"{name} must be one number; got {shown(value, 40)}") from None
-        if is_multiplicity and number not in (0, 1) and not np.isnan(number):
+        number = _number(name, value)
+        if np.isnan(number):
+            continue
+        if not is_multiplicity:
+            charges[name] = number
+        elif number not in (0, 1):
             raise ValueError(
                 f"{name} must be 1, because models do not use it; got {number:g}; remove the "
                 "structure or the entry"
             )
-        if not is_multiplicity and not np.isnan(number):
-            charges[name] = number
     if len(set(charges.values())) > 1:
         got = ", ".join(f"{name}={number:g}" for name, number in charges.items())
         raise ValueError(f"expected one total charge; got {got}; remove one")
     return next(iter(charges.values()), None)
+
+
+def _number(name: str, value: Any) -> float:
+    value = value.tolist() if isinstance(value, torch.Tensor) else value
+    if isinstance(value, bool):
+        raise ValueError(f"{name} must be one number; got a word without a value; write {name}=0")
+    try:
+        return float(np.asarray(value, dtype=np.float64).item())
+    except (TypeError, ValueError):
+        raise ValueError(f"{name} must be one number; got {shown(value, 40)}") from None
 
 
 def unused_fields(atoms: Atoms) -> list[str]:
@@ -380,11 +398,13 @@ def check_fields(atoms: Atoms) -> None:
 
 def _partial_site(atoms: Atoms) -> str:
     """Describes the first site with an occupancy other than 1, or returns ""."""
-    of_sites, of_atoms = atoms.info.get("occupancy"), atoms.arrays.get("occupancy", np.zeros(0))
-    for site, shares in of_sites.items() if isinstance(of_sites, Mapping) else ():  # from CIF
-        if len(shares) > 1 or any(map(_is_partial, shares.values())):
-            listed = ", ".join(f"{symbol} {share}" for symbol, share in shares.items())
-            return f"site {site} has the occupancy {listed}"
+    of_sites = atoms.info.get("occupancy")
+    if isinstance(of_sites, Mapping):  # from CIF: shares of elements, by site
+        for site, shares in of_sites.items():
+            if len(shares) > 1 or any(map(_is_partial, shares.values())):
+                listed = ", ".join(f"{symbol} {share}" for symbol, share in shares.items())
+                return f"site {site} has the occupancy {listed}"
+    of_atoms = atoms.arrays.get("occupancy", np.zeros(0))
     partial = [atom for atom, share in enumerate(of_atoms) if _is_partial(share)]
     if partial and of_atoms.any():  # all 0 means unknown
         return f"atom {partial[0]} has the occupancy {of_atoms[partial[0]]}"
@@ -442,38 +462,23 @@ def _kind(name: str) -> str:
     return next((kind for kind, names in _KINDS.items() if names.search(name)), "")
 
 
-def _all_nan(value: object) -> bool:
+def _is_given(value: object, label: str) -> bool:
+    """Returns True unless a label is absent, a bare word in a comment, or unknown (all NaN).
+
+    For y_relaxed, NaN counts as given: it is an unknown energy, not a reason to read another entry.
+    """
+    if value is None or isinstance(value, bool):
+        return False
     array = np.asarray(value)
-    return array.dtype.kind == "f" and bool(np.isnan(array).all())
+    return label == "y_relaxed" or array.dtype.kind != "f" or not np.isnan(array).all()
 
 
 def _listed(names: Iterable[str]) -> str:
     names = list(names)
     more = f" and {len(names) - _MOST_KEYS} more" if len(names) > _MOST_KEYS else ""
-    return ", ".join(shown(name, 40)[1:-1] for name in names[:_MOST_KEYS]) + more
+    return ", ".join(map(_brief, names[:_MOST_KEYS])) + more
 
 
-def _layers_as_tags(layers: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Converts the layer numbers of ``ase.build`` to tags."""
-    if not (layers > 0).any():
-        return layers  # unknown, or negative numbers, which are rejected later
-    known = [layers == 0, layers == 1, layers > 1]
-    return np.select(known, [Tag.ADSORBATE, Tag.SURFACE, Tag.SUBSURFACE], layers)
-
-
-def tags_look_like(atoms: Atoms) -> Tags | None:
-    """Guesses the convention of tags from the heights of atoms; returns None if undecided."""
-    tags, cell = atoms.get_tags(), atoms.cell.array
-    normal = np.cross(cell[0], cell[1])
-    normal = normal * np.sign(normal @ cell[2]) if (normal @ cell[2]) else np.array([0.0, 0, 1])
-    if normal[2] < -1e-3 * np.linalg.norm(normal):  # the surface may be on either side
-        return None
-    heights = atoms.positions @ normal
-    first, second, third = (heights[tags == tag] for tag in (0, 1, 2))
-    if not second.size or not (first.size or third.size):
-        return None
-    # Adsorbates lie above the layer with tag 1; their tag is 0 in ASE and 2 here.
-    middle = second.mean()
-    if bool((first > middle).all() and (third < middle).all()):
-        return "ase"
-    return "oc20" if bool((first < middle).all() and (third > middle).all()) else None
+def _brief(name: str) -> str:
+    """Returns a name without control characters, and shortened, for messages."""
+    return shown(name, 40)[1:-1]  # without quotes

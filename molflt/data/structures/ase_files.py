@@ -19,9 +19,10 @@ from typing import IO, TYPE_CHECKING, Any
 import numpy as np
 
 from molflt.data.structures.ase_fields import Converter, text_sid
+from molflt.data.structures.ase_text import check_text
 from molflt.data.structures.base import LoadedStructures, Reading
 from molflt.data.structures.lmdb_file import LmdbFile
-from molflt.files import opened, shown, warn, without_packing
+from molflt.files import opened, shown, without_packing
 
 if TYPE_CHECKING:
     from ase import Atoms
@@ -48,54 +49,6 @@ _BEGINNINGS = {  # formats that ASE recognizes; _VASP_BEGINNINGS recognizes VASP
     "nwchem-out", "onetep-out", "orca-output", "turbomole", "turbomole-gradient",
 }  # fmt: skip
 _VASP_BEGINNINGS = {rb"\s*vasp\.\d": "vasp-out", rb"\s*(<\?xml[^>]*>\s*)?<modeling>": "vasp-xml"}
-# Total charge and multiplicity in files of these formats, which ASE does not read
-_NUMBER = r"(?P<charge>[-+]?(?:\d+(?:\.\d*)?|\.\d+)(?:[de][-+]?\d+)?)(?![\w.])"
-_NWCHEM_CHARGE = rf"^[ \t]*charge[ \t:=]+{_NUMBER}(?:\s+spin multiplicity: *(?P<multiplicity>\d+))?"
-_CHARGES = {
-    "gaussian-in": rf"\n[ \t]*\n[ \t]*{_NUMBER}[ \t,]+(?P<multiplicity>\d+)"
-    r"(?:[ \t,]+[-+]?\d+)*[ \t]*\n[ \t]*\S",  # the title has a blank line below
-    "gaussian-out": rf"^ *charge *= *{_NUMBER} +multiplicity *= *(?P<multiplicity>\d+)"
-    r"( *$| in supermolecule| for .* on real)",  # not of fragments or model systems
-    "nwchem-in": _NWCHEM_CHARGE,
-    "nwchem-out": _NWCHEM_CHARGE,
-    "orca-output": rf"^ *total charge +charge *\.+ *{_NUMBER}"
-    r"\s+multiplicity +mult *\.+ *(?P<multiplicity>\d+)",
-    "espresso-in": rf"^[^!\n]*\btot_charge *= *{_NUMBER}",
-    "castep-castep": rf"^ *net charge of system *: *{_NUMBER}",
-    "gpaw-out": rf"^ *total charge: *{_NUMBER}",
-    "aims-output": rf"^ *charge *= *{_NUMBER}: *(?:charged|neutral) system",
-    "turbomole": rf"^[ \t]*\$(?:chrg|eht[ \t]+charge)[ \t=]+{_NUMBER}",
-}
-# Units, cells, symmetry, atoms, constraints and energies that ASE ignores or misreads; examples
-_IGNORED = {
-    "abinit-out": r"^[ -]*acell(?!(?:[ \t]+1\.88972\S*){3} ).*",  # acell 5.0 5.0 5.0 Bohr
-    "aims": r"^[ \t]*lattice_vector\b.*\n[ \t]*constrain_relaxation\b.*",  # fixes the cell
-    "castep-castep": r"^ *dispersion corrected final energy.*",  # Dispersion corrected final energy
-    "cube": r"\A.*\n.*\n([ \t]*-?\d+(?:[ \t]+\S+){0,2}[ \t]+\S*[1-9].*)",  # third line: 1 -5 0 0
-    "espresso-in": r"^[ \t]*(?:atomic_p|cell_p)"  # ATOMIC_POSITIONS ! crystal
-    r".*[!#].*(?:crystal|bohr|angs|alat).*",
-    "espresso-out": r"^!! +total energy.*",  # !!   total energy = -2 Ry, with exact exchange
-    "gaussian-in": r"\bunits[ \t]*[=(][ (=]*(?:\w+[ \t]*,[ \t]*)?(?:au|bohr)\b",  # units=(rad,au)
-    "gaussian-out": r"^ *(?:ONIOM: extrapolated|"  # ONIOM: extrapolated energy = -9
-    r"counterpoise corrected) energy.*",
-    "nwchem-in": r"^[ \t]*geometry\b.*\bunits[ \t]+(?!an)\w+|"  # geometry units bohr
-    r"^[ \t]*symmetry\b(?![ \t]+c1\b).*|"  # symmetry d2h
-    r"^(?![ \t]*(?-i:[A-Z][a-z]?)(?:[ \t]+\S+){3}$)"  # unlike H 0.0 0.0 0.7
-    r"[ \t]*[a-z]\w*(?:[ \t]+[-+]?\d*\.\d\S*){3}.*$",  # H1 0.0 0.0 0.7
-    "nwchem-out": r"^ *output coordinates in (?!angstrom).*|"  # Output coordinates in a.u.
-    r"^ *total (?:DFT|SCF) energy.*(?=\n(?:(?!.*(?:energy gradients|mode=accept)| *geometry \"|"
-    r" *total (?:DFT|SCF) energy).*\n)*+ *geometry \")",  # Total DFT energy = -1, then a geometry
-    "proteindatabank": r"^CRYST1.{49}(?!(?:P ?1)? *\d* *$).*|"  # CRYST1 of another group than P 1
-    r"(^CRYST1.*)\n(?:(?!CRYST1|END).*\n)*+END.*\n(?:(?!CRYST1|END|ATOM|HETATM).*\n)*+"
-    r"(?:ATOM|HETATM)|"  # CRYST1 of the first model, if a second model lacks it
-    r"(?:[1-9][-+]|[-+][1-9])(?<=^(?:ATOM  |HETATM).{74})",  # charge 2+ in columns 79 and 80
-    "res": r"^SYMM\b.*|^LATT\b(?![ \t]+-1\b).*",  # SYMM -x,-y,z or LATT 1
-    "turbomole": r"^[ \t]*\$(?:periodic|lattice|cell|coord[ \t]+(?:angs|frac)).*",  # $coord angs
-    "vasp": r"^[ \t]*(?:[-+.\de]+[ \t]+){3}(?=(?:\.?[tf]\S*(?:[ \t]+|$)){3})"  # 0.0 0.0 0.5 t t f
-    r"(?:\S+[ \t]+){0,2}(?-i:f\b|\.[fF]|F(?:alse|ALSE)).*",
-    "xsd": r"\b(?:ImageOf|Restrict(?:ed|s)Properties)=\"[^\"]+\"",  # <Atom3d ImageOf="3"/>
-    "xsf": r"^#[ \t]*total energy\b.*",  # # total energy = -3.0 eV, of aenet with forces in eV/Å
-}
 # Keys of XYZ files that ASE reads, and other names of cells, which it ignores
 _XYZ_KEYS = {name.lower(): name for name in ("Lattice", "pbc", "Properties")} | {"periodic": "pbc"}
 _CELLS = ("cell", "unit_cell", "unitcell", "box", "lattice_vectors", "cell_vectors")
@@ -144,11 +97,11 @@ class AseStructures(LoadedStructures):
         for file in self.files:
             for frame, (row, atoms) in enumerate(frames(file)):
                 sid = len(self) + len(self.bad) if several else row
-                make = partial(converter.record, atoms, sid)
-                if not self.add(f"{file}: frame {frame}", make) or isinstance(atoms, ValueError):
+                added = self.add(f"{file}: frame {frame}", partial(converter.record, atoms, sid))
+                if isinstance(atoms, ValueError) or not added:
                     continue
                 if (name := text_sid(atoms)) is not None:
-                    self.names[len(self._files)] = name
+                    self.names[len(self) - 1] = name
                 self._files.append(file)
                 if converter.reading.keep_atoms:
                     self.atoms.append(atoms)
@@ -173,20 +126,20 @@ class AseStructures(LoadedStructures):
 def frames(path: Path) -> Iterator[tuple[int, Atoms | ValueError]]:
     """Yields, for each frame or row, its number and either its structure or a reading error."""
     kind, number = ase_format(path) or "vasp", -1
-    loads = _loads(path, kind)
-    while True:
-        atoms: Atoms | ValueError
-        try:
-            number, load = next(loads)
-            atoms = load()
-        except StopIteration:
-            return
-        except Exception as error:  # errors differ between ASE's formats
-            atoms = ValueError(f"cannot be read as {kind}: {_reason(error, path)}")
-        yield number, atoms
+    try:
+        for number, load in _loads(path, kind):
+            atoms: Atoms | ValueError
+            try:
+                atoms = load()
+            except Exception as error:  # errors differ between ASE's formats
+                atoms = ValueError(f"cannot be read as {kind}: {_reason(error, path)}")
+            yield number, atoms
+    except Exception as error:  # the rest of the file is lost
+        yield number, ValueError(f"cannot be read as {kind}: {_reason(error, path)}")
 
 
 def _reason(error: Exception, path: Path) -> str:
+    """Describes an error of ASE in one line, without the path."""
     text = (str(error).strip().splitlines() or ["no reason given"])[0].removeprefix(f"{path}: ")
     if isinstance(error, KeyError):  # usually an unknown symbol
         name = str(error.args[0])
@@ -220,74 +173,17 @@ def _loads(path: Path, kind: str) -> _Loads:
             parts = re.split(r"^\$\$\$\$.*\n?", file.read(), flags=re.M)
             yield from enumerate(partial(_molecule_of_sdf, part) for part in parts if part.strip())
         else:
-            content = file.read() if kind in _CHARGES or kind in _IGNORED else ""
-            expect_read_by_ase(kind, content)
-            charge = _charge_and_multiplicity(kind, content)
-            file.seek(0)
-            if kind == "vasp":
-                expect_counts_of_poscar(file)
-            elif kind == "proteindatabank":
-                expect_elements_of_pdb(file)
-            elif kind in ("vasp-xml", "vasp-out"):
-                _warn_of_vasp(path, file, kind)
-            file.seek(0)
             # ASE interprets @ in a path as file@index
             source: Any = file if ase_io.acceptsfd else str(path)
+            charge = check_text(path, file, kind)
             images = iread(source, index=":", format=kind, do_not_split_by_at_sign=True)
             if kind == "proteindatabank":  # ASE reads END after the last model as an empty frame
                 images = filter(len, images)
             for number, atoms in enumerate(images):
                 atoms.info |= charge
-                atoms.pbc |= kind == "eon"  # whose files are periodic
+                if kind == "eon":
+                    atoms.pbc = True  # in all of these files
                 yield number, partial(lambda image: image, atoms)  # already read
-
-
-def _warn_of_vasp(path: Path, file: IO[str], kind: str) -> None:
-    """Warns about a truncated vasprun.xml, and about steps that used all NELM electronic cycles."""
-    nelm, complete = 0, kind == "vasp-out"
-    cycles: list[int] = []  # electronic cycles of each ionic step
-    for line in file:
-        if "NELM" in line and (match := re.search(r"\bNELM\b\D*(\d+)", line)):
-            nelm = int(match[1])
-        elif "Iteration" in line and (match := re.search(r"\( *(\d+)\)", line)):  # OUTCAR
-            if match[1] != "1":  # the same ionic step
-                del cycles[-1:]
-            cycles.append(int(match[1]))
-        elif "<calculation>" in line:
-            cycles.append(0)
-        elif "<scstep>" in line:
-            cycles[-1] += 1
-        complete |= "</modeling>" in line
-    if not complete:
-        warn(f"{path}: the file is truncated; its last steps are not read")
-    if steps := [step for step, count in enumerate(cycles, 1) if count >= nelm > 1]:
-        warn(
-            f"{path}: {len(steps)} of {len(cycles)} steps, such as step {steps[0]}, used all "
-            f"{nelm} electronic cycles (NELM); their energies may be wrong; remove these steps"
-        )
-
-
-def expect_read_by_ase(kind: str, text: str) -> None:
-    """Rejects units, cells, symmetry, atoms, energies and jobs that ASE ignores or misreads."""
-    if ignored := re.search(_IGNORED.get(kind, "(?!)"), text, re.M | re.I):
-        part = ignored[ignored.lastindex or 0].strip()
-        raise ValueError(f"ASE ignores {shown(part, 60)}; convert the file without ASE")
-    if several := re.search(r"--link1--|\$new_job", text, re.I):
-        raise ValueError(f"several jobs ({several[0]}), which ASE joins; split the file")
-
-
-def _charge_and_multiplicity(kind: str, text: str) -> dict[str, float]:
-    """Returns the total charge and multiplicity in a file, if ASE does not read them."""
-    values: dict[str, float] = {}
-    for match in re.finditer(_CHARGES.get(kind, "(?!)"), text, re.M | re.I):
-        numbers = {name: digits for name, digits in match.groupdict().items() if digits}
-        for name, digits in numbers.items():
-            value = float(digits.lower().replace("d", "e"))
-            if values.setdefault(name, value) != value:
-                raise ValueError("jobs with different charges or multiplicities; split the file")
-        if kind == "gaussian-in":  # later lines may look like a charge
-            break
-    return values
 
 
 def _rows(path: Path, kind: str) -> _Loads:
@@ -345,13 +241,14 @@ def _entry(file: LmdbFile, key: str) -> Any:
 
 def ase_format(path: Path) -> str | None:
     """Infers ASE's name for a file's format from the file's name or beginning; None if unknown."""
-    name = without_packing(path)
-    kind = ENDINGS.get(name.suffix.lower())
-    if kind is None:
-        lower = name.name.lower()
-        kind = next((kind for mark, kind in _NAMES.items() if fnmatchcase(lower, mark)), None)
+    plain = without_packing(path)
+    name = plain.name.lower()
+    of_name = (kind for pattern, kind in _NAMES.items() if fnmatchcase(name, pattern))
+    kind = ENDINGS.get(plain.suffix.lower()) or next(of_name, None)
+    if kind in _DATABASES.values() and plain != path:
+        return None  # compressed databases cannot be read
     if kind is not None or not path.is_file():
-        return None if name != path and kind in _DATABASES.values() else kind
+        return kind
     from ase.io.formats import ioformats
 
     try:
@@ -359,7 +256,7 @@ def ase_format(path: Path) -> str | None:
             beginning = file.read(50_000)
     except (OSError, EOFError, lzma.LZMAError, zlib.error):
         return None
-    of_vasp = (kind for mark, kind in _VASP_BEGINNINGS.items() if re.match(mark, beginning))
+    of_vasp = (kind for pattern, kind in _VASP_BEGINNINGS.items() if re.match(pattern, beginning))
     others = (kind for kind in sorted(_BEGINNINGS) if ioformats[kind].match_magic(beginning))
     return next(of_vasp, None) or next(others, None)
 
@@ -471,28 +368,3 @@ def _molecule_of_sdf(block: str) -> Atoms:
         charges = [int(x) for name, row in properties if name == "CHG" for x in row.split()[1::2]]
     atoms.info["charge"] = sum(charges)
     return atoms
-
-
-def expect_counts_of_poscar(file: IO[str]) -> None:
-    """Rejects a POSCAR without one element for each count."""
-    title, *_, symbols, counts = (line.split() for line in islice(file, 7))
-    if symbols[0].isdigit():  # VASP 4: elements are in line 1
-        has_symbols = all(re.fullmatch("[A-Z][a-z]?", word) for word in title)
-        symbols, counts = title if has_symbols else [], symbols
-    if len(symbols) != len(counts):
-        raise ValueError(f"expected {len(counts)} elements in line 6 or 1; got {len(symbols)}")
-
-
-def expect_elements_of_pdb(file: IO[str]) -> None:
-    """Rejects names of atoms that ASE may misread, such as CA for a carbon atom, as elements."""
-    from ase.data import atomic_numbers
-
-    for line in file:
-        if not line.startswith(("ATOM", "HETATM")) or line[76:78].strip():
-            continue
-        name = line[12:16].strip()[:2]
-        if re.fullmatch("[A-Z]{2}", name) and name.title() in atomic_numbers:
-            raise ValueError(
-                f"an atom {name} without an element in columns 77 and 78, which ASE would read as "
-                f"{name.title()}; add the elements"
-            )

@@ -74,6 +74,15 @@ def grouped(bad: Iterable[tuple[str, str]], prefix: str = "") -> list[str]:
     return lines
 
 
+def locate(ends: NDArray[np.int64], index: int) -> tuple[int, int]:
+    """Returns the part to which an index over all parts belongs, and the index within this part.
+
+    `ends` (parts,) contains the end of each part: the cumulative number of structures.
+    """
+    part = int(np.searchsorted(ends, index, side="right"))
+    return part, index - int(ends[part - 1] if part else 0)
+
+
 def with_bar(items: Iterable[_Item], title: str) -> Iterable[_Item]:
     """Iterates over items; shows a progress bar on a terminal after a few seconds."""
     from tqdm import tqdm
@@ -238,7 +247,7 @@ class LoadedStructures(Structures):
     def __init__(self, path: str | Path, skip_bad: bool = False) -> None:
         super().__init__(path, skip_bad)
         self._records: list[Data] = []
-        self._origins: list[tuple[int, str]] = []  # index in the file, name for messages
+        self._places: list[tuple[int, str]] = []  # index in the source, name for messages
 
     def add(self, where: str, make: Callable[[], Data]) -> bool:
         """Adds a structure; returns False if the structure is invalid and therefore skipped.
@@ -253,14 +262,14 @@ class LoadedStructures(Structures):
                 raise ValueError(f"{where}: {error}") from None
             self.bad.append((where, str(error)))
             return False
-        self._origins.append((place, where))
+        self._places.append((place, where))
         return True
 
     def place(self, index: int) -> int:
-        return self._origins[self._stored(index)][0]
+        return self._places[self._stored(index)][0]
 
     def where(self, index: int) -> str:
-        return self._origins[self._stored(index)][1]
+        return self._places[self._stored(index)][1]
 
     def __len__(self) -> int:
         return len(self._records)

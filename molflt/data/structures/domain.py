@@ -14,7 +14,8 @@ import torch
 from molflt.atoms import MAX_ATOMIC_NUMBER, Tag, symbol
 from molflt.data.structures.base import with_bar
 from molflt.data.structures.labels import EnergyKind, energy_kind
-from molflt.data.structures.tags import guess_tags, heights_agree, sides_agree, touches_image
+from molflt.data.structures.molecules import touches_image
+from molflt.data.structures.tags import guess_tags, heights_agree, sides_agree
 from molflt.files import read_json, shown
 
 if TYPE_CHECKING:
@@ -26,12 +27,14 @@ if TYPE_CHECKING:
 DOMAIN = "domain.json"
 """name of the file in the folder of a run"""
 
-_SEEN = " (seen only by the initial weights)"
+_ONLY_INITIAL = " (seen only by the initial weights)"
 _FAR = 0.1  # tolerated distance beyond the range of labels, in units of the range
 _ROUNDED = 0.02  # tolerance of the share of surface atoms
 _RANGES = ("atoms", "adsorbate_atoms", "slab_atoms", "energy", "surface")
-_STORED = ["systems", "elements", "atoms", "adsorbate_atoms", "slab_atoms", "untagged", "periodic"]
-_STORED += ["relaxed", "kind", "energy", "surface", "baseline"]
+_STORED = (
+    "systems", "elements", "atoms", "adsorbate_atoms", "slab_atoms", "untagged", "periodic",
+    "relaxed", "kind", "energy", "surface", "baseline",
+)  # fmt: skip
 _JSON_KEYS = {"energy": "energy_eV", "surface": "surface_share"}
 _Range = tuple[int, int]
 _Aspect = tuple[str, str]  # name, and the element or ""
@@ -100,11 +103,12 @@ class Domain:
     @staticmethod
     def of(dataset: Structures, look: Callable[[Data], object] = lambda record: None) -> Domain:
         """Determines the domain of a nonempty data set in one pass; calls `look` on each record."""
-        present = np.zeros((3, MAX_ATOMIC_NUMBER + 1), dtype=bool)  # slab, adsorbate, untagged
+        present = np.zeros((3, MAX_ATOMIC_NUMBER + 1), dtype=bool)  # rows as in `Elements`
         slab, adsorbate, surface, periodic = [], [], [], set()
         relaxed = 0
         for record in with_bar(dataset, "reading structures"):
-            parts = slab_numbers, adsorbate_numbers, untagged = _parts(record)
+            parts = _parts(record)
+            slab_numbers, adsorbate_numbers, untagged = parts
             for row, numbers in zip(present, parts, strict=True):
                 row[numbers] = True
             if not len(untagged):
@@ -157,7 +161,8 @@ class Domain:
         slab, adsorbate, untagged = _parts(record)
         if len(untagged):
             return "no tags, unlike the training data"
-        if (not len(adsorbate) and self.zero[0]) or (not len(slab) and self.zero[1]):
+        slabs_are_zero, molecules_are_zero = self.zero
+        if (not len(adsorbate) and slabs_are_zero) or (not len(slab) and molecules_are_zero):
             guess = guess_tags(record)
             what = "no slab (tags 0 and 1)" if len(adsorbate) else "no adsorbate (tag 2)"
             return f"{what}, but the geometry has {guess.text}" if guess.tags.any() else ""
@@ -171,7 +176,7 @@ class Domain:
             guessed = torch.from_numpy(guess.tags == Tag.ADSORBATE)
             if bool(guessed.any()) and not bool((guessed & (record.tags == Tag.ADSORBATE)).any()):
                 return f"tags that contradict the geometry, which has {guess.text}"
-        if self.zero[1] and not sides_agree(record):  # its energy would be 0
+        if molecules_are_zero and not sides_agree(record):  # its energy would be 0
             return "an adsorbate on a side of the slab without surface atoms (tag 1)"
         return ""
 
@@ -203,10 +208,12 @@ class Domain:
         earlier = [domain._beyond(record) for domain in self.initial]
         names: dict[str, list[str]] = {}  # names of elements by text
         for (aspect, name), text in differences.items():
-            if not text or (aspect != "element" and ("element", name) in differences):
+            is_described = aspect != "element" and ("element", name) in differences
+            if not text or is_described:
                 continue
-            seen = any((aspect, name) not in other for other in earlier)
-            names.setdefault(text + _SEEN if seen else text, []).append(name)
+            if any((aspect, name) not in other for other in earlier):
+                text += _ONLY_INITIAL
+            names.setdefault(text, []).append(name)
         reasons = [f"{', '.join(elements)} {text}".strip() for text, elements in names.items()]
         if touches_image(record):
             reasons.append("adsorbate bonded to its periodic image")
@@ -227,7 +234,8 @@ class Domain:
             new = sorted(set(numbers.tolist()) - trained)
             differences |= {(aspect, symbol(number)): text for number in new}
         sizes = {}
-        if not self.zero[0] and not self.atoms[0] <= count <= self.atoms[1]:
+        slabs_are_zero, _ = self.zero
+        if not slabs_are_zero and not self.atoms[0] <= count <= self.atoms[1]:
             sizes["atoms"] = f"atoms: {count}, trained on {_span(self.atoms)}"
         if len(untagged) and not self.untagged:
             sizes["tags"] = "no tags, unlike the training data"
@@ -241,11 +249,12 @@ class Domain:
     def _beyond_parts(self, record: Data, slab: int, adsorbate: int) -> dict[str, str]:
         """Describes unusual numbers of `slab` and `adsorbate` atoms and shares of the surface."""
         sizes = {}
-        for part, count, known, allowed in (
-            ("no slab (tags 0 and 1)", slab, self.slab_atoms, self.zero[1]),
-            ("no adsorbate (tag 2)", adsorbate, self.adsorbate_atoms, self.zero[0]),
+        slabs_are_zero, molecules_are_zero = self.zero
+        for part, count, known, is_zero in (
+            ("no slab (tags 0 and 1)", slab, self.slab_atoms, molecules_are_zero),
+            ("no adsorbate (tag 2)", adsorbate, self.adsorbate_atoms, slabs_are_zero),
         ):
-            if not (count or allowed) and (known is None or known[0]):
+            if count == 0 and not is_zero and (known is None or known[0] > 0):
                 sizes[part] = "" if known is None else part
         known = self.adsorbate_atoms
         if adsorbate and not (known and known[0] <= adsorbate <= known[1]):
@@ -261,7 +270,8 @@ class Domain:
 
     def describe(self) -> str:
         """Summarizes the number, elements and sizes of the systems."""
-        slab, adsorbate, untagged = map(_named, self.elements)
+        symbols = (", ".join(map(symbol, sorted(numbers))) for numbers in self.elements)
+        slab, adsorbate, untagged = symbols
         elements = f"{slab} with {adsorbate}".strip() if adsorbate else slab
         if untagged:
             elements = f"{elements} and {untagged} without tags" if elements else untagged
@@ -296,7 +306,7 @@ class Domain:
 
         stored: Any = content
         try:
-            fields = {name: stored.get(_JSON_KEYS.get(name, name)) for name in _STORED}
+            fields = {key: stored.get(_JSON_KEYS.get(key, key)) for key in _STORED}
             symbols = [fields["elements"][part] for part in Elements._fields]
             numbers = [frozenset(atomic_numbers[text] for text in part) for part in symbols]
             fields["elements"] = Elements(*numbers)
@@ -352,10 +362,6 @@ def _axes(record: Data) -> str:
 
 def _along(axes: str) -> str:
     return f"periodic along {', '.join(axes)}" if axes else "not periodic"
-
-
-def _named(numbers: frozenset[int]) -> str:
-    return ", ".join(symbol(number) for number in sorted(numbers))
 
 
 def _span(bounds: _Range) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,17 +17,17 @@ if TYPE_CHECKING:
 
 _Array = NDArray[np.float64]
 
-_ATOM = 20.92  # eV per Z^(7/3): upper bound for all electrons of an atom (Thomas-Fermi model)
+_THOMAS_FERMI = 20.92  # eV per Z^(7/3): upper bound for all electrons of an atom
 
 MOST_FRAMES = 300
 """Maximum number of frames to compare; 300 frames of 1,000 atoms take 16 MB."""
 _MOST_PAIRS = 50  # closest pairs only; the trapezoidal rule is more accurate for short paths
-_SURE = 0.5  # smallest correlation of energy differences with predictions of forces or stress
-_FARTHEST = 0.5  # Å, largest root mean square distance between close frames
-_MOST_STRAIN = 0.2  # largest component of the strain between two cells
+_MIN_CORRELATION = 0.5  # of energy differences with predictions of forces or stress
+_MAX_DISTANCE = 0.5  # Å, largest root mean square distance between close frames
+_MAX_STRAIN = 0.2  # largest component of the strain between two cells
 # Ranges of correct slopes. The nearest units are eV/bohr (1.89) and eV/nm (0.1) for forces, and
 # eV/bohr^3 (6.7) and a virial in a cell of 10 Å^3 (0.1) for stress.
-_RIGHT = {"forces": (0.32, 1.37), "stress": (0.1, 5.0)}
+_SLOPES = {"forces": (0.32, 1.37), "stress": (0.1, 5.0)}
 _CONVENTIONS = {
     "forces": (
         "expected eV/Å, minus the gradient; 1 Hartree/bohr is 51.4221, 1 kcal/mol/Å 0.0433641 eV/Å"
@@ -41,20 +41,25 @@ _CONVENTIONS = {
 # Lengths in Å. In one cell, the spread of the shear part of virials (eV) is a length times the
 # forces (eV/Å) times the square root of the number of atoms. The length is 0.1 to 0.3 Å in crystals
 # and slabs with EMT, and 0.3 to 0.8 Å in DFT dynamics of Cu, Li and Si.
-_LENGTHS = (0.01, 10.0)
+_VIRIAL_LENGTHS = (0.01, 10.0)
 
 
 class _Frame(NamedTuple):
-    pos: _Array
-    cell: _Array
+    """Structure with labels, in eV and Å if the units are correct."""
+
+    pos: _Array  # (N, 3)
+    cell: _Array  # (3, 3); zeros if no axis is periodic
     energy: float
-    forces: _Array
-    stress: _Array
+    forces: _Array  # (N, 3); zeros if unknown
+    stress: _Array  # (3, 3)
 
 
-# Mean square distance in Å^2; change of the energy, in eV, that follows from the label if its unit
-# is based on eV and Å; and the actual change
-_Pair: TypeAlias = tuple[float, float, float]
+class _Pair(NamedTuple):
+    """Two similar frames; sorting begins with the most similar ones."""
+
+    distance: float  # mean square, in Å^2
+    predicted: float  # change of the energy, in eV, if the label is in units of eV and Å
+    actual: float  # change of the energy, in eV
 
 
 def unit_fault(records: Iterable[Data]) -> str:
@@ -71,7 +76,7 @@ def unit_fault(records: Iterable[Data]) -> str:
 def energy_unit_fault(records: Sequence[Data]) -> str:
     """Describes energies that are too large to be in eV; "" if energies are plausible."""
     ratios = [
-        float(-record.energy / (_ATOM * record.atomic_numbers.double() ** (7 / 3)).sum())
+        float(-record.energy / (_THOMAS_FERMI * record.atomic_numbers.double() ** (7 / 3)).sum())
         for record in records
         if record.energy.isfinite()
     ]
@@ -94,7 +99,7 @@ def force_unit_fault(records: Iterable[Data]) -> str:
         for a, b in _closest_pairs(frames):
             step = b.pos - a.pos
             predicted = -float(((a.forces + b.forces) / 2 * step).sum())
-            pairs.append((float((step**2).mean()), predicted, b.energy - a.energy))
+            pairs.append(_Pair(float((step**2).mean()), predicted, b.energy - a.energy))
     return _wrong_unit("forces", sorted(pairs)[:_MOST_PAIRS], 8)
 
 
@@ -113,11 +118,12 @@ def stress_unit_fault(records: Iterable[Data]) -> str:
             by_cell[frame.cell.round(3).tobytes()].append(frame)
         lengths += filter(None, map(_virial_length, by_cell.values()))
     fault = _wrong_unit("stress", sorted(pairs)[:_MOST_PAIRS], 5)
-    if fault or not lengths or _LENGTHS[0] <= np.median(lengths) <= _LENGTHS[1]:
+    low, high = _VIRIAL_LENGTHS
+    if fault or not lengths or low <= np.median(lengths) <= high:
         return fault
     return (
         f"stress is in the wrong unit: in one cell, its spread is {np.median(lengths):.2g} Å times "
-        f"that of the forces; this ratio is usually {_LENGTHS[0]:g} to {_LENGTHS[1]:g} Å; "
+        f"that of the forces; this ratio is usually {low:g} to {high:g} Å; "
         + _CONVENTIONS["stress"]
     )
 
@@ -127,9 +133,10 @@ def _systems(records: Iterable[Data], required: Iterable[str]) -> list[list[_Fra
     systems: dict[bytes, list[_Frame]] = defaultdict(list)
     for record in islice(records, MOST_FRAMES):
         if all(bool(record[name].isfinite().all()) for name in required):
-            arrays = (record[name].double().numpy() for name in ("pos", "cell", "forces", "stress"))
-            pos, cell, forces, stress = arrays
-            cell = cell * float(record.pbc.any())  # a box around a molecule is arbitrary
+            names = ("pos", "cell", "forces", "stress")
+            pos, cell, forces, stress = (record[name].double().numpy() for name in names)
+            if not record.pbc.any():
+                cell = np.zeros_like(cell)  # a box around a molecule is arbitrary
             identity = record.atomic_numbers, record.pbc, record.charge.nan_to_num()
             key = b"".join(part.numpy().tobytes() for part in identity)
             frame = _Frame(pos, cell[0], float(record.energy), np.nan_to_num(forces), stress[0])
@@ -139,9 +146,8 @@ def _systems(records: Iterable[Data], required: Iterable[str]) -> list[list[_Fra
 
 def _closest_pairs(frames: list[_Frame], strained: bool = False) -> Iterator[tuple[_Frame, _Frame]]:
     """Pairs each frame with the closest frame in the same cell, or, if `strained`, in another."""
-    points = np.stack([np.append(frame.pos, frame.cell) for frame in frames])
-    if not strained:
-        points = points[:, :-9]
+    rows = [np.append(frame.pos, frame.cell if strained else ()) for frame in frames]
+    points = np.stack(rows)  # (frames, 3 N), or (frames, 3 N + 9) with the cells
     centred = points - points.mean(axis=0)
     square = (centred**2).sum(axis=1)
     distance = square[:, None] + square - 2 * centred @ centred.T
@@ -152,7 +158,7 @@ def _closest_pairs(frames: list[_Frame], strained: bool = False) -> Iterator[tup
     excluded = difference < 1e-4 if strained else difference > 1e-3 * np.abs(cells).max()
     distance[excluded] = np.inf
     nearest = distance.argmin(axis=1)
-    limit = np.inf if strained else _FARTHEST**2 * points.shape[1] / 3
+    limit = np.inf if strained else _MAX_DISTANCE**2 * points.shape[1] / 3
     for a in np.flatnonzero(distance[np.arange(len(frames)), nearest] < limit):
         yield frames[a], frames[nearest[a]]
 
@@ -167,11 +173,11 @@ def _strained(a: _Frame, b: _Frame) -> _Pair | None:
     steps = b.pos @ np.linalg.inv(b.cell) - a.pos @ np.linalg.inv(a.cell)
     steps = (steps - steps.round()) @ cell
     square = float((steps**2).mean())
-    if np.abs(strain).max() > _MOST_STRAIN or square > _FARTHEST**2 / 3:
+    if np.abs(strain).max() > _MAX_STRAIN or square > _MAX_DISTANCE**2 / 3:
         return None
     change = b.energy - a.energy + float(((a.forces + b.forces) / 2 * steps).sum())
     predicted = volume * float(((a.stress + b.stress) / 2 * strain).sum())
-    return square + float((strain**2).mean()), predicted, change
+    return _Pair(square + float((strain**2).mean()), predicted, change)
 
 
 def _virial_length(frames: list[_Frame]) -> float | None:
@@ -180,7 +186,7 @@ def _virial_length(frames: list[_Frame]) -> float | None:
     positions = np.stack([frame.pos for frame in frames])
     forces = float(np.sqrt(np.mean([(frame.forces**2).mean() for frame in frames])))
     # different relaxed structures differ in the virial but not in forces
-    min_forces = 0.1 if positions.var(axis=0).mean() < _FARTHEST**2 / 3 else 0.5  # eV/Å
+    min_forces = 0.1 if positions.var(axis=0).mean() < _MAX_DISTANCE**2 / 3 else 0.5  # eV/Å
     if len(frames) < 3 or volume < 1 or forces < min_forces:
         return None
     virials = volume * np.stack([frame.stress for frame in frames])
@@ -191,13 +197,18 @@ def _virial_length(frames: list[_Frame]) -> float | None:
 
 def _wrong_unit(label: str, pairs: list[_Pair], min_pairs: int) -> str:
     """Describes a wrong unit from the slope of energy changes; "" if correct or undecided."""
-    x, y = np.array(pairs).reshape(-1, 3)[:, 1:].T
-    if len(pairs) < min_pairs or not x.any() or not y.any():
+    predicted = np.array([pair.predicted for pair in pairs])
+    actual = np.array([pair.actual for pair in pairs])
+    if len(pairs) < min_pairs or not predicted.any() or not actual.any():
         return ""
     # a few pairs may correlate by chance
-    min_correlation = max(_SURE, 2.2 / len(pairs) ** 0.5) if label == "stress" else _SURE
-    slope, (low, high) = float(x @ y) / float(x @ x), _RIGHT[label]
-    if abs(x @ y) < min_correlation * np.sqrt((x @ x) * (y @ y)) or low < slope < high:
+    min_correlation = (
+        max(_MIN_CORRELATION, 2.2 / len(pairs) ** 0.5) if label == "stress" else _MIN_CORRELATION
+    )
+    product, square = float(predicted @ actual), float(predicted @ predicted)
+    correlation = abs(product) / np.sqrt(square * (actual @ actual))
+    slope, (low, high) = product / square, _SLOPES[label]
+    if correlation < min_correlation or low < slope < high:
         return ""
     return (
         f"{label} in the wrong unit or with the wrong sign: in {len(pairs)} pairs of similar "

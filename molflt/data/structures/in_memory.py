@@ -66,7 +66,7 @@ def _flat(given: object) -> Iterable[object]:
     if is_one(given):
         yield given
     elif hasattr(given, "to_data_list"):
-        yield from _parts(given)
+        yield from _unbatched(given)
     elif isinstance(given, str | bytes | np.ndarray | torch.Tensor | Mapping) or not (
         hasattr(given, "__len__") and hasattr(given, "__getitem__")
     ):
@@ -74,10 +74,10 @@ def _flat(given: object) -> Iterable[object]:
     else:
         for i in range(len(given)):
             item = given[i]
-            yield from _parts(item) if hasattr(item, "to_data_list") else [item]
+            yield from _unbatched(item) if hasattr(item, "to_data_list") else [item]
 
 
-def _parts(batch: Any) -> list[Data]:
+def _unbatched(batch: Any) -> list[Data]:
     """Divides a batch, as PyG does by stored sizes; rejects batches whose atoms were changed."""
     with suppress(RuntimeError):
         parts: list[Data] = batch.to_data_list()
@@ -106,13 +106,15 @@ def _record(data: Data, default_sid: int) -> Data:
         names = ", ".join(sorted(map(str, data.keys()))) or "nothing"
         raise ValueError(f"expected pos, (atoms, 3) Å, and atomic_numbers, (atoms,); got {names}")
     charge = charge_in({name: data[name] for name in data.keys()})  # noqa: SIM118 (not a dict)
+    energies = {name: _finite_or_none(data.get(name)) for name in ("y_relaxed", "y_baseline")}
+    others = {name: data.get(name) for name in ("cell", "pbc", "tags", "fixed")}
     return make_record(
         pos=data.pos,
         atomic_numbers=numbers,
         sid=default_sid if data.get("sid") is None else data.sid,
-        **{name: _finite_or_none(data.get(name)) for name in ("y_relaxed", "y_baseline")},
         charge=data.get("charge") if charge is None else charge,
-        **{name: data.get(name) for name in ("cell", "pbc", "tags", "fixed")},
+        **energies,
+        **others,
     )
 
 

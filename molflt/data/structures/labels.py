@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from molflt.atoms import MAX_ATOMIC_NUMBER, Tag, symbol
 from molflt.data.structures.ase_fields import is_energy
 from molflt.data.structures.base import Structures, with_bar
-from molflt.data.structures.tags import adsorbates
+from molflt.data.structures.molecules import adsorbates
 from molflt.files import shown
 
 if TYPE_CHECKING:

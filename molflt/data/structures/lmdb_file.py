@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import mmap
 import struct
+from bisect import bisect_right
 from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
@@ -33,6 +34,26 @@ class _Root(NamedTuple):
     entries: int
     root: int  # page number
     last_page: int
+
+
+class _Page(NamedTuple):
+    start: int  # offset in the file
+    kind: int  # _BRANCH or _LEAF
+    nodes: int  # number of nodes
+
+
+class _Node(NamedTuple):
+    """Entry of a leaf, or a branch to another page."""
+
+    size: int  # of the value; in a branch, the lower 32 bits of the page number
+    flags: int  # of the value; in a branch, the upper 16 bits of the page number
+    key: bytes
+    value: int  # offset of the value in the file
+
+    @property
+    def child(self) -> int:
+        """Number of the page below a branch."""
+        return self.size | self.flags << 32
 
 
 class LmdbFile:
@@ -107,8 +128,7 @@ class LmdbFile:
             return None
         return transaction, _Root(page_size, depth, entries, root, last_page)
 
-    def _page(self, number: int) -> tuple[int, int, int]:
-        """Returns the offset, kind (`_BRANCH` or `_LEAF`) and number of nodes of a page."""
+    def _page(self, number: int) -> _Page:
         size = self._root.page_size
         start = number * size
         if number > self._root.last_page or start + size > len(self._content):
@@ -117,11 +137,10 @@ class LmdbFile:
         kind, nodes = flags & ~_DIRTY, (lower - _HEADER.size) // 2
         if stored_number != number or kind not in (_BRANCH, _LEAF) or not 0 < nodes <= size // 2:
             raise ValueError(f"page {number} does not contain keys")
-        return start, kind, nodes
+        return _Page(start, kind, nodes)
 
-    def _node(self, start: int, index: int) -> tuple[int, int, bytes, int]:
-        """Returns fields of a node: size or page number, flags, key, and offset of the value."""
-        content, size = self._content, self._root.page_size
+    def _node(self, page: _Page, index: int) -> _Node:
+        content, start, size = self._content, page.start, self._root.page_size
         (offset,) = struct.unpack_from("<H", content, start + _HEADER.size + 2 * index)
         if offset < _HEADER.size or offset + _NODE.size > size:
             raise ValueError(f"node {index} of page {start // size} is outside the page")
@@ -129,7 +148,7 @@ class LmdbFile:
         key = start + offset + _NODE.size
         if key + length > start + size:
             raise ValueError(f"key {index} of page {start // size} is outside the page")
-        return low | high << 16, flags, content[key : key + length], key + length
+        return _Node(low | high << 16, flags, content[key : key + length], key + length)
 
     def _find(self, key: bytes) -> bytes | None:
         """Searches the tree for a key; returns its value, or None if the key does not exist."""
@@ -137,35 +156,32 @@ class LmdbFile:
         if number == _NO_PAGE:
             return None
         for _ in range(self._root.depth):
-            start, kind, nodes = self._page(number)
-            first, beyond = 0, nodes  # search for the last node whose key is not larger
-            while beyond - first > 1:  # the first node of a branch covers all lower keys
-                middle = (first + beyond) // 2
-                if self._node(start, middle)[2] <= key:
-                    first = middle
-                else:
-                    beyond = middle
-            size, flags, node_key, offset = self._node(start, first)
-            if kind == _LEAF:
-                return self._value(start, size, flags, offset) if node_key == key else None
-            number = size | flags << 32
+            page = self._page(number)
+            # last node whose key is at most `key`, or node 0, which covers all lower keys
+            others = range(1, page.nodes)
+            index = bisect_right(others, key, key=lambda i: self._node(page, i).key)
+            node = self._node(page, index)
+            if page.kind == _LEAF:
+                return self._value(page, node) if node.key == key else None
+            number = node.child
         raise ValueError("its tree is deeper than declared")
 
-    def _value(self, start: int, length: int, flags: int, offset: int) -> bytes:
-        """Returns a value, which is in the page at `start` or, if it is big, in other pages."""
+    def _value(self, page: _Page, node: _Node) -> bytes:
+        """Returns the value of a node, which is in `page` or, if it is big, in other pages."""
         content, size = self._content, self._root.page_size
-        if flags == 0 and offset + length <= start + size:
-            return content[offset : offset + length]
-        if flags != _BIG or offset + 8 > start + size:
-            raise ValueError(f"a value of page {start // size} is outside the page")
-        (number,) = struct.unpack_from("<Q", content, offset)
+        end = page.start + size
+        if node.flags == 0 and node.value + node.size <= end:
+            return content[node.value : node.value + node.size]
+        if node.flags != _BIG or node.value + 8 > end:
+            raise ValueError(f"a value of page {page.start // size} is outside the page")
+        (number,) = struct.unpack_from("<Q", content, node.value)
         begin = number * size + _HEADER.size
-        if number > self._root.last_page or begin + length > len(content):
+        if number > self._root.last_page or begin + node.size > len(content):
             raise ValueError(f"page {number} is beyond the end")
         stored_number, _, kind, _, _ = _HEADER.unpack_from(content, number * size)
         if stored_number != number or kind & ~_DIRTY != _OVERFLOW:
             raise ValueError(f"page {number} does not contain a value")
-        return content[begin : begin + length]
+        return content[begin : begin + node.size]
 
     def _keys_below(self, number: int, depth: int, seen: set[int]) -> Iterator[bytes]:
         """Yields the keys in the subtree of a page; `seen` contains the pages visited so far."""
@@ -174,13 +190,12 @@ class LmdbFile:
         if depth > self._root.depth or number in seen:
             raise ValueError(f"page {number} occurs twice")
         seen.add(number)
-        start, kind, nodes = self._page(number)
-        for index in range(nodes):
-            size, flags, key, _ = self._node(start, index)
-            if kind == _LEAF:
-                yield key
+        page = self._page(number)
+        for node in (self._node(page, index) for index in range(page.nodes)):
+            if page.kind == _LEAF:
+                yield node.key
             else:
-                yield from self._keys_below(size | flags << 32, depth + 1, seen)
+                yield from self._keys_below(node.child, depth + 1, seen)
 
 
 def _damaged(error: Exception) -> str:

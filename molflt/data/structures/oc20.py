@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from molflt.data.structures.ase_fields import charge_in
-from molflt.data.structures.base import Structures, with_bar
+from molflt.data.structures.base import Structures, locate, with_bar
 from molflt.data.structures.lmdb_file import LmdbFile
 from molflt.data.structures.records import make_record
 
@@ -176,7 +176,8 @@ _NAMES: dict[str, object] = {
 }
 
 
-def _fields(content: bytes) -> dict[str, _Field]:
+def _unpickled(content: bytes) -> dict[str, _Field]:
+    """Returns the tensors, numbers and texts of a pickled PyG Data by name."""
     data = _Reader(io.BytesIO(content), _NAMES).load()
     if not isinstance(data, _Data):
         raise ValueError(f"got {type(data).__name__.strip('_')}")
@@ -193,14 +194,25 @@ def _fields(content: bytes) -> dict[str, _Field]:
 
 
 def _decode_record(content: bytes, where: str) -> dict[str, _Field]:
-    return _guarded(_fields, content, where, "a pickled torch_geometric Data")
+    return _guarded(_unpickled, content, where, "a pickled torch_geometric Data")
 
 
-def _count(content: bytes) -> int:
+def _declared_length(shard: LmdbFile) -> int | None:
+    """Returns the number of records according to the key "length"; None without this key."""
+    content = shard.get(b"length")
+    if content is None:
+        return None
+    if re.fullmatch(rb"[0-9]{1,19}", content):
+        return int(content)  # some writers store text instead of a pickle
+    return _guarded(_integer, content, f"{shard.path}: key 'length'", "a pickled integer")
+
+
+def _integer(content: bytes) -> int:
     return operator.index(_Reader(io.BytesIO(content), _NAMES).load())
 
 
 def _guarded(read: Callable[[bytes], _T], content: bytes, where: str, expected: str) -> _T:
+    """Calls `read`; raises ValueError with the place of the content if it fails."""
     try:
         return read(content)
     except _Refused as error:
@@ -246,7 +258,7 @@ class Oc20Lmdb(Structures):
         return int(self._ends[-1])
 
     def __getitem__(self, index: int) -> Data:
-        fields = self._fields(index)
+        fields = self._read(index)
         arguments = {name: fields[name] for name in _FIELDS if name in fields}
         try:
             if (charge := charge_in(fields)) is not None:
@@ -259,7 +271,7 @@ class Oc20Lmdb(Structures):
     def natoms(self) -> np.ndarray:
         """Number of atoms in each structure; the first access reads all records."""
         indices = with_bar(range(len(self)), f"{self.path.name}: atoms")
-        return np.array([len(self._fields(index)["pos"]) for index in indices], dtype=np.int64)
+        return np.array([len(self._read(index)["pos"]) for index in indices], dtype=np.int64)
 
     def where(self, index: int) -> str:
         shard, key = self._locate(index)
@@ -267,18 +279,14 @@ class Oc20Lmdb(Structures):
 
     def _record_keys(self, shard: LmdbFile) -> range | list[int]:
         """Returns the integer keys of one shard; lists missing records or raises an error."""
-        length, content = None, shard.get(b"length")
-        if content is not None and re.fullmatch(rb"[0-9]{1,19}", content):
-            length = int(content)  # some writers store text instead of a pickle
-        elif content is not None:
-            length = _guarded(_count, content, f"{shard.path}: key 'length'", "a pickled integer")
+        length = _declared_length(shard)
         try:
             keys = sorted(int(name) for name in shard if re.fullmatch(rb"0|[1-9]\d{,18}", name))
-        except ValueError:
+        except ValueError:  # the keys cannot be listed, but may be found one by one
             if not self.skip_bad:
                 raise
-            return range(min(len(shard), length or len(shard)))  # tried one by one
-        end = length
+            return range(min(len(shard), length or len(shard)))
+        end = length  # key after the last record; None if unknown
         if end is None and keys and keys[0] == 0:
             end = keys[-1] + 1
         expected = [key for key in keys if end is None or key < end]
@@ -305,12 +313,10 @@ class Oc20Lmdb(Structures):
 
     def _locate(self, index: int) -> tuple[LmdbFile, int]:
         """Returns the shard and the key of a structure."""
-        stored = self._stored(index)
-        shard = int(np.searchsorted(self._ends, stored, side="right"))
-        keys = self._keys[shard]
-        return self.shards[shard], keys[stored - int(self._ends[shard]) + len(keys)]
+        shard, place = locate(self._ends, self._stored(index))
+        return self.shards[shard], self._keys[shard][place]
 
-    def _fields(self, index: int) -> dict[str, Any]:
+    def _read(self, index: int) -> dict[str, Any]:
         """Reads the fields of a record; renames labels at `pos` and updates `labels` and `hint`."""
         shard, key = self._locate(index)
         where, content = self.where(index), shard.get(str(key).encode())

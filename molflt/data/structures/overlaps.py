@@ -1,4 +1,4 @@
-"""Survey of structures: fingerprints, coinciding atoms, and slabs with a single tag."""
+"""Coinciding atoms and equal structures, and a survey that collects them from a data set."""
 
 from __future__ import annotations
 
@@ -19,30 +19,25 @@ if TYPE_CHECKING:
 TOO_NEAR = 0.1
 """Distance, in Å, below which atoms count as coinciding. The shortest bond (H2) is 0.74 Å long."""
 
-_SHIFTS = np.array([*product((0.0, 0.5), repeat=3)])  # of grids, in bins
-_WAVES = np.random.default_rng(0).integers(1, 7, (12, 3)) * np.array(
-    [*product((1, -1), (1, -1, 1), (1, -1))]
-)
-_CENTERS, _SHARP = np.random.default_rng(1).uniform(0, 2 * np.pi, (12, 3)), 6.0
+_SHIFTS = np.array([*product((0.0, 0.5), repeat=3)])  # of grids (8, 3), in bins
+_SIGNS = np.array([*product((1, -1), (1, -1, 1), (1, -1))])
+_WAVES = _SIGNS * np.random.default_rng(0).integers(1, 7, (12, 3))  # periods of waves along axes
+_CENTERS = np.random.default_rng(1).uniform(0, 2 * np.pi, (12, 3))  # phases of peaks
+_SHARP = 6.0  # exponent of peaks; larger values make them narrower
 _LENGTH = 20.0  # Å, longest wavelength along axes that are not periodic
 _EQUAL = 3e-5  # tolerance of features; float32 changes them by 1e-5
 _STRIDES = np.array([1, 1_000_003, 1_000_003**2])  # larger than the number of bins along an axis
 
 
 class Survey:
-    """Properties of structures, collected by calling an instance with each structure.
-
-    Attributes:
-        sids: sid of each structure.
-        features: `fingerprint` of each structure.
-        overlapping: sids of structures with coinciding atoms.
-        one_tag: sids of structures in which all slab atoms have the same tag.
-        charged: sids of structures with a total charge other than 0.
-    """
+    """Properties of structures, collected by calling an instance with each structure."""
 
     def __init__(self) -> None:
-        self.sids, self.features = list[int](), list[NDArray[np.float64]]()
-        self.overlapping, self.one_tag, self.charged = list[int](), list[int](), list[int]()
+        self.sids: list[int] = []
+        self.features: list[NDArray[np.float64]] = []  # of `fingerprint`
+        self.overlapping: list[int] = []  # sids of structures with coinciding atoms
+        self.one_tag: list[int] = []  # sids of structures whose slab atoms all have the same tag
+        self.charged: list[int] = []  # sids of structures with a total charge other than 0
 
     def __call__(self, record: Data) -> None:
         sid = int(record.sid)
@@ -69,7 +64,7 @@ def atoms_coincide(record: Data) -> bool:
     bins = 1 / np.linalg.norm(inverse, axis=0) / (2 * TOO_NEAR)  # plane spacing over bin width
     bins[axes] = np.floor(bins[axes])
     cells = np.floor((pos @ inverse * bins) + _SHIFTS[:, None]).astype(np.int64)
-    cells[..., axes] %= bins[axes].astype(np.int64)
+    cells[..., axes] %= bins[axes].astype(np.int64)  # (shifts, atoms, 3)
     keys = cells @ _STRIDES  # (shifts, atoms)
     order = keys.argsort(axis=1)
     same_bin = np.diff(np.take_along_axis(keys, order, axis=1), axis=1) == 0
@@ -92,10 +87,10 @@ def fingerprint(record: Data) -> NDArray[np.float64]:
     digest = hashlib.blake2b(content, digest_size=6).digest()
     cell = record.cell[0].double().numpy()
     coordinates = record.pos.double().numpy() @ np.linalg.inv(_basis(cell, axes))
-    phases = 2 * np.pi * np.where(axes, coordinates, coordinates / _LENGTH)
+    phases = 2 * np.pi * np.where(axes, coordinates, coordinates / _LENGTH)  # (atoms, 3)
     weights = np.sqrt(numbers / numbers.sum())
-    waves = weights @ np.exp(1j * phases @ _WAVES.T)
-    peaks = weights @ np.exp(_SHARP * (np.cos(phases[:, None] - _CENTERS) - 1).sum(axis=2))
+    waves = weights @ np.exp(1j * phases @ _WAVES.T)  # (12,)
+    peaks = weights @ np.exp(_SHARP * (np.cos(phases[:, None] - _CENTERS) - 1).sum(axis=2))  # (12,)
     lattice = np.where(axes[:, None], cell, 0.0).ravel()
     return np.concatenate([[int.from_bytes(digest)], lattice, waves.real, waves.imag, peaks])
 

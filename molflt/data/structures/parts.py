@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from molflt.atoms import symbol
-from molflt.data.structures.base import Structures, with_bar
+from molflt.data.structures.base import Structures, locate, with_bar
 
 if TYPE_CHECKING:
     from ase import Atoms
@@ -55,10 +55,8 @@ class Part(Structures):
 
     def _locate(self, index: int) -> tuple[Structures, int]:
         """Returns the source of a structure, and the index of the structure in this source."""
-        stored = self._stored(index)
-        number = int(np.searchsorted(self._ends, stored, side="right"))
-        source = self.sources[number]
-        return source, stored - int(self._ends[number]) + len(source)
+        number, local = locate(self._ends, self._stored(index))
+        return self.sources[number], local
 
     def __getitem__(self, index: int) -> Data:
         source, local = self._locate(index)
@@ -74,9 +72,9 @@ class Part(Structures):
 
     def place(self, index: int) -> int:
         """Returns the index of a structure over all sources, including skipped structures."""
-        source, local = self._locate(index)
-        earlier = self.sources[: self.sources.index(source)]
-        return sum(len(other) + len(other.bad) for other in earlier) + source.place(local)
+        number, local = locate(self._ends, self._stored(index))
+        earlier = sum(len(source) + len(source.bad) for source in self.sources[:number])
+        return earlier + self.sources[number].place(local)
 
     def file(self, index: int) -> Path:
         source, local = self._locate(index)
@@ -100,7 +98,7 @@ class Part(Structures):
 
 
 def readable(source: Structures) -> Structures:
-    """Returns a source without its invalid structures, which are listed in `bad`."""
+    """Reads all structures; returns those without an error, and lists the others in `bad`."""
     valid, natoms, energies = [], [], []
     for index in with_bar(range(len(source)), f"{source.path.name}: checking"):
         try:
@@ -119,10 +117,10 @@ def readable(source: Structures) -> Structures:
 
 
 def without(source: Structures, faults: Mapping[int, str], advice: str = "") -> Structures:
-    """Returns a source without its invalid structures, which are listed in `bad`.
+    """Returns a source without the structures in `faults`, which are listed in `bad`.
 
     `faults` contains the reasons by index. Unless the source skips invalid structures, raises
-    ValueError with `advice` for the first invalid structure.
+    ValueError with `advice` for the first of them.
     """
     if not faults:
         return source
@@ -139,9 +137,10 @@ def without(source: Structures, faults: Mapping[int, str], advice: str = "") -> 
 
 def element_faults(source: Structures, undescribed: Collection[int]) -> dict[int, str]:
     """Describes, by index, the structures with elements that a model does not support."""
-    faults = {}
-    records = with_bar(source, "reading elements") if undescribed else ()
-    for index, record in enumerate(records):
+    faults: dict[int, str] = {}
+    if not undescribed:
+        return faults
+    for index, record in enumerate(with_bar(source, "reading elements")):
         if numbers := sorted(set(record.atomic_numbers.tolist()) & set(undescribed)):
             faults[index] = f"descriptors do not exist for {', '.join(map(symbol, numbers))}"
     return faults

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, SupportsInt, TypeAlias
+from typing import TYPE_CHECKING, SupportsInt, TypeAlias
 
 import numpy as np
 import torch
@@ -20,22 +20,9 @@ if TYPE_CHECKING:
 _Array: TypeAlias = ArrayLike | Tensor
 _CENTERED = 64.0  # Å; structures closer to the origin are not moved
 _APART = 256.0  # Å; atoms closer to the other atoms keep their periodic images
+_VOIGT = [0, 5, 4, 5, 1, 3, 4, 3, 2]  # places of xx, xy, xz, yx, yy, ... in Voigt order
 _SKIP = "--skip_bad (convert, predict, relax) or --data.skip_bad (train)"
 _TAGS = ", ".join(f"{tag:d} ({tag.name.lower()})" for tag in Tag)
-
-
-def _lattice_shift(delta: Tensor, cell: Tensor, pbc: Tensor) -> Tensor:
-    """Returns the lattice vectors (N, 3), in Å, to subtract from `delta` to make it shortest."""
-    from ase.geometry import complete_cell, find_mic
-
-    axes, vectors = pbc.flatten().numpy(), delta.double().numpy()
-    lattice = np.where(axes[:, None], cell.reshape(3, 3).double().numpy(), 0.0)
-    complete = complete_cell(lattice)
-    nearest, lengths = find_mic(vectors, complete, axes)
-    turns = np.round((vectors - nearest) @ np.linalg.inv(complete))
-    # a tie within float32 rounding is not a jump
-    turns[np.linalg.norm(vectors, axis=1) * (1 - 1e-6) <= lengths] = 0
-    return torch.from_numpy(turns @ lattice)
 
 
 def make_record(
@@ -88,7 +75,7 @@ def make_record(
     """
     from torch_geometric.data import Data
 
-    number = _whole(sid)
+    number = _sid_number(sid)
     name = f"sid {number}"
     initial = _positions(pos, "pos", name)
     count = len(initial)
@@ -104,15 +91,17 @@ def make_record(
     lattice, periodic = _cell(cell, pbc, name)
     origin = origin_of(initial)
     start = _nearest_images(initial - origin, lattice, periodic).float()
-    unknown = charge is None or bool(_tensor(charge, "charge", name).isnan().all())
-    relaxed = torch.full_like(start, math.nan)
+    end = torch.full_like(start, math.nan)
     if pos_relaxed is not None:
-        end = _positions(pos_relaxed, "pos_relaxed", name, len(start)) - origin
-        relaxed = (end - _lattice_shift(end - start.double(), lattice.float(), periodic)).float()
+        wrapped = _positions(pos_relaxed, "pos_relaxed", name, count) - origin
+        shift = _lattice_shift(wrapped - start.double(), lattice.float(), periodic)
+        end = (wrapped - shift).float()
+    if charge is not None and bool(_tensor(charge, "charge", name).isnan().all()):
+        charge = None
     labels = {"y_init": y_init, "y_relaxed": y_relaxed, "y_baseline": y_baseline, "energy": energy}
     return Data(
         pos=start,
-        pos_relaxed=relaxed,
+        pos_relaxed=end,
         cell=lattice.float(),
         pbc=periodic,
         atomic_numbers=numbers,
@@ -123,7 +112,7 @@ def make_record(
         **{key: _label(y, key, "eV", (1,), torch.float64, name) for key, y in labels.items()},
         forces=_label(forces, "forces", "eV/Å", (count, 3), torch.float32, name),
         stress=_label(stress, "stress", "eV/Å^3", (1, 3, 3), torch.float32, name),
-        charge=_label(None if unknown else charge, "charge", "e", (1,), torch.float64, name),
+        charge=_label(charge, "charge", "e", (1,), torch.float64, name),
     )
 
 
@@ -153,18 +142,17 @@ def _tensor(value: _Array, key: str, name: str) -> Tensor:
     return tensor
 
 
-def _whole(value: object) -> int:
+def _sid_number(sid: object) -> int:
     """Converts a sid, text or a number of any type, to a 64-bit integer, without rounding."""
-    number: Any = None
     with suppress(TypeError, ValueError, OverflowError, RuntimeError):
-        tensor = torch.as_tensor(int(value) if isinstance(value, str) else value, device="cpu")
+        tensor = torch.as_tensor(int(sid) if isinstance(sid, str) else sid, device="cpu")
         number = tensor.item()
-        if tensor.is_floating_point():  # larger numbers may be rounded
-            exact = number.is_integer() and abs(number) < 2 / torch.finfo(tensor.dtype).eps
-            number = int(number) if exact else None
-    if not isinstance(number, int):
-        raise ValueError(f"sid must be an integer of at most 64 bits; got {shown(value)}")
-    return number
+        if isinstance(number, int):
+            return number
+        is_whole = isinstance(number, float) and number.is_integer()
+        if is_whole and abs(number) < 2 / torch.finfo(tensor.dtype).eps:  # larger ones are rounded
+            return int(number)
+    raise ValueError(f"sid must be an integer of at most 64 bits; got {shown(sid)}")
 
 
 def _flags(tensor: Tensor, key: str, name: str) -> Tensor:
@@ -241,6 +229,20 @@ def _nearest_images(pos: Tensor, cell: Tensor, pbc: Tensor) -> Tensor:
     return pos - _lattice_shift(offset * far[:, None], cell, pbc) if far.any() else pos
 
 
+def _lattice_shift(delta: Tensor, cell: Tensor, pbc: Tensor) -> Tensor:
+    """Returns the lattice vectors (N, 3), in Å, to subtract from `delta` to make it shortest."""
+    from ase.geometry import complete_cell, find_mic
+
+    axes, vectors = pbc.flatten().numpy(), delta.double().numpy()
+    lattice = np.where(axes[:, None], cell.reshape(3, 3).double().numpy(), 0.0)
+    complete = complete_cell(lattice)
+    nearest, lengths = find_mic(vectors, complete, axes)
+    turns = np.round((vectors - nearest) @ np.linalg.inv(complete))
+    # a tie within float32 rounding is not a jump
+    turns[np.linalg.norm(vectors, axis=1) * (1 - 1e-6) <= lengths] = 0
+    return torch.from_numpy(turns @ lattice)
+
+
 def _label(
     value: _Array | None, key: str, unit: str, shape: tuple[int, ...], dtype: torch.dtype, name: str
 ) -> Tensor:
@@ -249,13 +251,13 @@ def _label(
         return torch.full(shape, math.nan, dtype=dtype, device="cpu")
     tensor = _tensor(value, key, name).to(dtype)
     if key == "stress" and tensor.numel() == 6:
-        tensor = tensor.flatten()[[0, 5, 4, 5, 1, 3, 4, 3, 2]]
+        tensor = tensor.flatten()[_VOIGT]
     if tensor.numel() != math.prod(shape) or (key == "forces" and tensor.shape != shape):
         raise ValueError(
             f"{name}: {key} must be {shape} in {unit}; got shape {tuple(tensor.shape)}"
         )
     tensor = tensor.reshape(shape)
-    finite = tensor.isfinite().reshape(shape[0], -1).all(dim=1)
+    finite = tensor.isfinite().reshape(shape[0], -1).all(dim=1)  # by atom, or one flag
     if not finite.all():
         row = int((~finite).nonzero()[0])
         atom = f" for atom {row}" if key == "forces" else ""

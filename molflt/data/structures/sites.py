@@ -50,16 +50,17 @@ class Tiles:
     def __init__(self, slab: Atoms) -> None:
         from ase.data import covalent_radii
 
-        self.plane = slab.cell.array[:2]
-        self.inverse = np.linalg.pinv(self.plane)
-        counts = np.ceil(_REACH * np.linalg.norm(self.inverse, axis=0)).astype(int)
-        steps = sorted(product(*(range(-n, n + 1) for n in counts)), key=any)  # (0, 0) is first
-        self.images = np.array(steps) @ self.plane
+        self.plane = slab.cell.array[:2]  # vectors along the surface, as rows, in Å
+        self.inverse = np.linalg.pinv(self.plane)  # (3, 2)
+        reach = np.ceil(_REACH * np.linalg.norm(self.inverse, axis=0)).astype(int)  # in cells
+        cells = list(product(*(range(-n, n + 1) for n in reach)))
+        cells.sort(key=lambda cell: cell != (0, 0))  # begins with the slab itself
+        self.images = np.array(cells) @ self.plane  # shifts (images, 3), in Å
         turns = np.floor(slab.positions @ self.inverse + 1e-6)  # atoms may be outside of the cell
         self.pos = (self.images[:, None] + slab.positions - turns @ self.plane).reshape(-1, 3)
-        self.numbers = np.tile(slab.numbers, len(steps))
+        self.numbers = np.tile(slab.numbers, len(cells))
         self.covalent = covalent_radii[self.numbers]
-        self.radii = self.covalent + _PROBE
+        self.radii = self.covalent + _PROBE  # distances of a probe that touches the atoms, in Å
         normal = unit(np.cross(*self.plane))
         self.up = normal * np.sign(normal @ slab.cell.array[2])
 
@@ -69,29 +70,33 @@ class Tiles:
         At least one of these atoms is among the first `count` atoms.
         """
         heights, tree, parts = self.pos @ self.up, cKDTree(self.pos), []
-        high = heights > heights.max() - _DEEP
-        for i in np.flatnonzero(high[:count]):
+        is_high = heights > heights.max() - _DEEP
+        for i in np.flatnonzero(is_high[:count]):
             near = np.array(tree.query_ball_point(self.pos[i], 2 * self.radii.max()))
-            near = near[high[near] & (near != i)]
+            near = near[is_high[near] & (near != i)]
             for size in range(3):
                 groups = list(combinations(near, size))
                 parts.append(self._on(i, np.array(groups, int).reshape(len(groups), size)))
         points = np.concatenate(parts)
-        lengths, near = tree.query(points, min(16, len(self.pos)))
-        return points[(lengths > self.radii[near] - 1e-3).all(axis=1)]
+        lengths, near = tree.query(points, min(16, len(self.pos)))  # each (points, 16)
+        return points[(lengths > self.radii[near] - 1e-3).all(axis=1)]  # outside of all atoms
 
     def _on(self, i: np.int_, others: NDArray[np.int64]) -> _Array:
-        """Returns the highest points where a probe touches atom i and one row of `others`."""
-        vectors = self.pos[others] - self.pos[i]
-        inverse = np.linalg.pinv(vectors)  # (n, 3, others)
+        """Returns the highest points where a probe touches atom i and one row of `others`.
+
+        `others` has shape (n, k), with k from 0 to 2; the result has up to n rows, (..., 3).
+        """
+        vectors = self.pos[others] - self.pos[i]  # (n, k, 3)
+        inverse = np.linalg.pinv(vectors)  # (n, 3, k)
         squares = self.radii[i] ** 2 - self.radii[others] ** 2 + (vectors**2).sum(axis=2)
         center = (inverse @ squares[:, :, None] / 2)[:, :, 0]  # where the spheres intersect
+        # the part of `up` that is perpendicular to all vectors
         outward = self.up - (inverse @ (vectors @ self.up)[:, :, None])[:, :, 0]
-        rise = self.radii[i] ** 2 - (center**2).sum(axis=1)  # squared
-        points = self.pos[i] + center + np.sqrt(rise.clip(0))[:, None] * unit(outward)
+        rise_squared = self.radii[i] ** 2 - (center**2).sum(axis=1)
+        points = self.pos[i] + center + np.sqrt(rise_squared.clip(0))[:, None] * unit(outward)
         lengths = np.linalg.norm(points[:, None] - self.pos[others], axis=2)
         exact = (np.abs(lengths - self.radii[others]) < 1e-3).all(axis=1)  # excludes atoms in line
-        return points[exact & (rise > 0) & (np.linalg.norm(outward, axis=1) > 0.1)]
+        return points[exact & (rise_squared > 0) & (np.linalg.norm(outward, axis=1) > 0.1)]
 
     def distances(self, points: _Array, numbers: NDArray[np.int64]) -> _Array:
         """Returns the sorted distances, in Å, from atoms at `points` (n, atoms, 3) to the slab."""
@@ -125,7 +130,8 @@ class Tiles:
         if normal @ self.up < 0.3 or blocks.any():
             return None
         below = (radial < 0.5) & (heights < 0) & (heights > -2 * self.radii)
-        below &= ~touched | (touched.sum() > 1)
+        if touched.sum() == 1:  # on top of an atom, which is not below the site
+            below &= ~touched
         outer = np.flatnonzero(touched & ~below)
         bonded = cdist(self.pos[outer], self.pos)
         bonded = bonded < _NEIGHBOR * np.add.outer(self.covalent[outer], self.covalent)
@@ -133,7 +139,8 @@ class Tiles:
         name += f" {Symbols(self.numbers[outer]).get_chemical_formula()}"
         if below.any():
             name += f" above {Symbols(self.numbers[below][:1])}"
-        name += f" ({' '.join(map(str, np.sort(bonded.sum(axis=1) - 1)))})"  # without itself
+        coordination = np.sort(bonded.sum(axis=1) - 1)  # an atom is not its own neighbor
+        name += f" ({' '.join(map(str, coordination))})"
         around = np.flatnonzero((radial > 0.5) & (heights > -2 * self.radii))
         keys = (-self.numbers[around], -heights[around].round(1), radial[around].round(1))
         first = unit(lateral[around[np.lexsort(keys)[0]]])

@@ -63,7 +63,7 @@ def files_of(paths: Paths) -> list[Path]:
         for match in matches:
             files, others = _scan(match) if match.is_dir() else ([match], [])
             if not files:
-                sources_in(match)  # raises an error that lists the contents
+                raise _no_structures(match, others)
             _print_others(match, len(files), tuple(others))
             sources += files
     return list(dict.fromkeys(sources))
@@ -145,16 +145,20 @@ def sources_in(folder: Path) -> tuple[dict[str, Path], list[str]]:
     """
     found, others = _children(folder)
     if not found:
-        raise FileNotFoundError(
-            f"{folder}: no structures; expected a file for each split, files that ASE reads, or "
-            f"LMDB shards; found {', '.join(others[:_LISTED]) or 'an empty folder'}"
-        )
-    order = [name for name in SPLITS_IN_ORDER if name in found]
-    return {name: found[name][0] for name in dict.fromkeys([*order, *found])}, others
+        raise _no_structures(folder, others)
+    splits = [name for name in SPLITS_IN_ORDER if name in found]
+    return {name: found[name][0] for name in dict.fromkeys([*splits, *found])}, others
+
+
+def _no_structures(folder: Path, others: Sequence[str]) -> FileNotFoundError:
+    return FileNotFoundError(
+        f"{folder}: no structures; expected a file for each split, files that ASE reads, or "
+        f"LMDB shards; found {', '.join(others[:_LISTED]) or 'an empty folder'}"
+    )
 
 
 def _children(folder: Path) -> tuple[dict[str, tuple[Path, list[Path]]], list[str]]:
-    """Returns sources and their files, keyed by name, and the names of other entries."""
+    """Returns each source in a folder with its files, keyed by name, and names of other entries."""
     found: dict[str, tuple[Path, list[Path]]] = {}
     others = []
     for path in sorted(folder.iterdir(), key=natural):
@@ -182,19 +186,19 @@ def _print_others(folder: Path, count: int, others: Sequence[str]) -> None:
         print(f"molflt: {folder}: {count} sources; not read: {listed}", file=sys.stderr)
 
 
-def _scan(folder: Path) -> tuple[list[Path], list[str]]:
-    """Returns the structure files and shard folders, and the names of other entries."""
-    if not folder.is_dir():
-        return ([folder] if _is_structures(folder) else []), []
-    if is_shards(folder):
-        return [folder], []
-    found, others = _children(folder)
-    parts = {part: path for path, _ in found.values() if (part := _part_of_calculation(path))}
+def _scan(path: Path) -> tuple[list[Path], list[str]]:
+    """Returns the structure files and shard folders at or below a path, and the other names."""
+    if not path.is_dir():
+        return ([path] if _is_structures(path) else []), []
+    if is_shards(path):
+        return [path], []
+    found, others = _children(path)
+    parts = {part: file for file, _ in found.values() if (part := _part_of_calculation(file))}
     if len(parts) > 1:
         *_, last = parts.values()
-        pattern = folder.parent / "*" / last.name
+        pattern = path.parent / "*" / last.name
         raise ValueError(
-            f"{folder}: {', '.join(path.name for path in parts.values())} may belong to one "
+            f"{path}: {', '.join(file.name for file in parts.values())} may belong to one "
             f"calculation; select one, such as {shlex.quote(str(last))}, or, in several folders, a "
             f"pattern, such as {shlex.quote(str(pattern))}"
         )
@@ -202,6 +206,7 @@ def _scan(folder: Path) -> tuple[list[Path], list[str]]:
 
 
 def _part_of_calculation(path: Path) -> str | None:
+    """Returns the kind of a file that VASP writes, such as "outcar", or None for other files."""
     if path.is_dir() or not (ase_format(path) or "").startswith("vasp"):
         return None
     return next((part for part in _VASP if part in path.name.lower()), None)
@@ -219,7 +224,7 @@ def is_shards(folder: Path) -> bool:
         return taken is not None
     sources = _children(folder)[0]
     only_shards = all(p.is_file() and p.suffix in taken.suffixes for p, _ in sources.values())
-    return only_shards and not sources.keys() & {*SPLITS_IN_ORDER}
+    return only_shards and sources.keys().isdisjoint(SPLITS_IN_ORDER)
 
 
 def _name(path: Path) -> str:
@@ -233,7 +238,8 @@ def _in_folder(folder: Path, split: str) -> Path | None:
     """Returns the file or folder of a split in one folder, or None."""
     base = folder / split
     paths = sorted(path for path in base.parent.glob(f"{escape(base.name)}.*") if path.is_file())
-    paths.sort(key=lambda path: without_packing(path).stem != base.name)  # before train.old.xyz
+    # train.xyz precedes train.old.xyz, as False precedes True
+    paths.sort(key=lambda path: without_packing(path).stem != base.name)
     if base.is_dir():
         paths.append(base)
     for source in SOURCES.values():

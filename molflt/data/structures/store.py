@@ -9,9 +9,9 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Collection, Iterable
 from functools import cached_property
-from itertools import islice
+from itertools import compress, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -24,30 +24,39 @@ if TYPE_CHECKING:
     from torch_geometric.data import Data
 
 STORE, _VERSION = "molflt-structures", "1"
-# column: numpy type, shape of one entry, entries per "atom" or per "structure"
-_COLUMNS: dict[str, tuple[str, tuple[int, ...], str]] = {
-    "pos": ("<f4", (3,), "atom"),
-    "pos_relaxed": ("<f4", (3,), "atom"),
-    "atomic_numbers": ("|u1", (), "atom"),
-    "tags": ("|u1", (), "atom"),
-    "fixed": ("|b1", (), "atom"),
-    "cell": ("<f4", (3, 3), "structure"),
-    "pbc": ("|b1", (3,), "structure"),
-    "sid": ("<i8", (), "structure"),
-    "y_init": ("<f8", (), "structure"),
-    "y_relaxed": ("<f8", (), "structure"),
-    "y_baseline": ("<f8", (), "structure"),
-    "energy": ("<f8", (), "structure"),
-    "forces": ("<f4", (3,), "atom"),
-    "stress": ("<f4", (3, 3), "structure"),
-    "charge": ("<f8", (), "structure"),
+
+
+class _Column(NamedTuple):
+    """Array of a store."""
+
+    dtype: str  # of numpy
+    shape: tuple[int, ...]  # of one entry
+    per: Literal["atom", "structure"]
+
+
+_COLUMNS = {
+    "pos": _Column("<f4", (3,), "atom"),
+    "pos_relaxed": _Column("<f4", (3,), "atom"),
+    "atomic_numbers": _Column("|u1", (), "atom"),
+    "tags": _Column("|u1", (), "atom"),
+    "fixed": _Column("|b1", (), "atom"),
+    "cell": _Column("<f4", (3, 3), "structure"),
+    "pbc": _Column("|b1", (3,), "structure"),
+    "sid": _Column("<i8", (), "structure"),
+    "y_init": _Column("<f8", (), "structure"),
+    "y_relaxed": _Column("<f8", (), "structure"),
+    "y_baseline": _Column("<f8", (), "structure"),
+    "energy": _Column("<f8", (), "structure"),
+    "forces": _Column("<f4", (3,), "atom"),
+    "stress": _Column("<f4", (3, 3), "structure"),
+    "charge": _Column("<f8", (), "structure"),
 }
-# omitted if no structure has values
+# columns that are omitted if no structure has values
 _OPTIONAL = ("pos_relaxed", "y_baseline", "energy", "forces", "stress", "charge")
 BASELINE = ", y_baseline from "
 """text between the origin of the structures and that of y_baseline in the header of a store"""
 _LABELS = ("y_init", "y_relaxed", *_OPTIONAL)
-_BLOCK_WRITTEN = 1000  # structures per concatenation
+_AT_ONCE = 1000  # structures that are concatenated at once
 
 
 def write_store(
@@ -68,33 +77,31 @@ def write_store(
             of shape (structures,), and returns the indices of structures to leave out.
     """
     path = Path(path)
-    blocks: dict[str, list[np.ndarray]] = {name: [] for name in _COLUMNS}
+    arrays: dict[str, list[np.ndarray]] = {name: [] for name in _COLUMNS}
     names: list[str | None] = []
-    natoms: list[int] = []
+    sizes: list[int] = []  # numbers of atoms
     remaining = iter(records)
-    while block := list(islice(remaining, _BLOCK_WRITTEN)):
-        names += [record.get("name") for record in block]
-        checked = [_checked(record) for record in block]
-        natoms += [record.natoms for record in checked]
-        for name, (dtype, shape, _) in _COLUMNS.items():
-            rows = [np.asarray(record[name]).reshape(-1, *shape) for record in checked]
-            blocks[name].append(np.concatenate(rows).astype(dtype))
-    kept = np.ones(len(natoms), dtype=bool)
-    columns = {name: np.concatenate(arrays) for name, arrays in blocks.items() if arrays}
-    if left_out is not None and natoms:
-        omitted = left_out(columns["sid"], columns["y_relaxed"], np.array(natoms))
-        kept[list(omitted)] = False
+    while some := list(islice(remaining, _AT_ONCE)):
+        names += [record.get("name") for record in some]
+        checked = [_checked(record) for record in some]
+        sizes += [record.natoms for record in checked]
+        for name, column in _COLUMNS.items():
+            rows = [np.asarray(record[name]).reshape(-1, *column.shape) for record in checked]
+            arrays[name].append(np.concatenate(rows).astype(column.dtype))
+    natoms, kept = np.array(sizes, dtype="<i8"), np.ones(len(sizes), dtype=bool)
+    columns = {name: np.concatenate(parts) for name, parts in arrays.items() if parts}
+    if left_out is not None and columns:
+        kept[list(left_out(columns["sid"], columns["y_relaxed"], natoms))] = False
     if not kept.any():
         raise ValueError(f"{path}: no structures to write; expected at least one")
     if not kept.all():
         masks = {"atom": np.repeat(kept, natoms), "structure": kept}
-        columns = {name: rows[masks[_COLUMNS[name][2]]] for name, rows in columns.items()}
-    columns = {"offsets": np.append(0, np.cumsum(np.array(natoms)[kept])).astype("<i8"), **columns}
+        columns = {name: rows[masks[_COLUMNS[name].per]] for name, rows in columns.items()}
+    columns["offsets"] = np.append(0, np.cumsum(natoms[kept])).astype("<i8")
     for name in _OPTIONAL:
         if np.isnan(columns[name]).all():
             del columns[name]
-    kept_names = enumerate(name for name, keep in zip(names, kept, strict=True) if keep)
-    named = {index: name for index, name in kept_names if name is not None}
+    named = {i: name for i, name in enumerate(compress(names, kept)) if name is not None}
     header = {"names": json.dumps(named)} if named else {}
     header |= {"format": STORE, "version": _VERSION, "source": source}
     clear_parts(path.parent, path.name)  # other machines may be writing other stores
@@ -161,14 +168,15 @@ class StructureStore(Structures):
         start, end = columns["offsets"][stored : stored + 2].tolist()
         slices = {"atom": slice(start, end), "structure": slice(stored, stored + 1)}
         fields: dict[str, Any] = {"natoms": end - start, "sid": int(columns["sid"][stored])}
-        for name, (dtype, shape, per) in _COLUMNS.items():
+        for name, column in _COLUMNS.items():
             if name == "sid":
                 continue
-            rows = slices[per]
+            rows = slices[column.per]
             if name in columns:
-                array = columns[name][rows].astype(np.int64 if dtype == "|u1" else dtype)
+                is_integer = column.dtype == "|u1"
+                array = columns[name][rows].astype(np.int64 if is_integer else column.dtype)
             else:
-                array = np.full((rows.stop - rows.start, *shape), np.nan, dtype)
+                array = np.full((rows.stop - rows.start, *column.shape), np.nan, column.dtype)
             fields[name] = torch.from_numpy(array)
         record = Data(**fields)
         if self.is_checked:
@@ -192,19 +200,20 @@ class StructureStore(Structures):
             names = {"offsets", *_COLUMNS} & set(file.keys())
             columns = {name: file.get_tensor(name).numpy() for name in names}
         offsets = columns.get("offsets", np.empty(0))
-        valid = offsets.dtype == "<i8" and offsets.ndim == 1 and len(offsets) > 1 and not offsets[0]
-        if not valid or (offsets[1:] <= offsets[:-1]).any():  # differences could overflow
+        is_list = offsets.dtype == "<i8" and offsets.ndim == 1 and len(offsets) > 1
+        # comparisons instead of differences, which could overflow
+        if not is_list or offsets[0] != 0 or (offsets[1:] <= offsets[:-1]).any():
             raise ValueError(
                 f"{path}: key 'offsets' must be (structures + 1,) int64 that increase from 0; the "
                 "file is damaged; convert it again"
             )
         entries = {"atom": int(offsets[-1]), "structure": len(offsets) - 1}
         for name, (dtype, shape, per) in _COLUMNS.items():
-            column, expected = columns.get(name), (entries[per], *shape)
-            if column is None and name in _OPTIONAL:
+            array, expected = columns.get(name), (entries[per], *shape)
+            if array is None and name in _OPTIONAL:
                 continue
-            if column is None or column.dtype != dtype or column.shape != expected:
-                got = "nothing" if column is None else f"{column.dtype} {column.shape}"
+            if array is None or array.dtype != dtype or array.shape != expected:
+                got = "nothing" if array is None else f"{array.dtype} {array.shape}"
                 raise ValueError(
                     f"{path}: key {name!r} must be {np.dtype(dtype).name} {expected}; got {got}; "
                     "the file is damaged or has a different version; convert it again"

@@ -68,22 +68,20 @@ def summarize(
         reading: interpretation of the entries in files that ASE reads.
         recipe: intended recipe; inferred from the labels by default.
     """
-    dataset, seen = open_dataset(path, skip_bad=True, reading=reading, once=True), _Seen()
+    dataset = open_dataset(path, skip_bad=True, reading=reading, once=True)
     verified = dataset.verify()
+    seen = _Seen()
     for record in one_pass(dataset, limit):
         seen(record)
     labels = dict(zip(_LABELS, np.array(seen.labels).T, strict=True))
     natoms = np.array(seen.natoms)
     other_property = None if is_energy(reading.energy_key) else reading.energy_key
-    if recipe is None and other_property is not None:
-        recipe = "is2re"
-    elif recipe is None:
-        single_points = not (seen.displacements or seen.tags[Tag.ADSORBATE])
-        total = single_points and energy_kind(labels["energy"], natoms) == "total"
-        recipe = "potential" if seen.forces or seen.stress or total else "is2re"
+    if recipe is None and other_property is None and _are_single_points(seen, labels["energy"]):
+        recipe = "potential"
     label = "energy" if recipe == "potential" else "y_relaxed"
     energies = labels[label]
-    names, kind = ["y_init", "y_relaxed", "y_baseline"], energy_kind(energies, natoms)
+    names = ["y_init", "y_relaxed", "y_baseline"]
+    kind = energy_kind(energies, natoms)
     if recipe == "potential":
         same = np.array_equal(labels["y_relaxed"], energies, equal_nan=True)  # the same entry
         names = [label] if same else ["y_relaxed", label]
@@ -91,7 +89,7 @@ def summarize(
             kind = "unknown"
     summary: Summary = {
         "path": str(named(path)),
-        "recipe": recipe,
+        "recipe": recipe or "is2re",
         "label": other_property or label,
         "systems": len(natoms),
         "atoms_total": int(natoms.sum()),
@@ -123,12 +121,16 @@ class _Seen(Survey):
 
     def __init__(self) -> None:
         super().__init__()
-        self.natoms, self.labels = list[int](), list[list[float]]()
-        self.forces, self.stress = list[np.ndarray](), list[np.ndarray]()  # eV/Å, eV/Å^3
-        self.displacements = list[np.ndarray]()  # of free atoms, in Å
-        self.compositions, self.tags = np.zeros(MAX_ATOMIC_NUMBER + 1), Counter[int]()
-        self.point_faults, self.untagged = list[tuple[int, str]](), 0  # sid, reason
-        self.limits = list[float]()  # of adsorption energies
+        self.natoms: list[int] = []
+        self.labels: list[list[float]] = []  # of `_LABELS`
+        self.forces: list[np.ndarray] = []  # magnitudes (N,), in eV/Å
+        self.stress: list[np.ndarray] = []  # components (9,), in eV/Å^3
+        self.displacements: list[np.ndarray] = []  # lengths (free atoms,), in Å
+        self.compositions = np.zeros(MAX_ATOMIC_NUMBER + 1)  # number of atoms of each element
+        self.tags: Counter[int] = Counter()
+        self.untagged = 0
+        self.point_faults: list[tuple[int, str]] = []  # sid, reason
+        self.limits: list[float] = []  # of adsorption energies
         self.with_energy: list[Data] = []  # the first `MOST_FRAMES`
 
     def __call__(self, record: Data) -> None:
@@ -150,6 +152,14 @@ class _Seen(Survey):
             self.point_faults.append((self.sids[-1], reason))
         if len(self.with_energy) < MOST_FRAMES and bool(record.energy.isfinite()):
             self.with_energy.append(record)
+
+
+def _are_single_points(seen: _Seen, energies: np.ndarray) -> bool:
+    """Returns True if labels suggest the recipe `potential`: forces, stress, or total energies."""
+    if seen.forces or seen.stress:
+        return True
+    relaxations = seen.displacements or seen.tags[Tag.ADSORBATE]
+    return not relaxations and energy_kind(energies, np.array(seen.natoms)) == "total"
 
 
 def _statistics(parts: list[np.ndarray]) -> Statistics:

@@ -1,18 +1,22 @@
-"""Tags from the geometry: adsorbate by connectivity, surface and subsurface by height."""
+"""Tags from the geometry: adsorbate by connectivity, surface and subsurface by height.
+
+Conventions of tags in files, and checks of tags that contradict the geometry.
+"""
 
 from __future__ import annotations
 
 import sys
 from collections import Counter
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from molflt.atoms import Tag, lattice_heights
-from molflt.data.structures.base import Structures, with_bar
+from molflt.atoms import Tag
+from molflt.data.structures.base import Structures, Tags, with_bar
+from molflt.data.structures.molecules import BOND, NONMETALS, connected
 from molflt.data.structures.parts import Part
 
 if TYPE_CHECKING:
@@ -20,9 +24,8 @@ if TYPE_CHECKING:
     from torch_geometric.data import Data
 
 MIN_VACUUM = 4.5  # Å, smallest gap that counts as vacuum; in layered crystals, gaps are smaller
-_NONMETALS = (1, 6, 7, 8, 9, 15, 16, 17, 35, 53)  # H C N O F P S Cl Br I
 _SLAB_OR_MOLECULE = (3, 5, 14)  # Li B Si, in molecules on a slab of other elements
-_BOND, _CONTACT = 1.25, 1.3  # times covalent radii: bonds in molecules, contacts with slabs
+_CONTACT = 1.3  # length of the longest contact with a slab, relative to covalent radii
 _SURFACE_DEPTH = 2.0  # Å, depth of the surface below the highest atom of the slab, as in OC20
 _MIN_GAP = 0.5  # Å, minimum distance between a slab and atoms of `_SLAB_OR_MOLECULE`
 _ADSORBATE_DEPTH = 1.5  # Å; deeper atoms below the top of the slab do not belong to an adsorbate
@@ -71,15 +74,19 @@ def guess_tags(record: Data, share: tuple[float, float] | None = None) -> Guess:
     """
     unknown = np.zeros(record.natoms, dtype=np.int64)
     atoms = _Atoms(record)
-    if len(atoms.open_axes) != 1:
-        what = "no slab (vacuum along more than one axis)" if atoms.open_axes else "no vacuum"
-        return Guess(unknown, what)
+    if not atoms.open_axes:
+        return Guess(unknown, "no vacuum")
+    if len(atoms.open_axes) > 1:
+        return Guess(unknown, "no slab (vacuum along more than one axis)")
     adsorbate = atoms.adsorbate()
-    if adsorbate.all() or not adsorbate.any():
-        return Guess(unknown, "no slab" if adsorbate.all() else "no adsorbate")
-    surface = atoms.surface(adsorbate, share)
-    tags = np.where(adsorbate, Tag.ADSORBATE, np.where(surface, Tag.SURFACE, Tag.SUBSURFACE))
-    return Guess(tags.astype(np.int64), atoms.described(tags))
+    if adsorbate.all():
+        return Guess(unknown, "no slab")
+    if not adsorbate.any():
+        return Guess(unknown, "no adsorbate")
+    tags = np.full(record.natoms, Tag.SUBSURFACE, dtype=np.int64)
+    tags[atoms.surface(adsorbate, share)] = Tag.SURFACE
+    tags[adsorbate] = Tag.ADSORBATE
+    return Guess(tags, atoms.described(tags))
 
 
 class _Atoms:
@@ -95,7 +102,7 @@ class _Atoms:
         # an axis that is not periodic is replaced by the normal of the other axes
         self.cell = complete_cell(np.where(self.pbc[:, None], cell, 0.0))
         self.fixed = record.fixed.numpy() & ~record.fixed.numpy().all()
-        self.molecular = np.isin(self.numbers, _NONMETALS)
+        self.molecular = np.isin(self.numbers, NONMETALS)
         self.open_axes: list[int] = []
         self._find_vacuum()
         if bonds and len(self.open_axes) == 1:
@@ -116,7 +123,7 @@ class _Atoms:
                 lowest = ordered[(gaps.argmax() + 1) % len(ordered)]  # above the largest gap
                 heights = (heights - lowest) % spacing
             self.open_axes.append(axis)
-            self.heights, self.normal = heights, inverse[:, axis] * spacing
+            self.heights = heights
 
     def _find_bonds(self) -> None:
         """Sets the pairs in contact, and the molecular atoms and their bonds among these pairs."""
@@ -128,7 +135,7 @@ class _Atoms:
             "ijDdS", self.pbc, self.cell, self.pos, _CONTACT * radii
         )
         self.directions = vectors / np.maximum(lengths, 1e-9)[:, None]
-        near = lengths < _BOND * (radii[self.i] + radii[self.j])
+        near = lengths < BOND * (radii[self.i] + radii[self.j])
         for number in _SLAB_OR_MOLECULE:
             self.molecular |= self._of_molecules(number, near)
         self.bonded = near & self.molecular[self.i] & self.molecular[self.j]
@@ -169,16 +176,22 @@ class _Atoms:
         slab_element = np.isin(self.numbers, np.unique(self.numbers[inside]))
         slab |= slab_element & (surrounded | deep)
         candidates = slab_element & ~slab
-        kinds = self.numbers[self.i] * 1000 + self.numbers[self.j]  # kinds of bonds
-        in_slab = np.unique(kinds[self.bonded & slab[self.i] & slab[self.j]])
-        foreign = self.bonded & ~np.isin(kinds, in_slab)
-        plausible = (np.bincount(self.i[foreign], minlength=len(slab)) == 0) | two_contacts
-        vectors = self._surface_vectors(slab) if candidates.any() else []
+        if not candidates.any():
+            return ~slab
+        plausible = two_contacts | ~self._has_foreign_bonds(slab)
+        vectors, sites = self._surface_vectors(slab), slab | candidates
         slab[candidates] = [
-            self._continues(int(atom), slab, slab | candidates, vectors, bool(plausible[atom]))
+            self._continues(int(atom), slab, sites, vectors, bool(plausible[atom]))
             for atom in np.flatnonzero(candidates)
         ]
         return ~slab
+
+    def _has_foreign_bonds(self, slab: _Flags) -> _Flags:
+        """Returns a mask (N,) of atoms with bonds between elements not bonded in the slab."""
+        kinds = self.numbers[self.i] * 1000 + self.numbers[self.j]  # pairs of elements
+        in_slab = np.unique(kinds[self.bonded & slab[self.i] & slab[self.j]])
+        foreign = self.bonded & ~np.isin(kinds, in_slab)
+        return np.bincount(self.i[foreign], minlength=len(slab)) > 0
 
     def _slab_core(self) -> _Flags:
         """Returns a mask of slab atoms: connected metal atoms or an extended sheet of nonmetals."""
@@ -202,7 +215,7 @@ class _Atoms:
             # two copies of the cell along the axis; an atom and its copy may be in one group
             first = np.concatenate([i, i + count])
             second = np.concatenate([j + shift % 2 * count, j + (1 + shift) % 2 * count])
-            labels = _groups(first, second, 2 * count)
+            labels = connected(first, second, 2 * count)
             masks.append(labels[:count] == labels[count:])
         return np.array(masks)
 
@@ -281,11 +294,13 @@ class _Atoms:
                 inside = neighbors[element & (heights <= middle)].max(initial=0)
                 surface |= element & (heights > middle) & (neighbors < inside)
         low, high = np.add(share or (0.0, 1.0), (-_ROUNDING, _ROUNDING))
+        if low <= surface.sum() / slab.sum() <= high:
+            return surface
         ordered = np.sort(heights[slab])[::-1]
         last = np.flatnonzero(ordered[:-1] - ordered[1:] > _LAYER)  # last atom of each layer
-        if not len(last) or low <= surface.sum() / slab.sum() <= high:
+        if not len(last):
             return surface
-        shares = (last + 1) / len(ordered)
+        shares = (last + 1) / len(ordered)  # of the atoms down to each layer
         excess = np.maximum(low - shares, 0) + np.maximum(shares - high, 0)
         return slab & (heights >= ordered[last[excess.argmin()]] - 1e-9)
 
@@ -306,7 +321,7 @@ class _Atoms:
 
         adsorbate = tags == Tag.ADSORBATE
         bonds = self.bonded & adsorbate[self.i] & adsorbate[self.j]
-        labels = _groups(self.i[bonds], self.j[bonds], len(tags))
+        labels = connected(self.i[bonds], self.j[bonds], len(tags))
         molecules = [
             Symbols(self.numbers[labels == label]).get_chemical_formula("hill")
             for label in np.unique(labels[adsorbate])
@@ -334,79 +349,6 @@ def one_tagged(sids: Sequence[int], count: int) -> str:
     )
 
 
-def _groups(i: _Numbers, j: _Numbers, count: int) -> _Numbers:
-    """Returns labels of atoms, of shape (count,); connected atoms have equal labels."""
-    from scipy.sparse import coo_array
-    from scipy.sparse.csgraph import connected_components
-
-    graph = coo_array((np.ones(len(i)), (i, j)), (count, count))
-    return np.asarray(connected_components(graph, directed=False)[1])
-
-
-def adsorbates(record: Data) -> _Numbers:
-    """Returns the index of the adsorbate of each atom, of shape (N,); -1 for slab atoms.
-
-    Adsorbates are connected atoms with tag 2, numbered in the order of their first atoms.
-    """
-    atoms = np.flatnonzero(record.tags.numpy() == Tag.ADSORBATE)
-    labels = np.full(len(record.tags), -1)
-    if len(atoms):
-        i, j, _ = _bonds(*_subset(record, atoms))
-        labels[atoms] = _groups(i, j, len(atoms))
-    return labels
-
-
-def touches_image(record: Data) -> bool:
-    """Returns True if a molecule with tag 2 is bonded to its periodic image."""
-    molecular = np.isin(record.atomic_numbers.numpy(), _NONMETALS)
-    atoms = np.flatnonzero(molecular & (record.tags.numpy() == Tag.ADSORBATE))
-    numbers, pos, cell, pbc = _subset(record, atoms)
-    if len(atoms) < 2:
-        return False
-    extent = np.linalg.norm(np.ptp(pos, axis=0))
-    far = lattice_heights(cell, pbc).min() > extent + _SHELL
-    return not far and in_one_piece(numbers, pos, cell, pbc) is None
-
-
-def in_one_piece(
-    numbers: _Numbers, pos: NDArray[np.float64], cell: NDArray[np.float64], pbc: _Flags
-) -> NDArray[np.float64] | None:
-    """Shifts positions, in Å, by lattice vectors such that bonded atoms are neighbors.
-
-    Returns None if bonds connect a molecule to its periodic image.
-    """
-    i, j, vectors = _bonds(numbers, pos, cell, pbc)
-    first = np.searchsorted(i, np.arange(len(pos) + 1))  # index of the first bond of each atom
-    moved, seen = pos.copy(), set[int]()
-    for start in range(len(pos)):
-        waiting = [start] if start not in seen else []
-        while waiting:
-            atom = waiting.pop()
-            seen.add(atom)
-            for k in range(first[atom], first[atom + 1]):
-                if j[k] not in seen:
-                    moved[j[k]] = moved[atom] + vectors[k]
-                    waiting.append(int(j[k]))
-    gaps = moved[i] + vectors - moved[j]
-    return None if np.abs(gaps).max(initial=0.0) > _LAYER else moved
-
-
-def _subset(record: Data, atoms: _Numbers) -> tuple[Any, ...]:
-    numbers, pos = record.atomic_numbers.numpy()[atoms], record.pos.double().numpy()[atoms]
-    return numbers, pos, record.cell[0].double().numpy(), record.pbc[0].numpy()
-
-
-def _bonds(numbers: _Numbers, pos: Any, cell: Any, pbc: Any) -> tuple[Any, ...]:
-    """Returns both atoms of each bond and the vector between them, in Å, sorted by first atom."""
-    from ase.data import covalent_radii
-    from ase.geometry import complete_cell
-    from ase.neighborlist import primitive_neighbor_list
-
-    radii = _BOND * covalent_radii[numbers]
-    bonds: tuple[Any, ...] = primitive_neighbor_list("ijD", pbc, complete_cell(cell), pos, radii)
-    return bonds
-
-
 def sides_agree(record: Data) -> bool:
     """Returns True unless an adsorbate is on a side of the slab without surface atoms (tag 1)."""
     atoms = _Atoms(record, bonds=False)
@@ -414,11 +356,14 @@ def sides_agree(record: Data) -> bool:
     if len(atoms.open_axes) != 1 or not (tags != Tag.ADSORBATE).any():
         return True
     slab = atoms.heights[tags != Tag.ADSORBATE]
-    surface, adsorbed = (atoms.heights[tags == tag] for tag in (Tag.SURFACE, Tag.ADSORBATE))
-    above, below = adsorbed - slab.max(), slab.min() - adsorbed  # distances from the slab
-    on_top, on_bottom = (((x > _MIN_GAP) & (x < _SHELL)).any() for x in (above, below))
-    upper, lower = (surface > slab.mean() - _LAYER).any(), (surface < slab.mean() + _LAYER).any()
-    return bool((upper or not on_top) and (lower or not on_bottom))
+    surface, adsorbed = atoms.heights[tags == Tag.SURFACE], atoms.heights[tags == Tag.ADSORBATE]
+
+    def occupied(distances: NDArray[np.float64]) -> np.bool_:
+        return ((distances > _MIN_GAP) & (distances < _SHELL)).any()
+
+    top_agrees = (surface > slab.mean() - _LAYER).any() or not occupied(adsorbed - slab.max())
+    bottom_agrees = (surface < slab.mean() + _LAYER).any() or not occupied(slab.min() - adsorbed)
+    return bool(top_agrees and bottom_agrees)
 
 
 def heights_agree(record: Data) -> bool:
@@ -432,6 +377,33 @@ def heights_agree(record: Data) -> bool:
     return means == sorted(means)
 
 
+def layers_as_tags(layers: _Numbers) -> _Numbers:
+    """Converts the layer numbers of ``ase.build`` to tags."""
+    if not (layers > 0).any():
+        return layers  # unknown, or negative numbers, which are rejected later
+    known = [layers == 0, layers == 1, layers > 1]
+    return np.select(known, [Tag.ADSORBATE, Tag.SURFACE, Tag.SUBSURFACE], layers)
+
+
+def tags_look_like(atoms: Atoms) -> Tags | None:
+    """Guesses the convention of tags from the heights of atoms; returns None if undecided."""
+    tags, cell = atoms.get_tags(), atoms.cell.array
+    normal = np.cross(cell[0], cell[1])
+    volume = normal @ cell[2]  # with the sign of the handedness; 0 without a third vector
+    normal = normal * np.sign(volume) if volume else np.array([0.0, 0, 1])
+    if normal[2] < -1e-3 * np.linalg.norm(normal):  # the surface may be on either side
+        return None
+    heights = atoms.positions @ normal
+    with_0, with_1, with_2 = (heights[tags == tag] for tag in (0, 1, 2))
+    if not with_1.size or not (with_0.size or with_2.size):
+        return None
+    # Adsorbates lie above the layer with tag 1; their tag is 0 in ASE and 2 here.
+    middle = with_1.mean()
+    if bool((with_0 > middle).all() and (with_2 < middle).all()):
+        return "ase"
+    return "oc20" if bool((with_0 < middle).all() and (with_2 > middle).all()) else None
+
+
 class Tagged(Part):
     """Source with guessed tags, which are 0 for structures without a guess.
 
@@ -442,14 +414,15 @@ class Tagged(Part):
         super().__init__(source)
         guesses = [guess_tags(record, share) for record in with_bar(source, "guessing tags")]
         self._tags = [torch.from_numpy(guess.tags) for guess in guesses]
-        for what, known in (("tags guessed", True), ("no tags guessed", False)):
-            texts = Counter(guess.text for guess in guesses if guess.tags.any() == known)
+        for title, is_known in (("tags guessed", True), ("no tags guessed", False)):
+            texts = Counter(guess.text for guess in guesses if guess.tags.any() == is_known)
+            if not texts:
+                continue
             parts = [f"{text} ({count})" for text, count in texts.most_common(_MAX_LISTED)]
             if len(texts) > _MAX_LISTED:
                 parts.append(f"{len(texts) - _MAX_LISTED} other kinds")
-            if texts:
-                what += f" for {texts.total()} of {len(guesses)} structures"
-                print(f"molflt: {source.path}: {what}: {'; '.join(parts)}", file=sys.stderr)
+            listed = f"{texts.total()} of {len(guesses)} structures: {'; '.join(parts)}"
+            print(f"molflt: {source.path}: {title} for {listed}", file=sys.stderr)
 
     def __getitem__(self, index: int) -> Data:
         record = super().__getitem__(index)

@@ -17,7 +17,7 @@ from molflt.data.text.sources import _line_blocks, _text_blocks
 from molflt.data.text.tokenizer import TOKENIZER, Tokenizer, TokenizerKind, find_tokenizer
 from molflt.data.text.vocabulary import _MOST_UNKNOWN, FIXED, Vocabulary, _Level
 
-_NO_TARGET = -1
+_NO_TARGET = -1  # target of padding
 _PIECES = 8192  # default size of a learned tokenizer
 _Item = TypeVar("_Item", covariant=True)
 _Items = TypeVar("_Items", bound=Sized)
@@ -40,8 +40,9 @@ class Blocks(Dataset[_Item]):
                 f"{source}: expected at least {least} tokens for one block; got {len(ids)}; use a "
                 "longer text or a smaller data.length"
             )
-        whole, rest = divmod(len(ids), inner)
-        self.count = whole + (keep_last and rest >= shortest)
+        self.count, rest = divmod(len(ids), inner)
+        if keep_last and rest >= shortest:
+            self.count += 1
         self.ids, self.tokens = ids, len(ids)
         self.length, self.inner = length, inner
 
@@ -194,7 +195,7 @@ class PieceBlocks(Blocks[tuple[Tensor, Tensor, Tensor]]):
         keep_last: bool = False,
         source: str = "text",
     ) -> None:
-        inner = length - 2 - pairs
+        inner = length - (3 if pairs else 2)  # without special tokens
         self.first = (inner + 1) // 2 if pairs else inner
         shortest = self.first + 1 if pairs else 1  # a second part has at least one token
         super().__init__(ids, length, inner, shortest, keep_last, source)
@@ -256,12 +257,12 @@ class TokenizedData(BatchedData[_Items]):
         self.tokenizer_file = None if tokenizer is None else Path(tokenizer)
         self.fixed = kind if kind in FIXED else None
         given = {"kind": None if self.fixed else kind, "pieces": pieces, "lowercase": lowercase}
-        idle = [name for name, value in given.items() if value is not None]
-        if idle and (tokenizer is not None or self.fixed):
+        without_effect = [name for name, value in given.items() if value is not None]
+        if without_effect and (tokenizer is not None or self.fixed):
             reason = f"kind={kind}" if tokenizer is None else f"tokenizer={tokenizer}"
             raise ValueError(
-                f"data.{idle[0]} has no effect with data.{reason}, which is not learned; omit one "
-                "of them"
+                f"data.{without_effect[0]} has no effect with data.{reason}, which is not learned; "
+                "omit one of them"
             )
         self.kind = kind or self.default_kind
         self.pieces = _PIECES if pieces is None else pieces
@@ -320,8 +321,9 @@ class TokenizedText(TokenizedData[PieceBlocks]):
         **tokens: Any,
     ) -> None:
         super().__init__(batch_size, {"train": train, "val": val, "test": test}, **tokens)
-        if length < 3 + 2 * next_sentence:
-            raise ValueError(f"data.length must be at least {3 + 2 * next_sentence}; got {length}")
+        least = 5 if next_sentence else 3  # one token between special tokens
+        if length < least:
+            raise ValueError(f"data.length must be at least {least}; got {length}")
         if next_sentence and batch_size < 2:
             raise ValueError(
                 "data.next_sentence draws false second parts from other blocks of the batch; "

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain, compress
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
@@ -14,14 +14,14 @@ from molflt.data.batches import held_out
 from molflt.data.images.files import open_images
 from molflt.data.text.sources import _lines
 from molflt.data.text.vocabulary import text_of
-from molflt.files import PACKED, natural, shown
+from molflt.files import natural, packed_names, shown
 
 if TYPE_CHECKING:
     from molflt.data.text.tokenizer import TokenizerKind
 
 _VAL_FRACTION = 0.1  # default for tasks without a validation file
 _UNLABELED = "unsup"  # folder of unlabeled reviews in the published data
-_TWO = ("0", "1")
+_BINARY = ("0", "1")
 _ENTAILED = ("entailment", "not_entailment")
 
 
@@ -66,10 +66,10 @@ _MRPC = {"test": ("msr_paraphrase_test.txt",)}  # GLUE's dev.tsv is part of the 
 _STS = {"train": ("sts-train.csv",), "val": ("sts-dev.csv",), "test": ("sts-test.csv",)}
 
 GLUE: dict[str, GlueTask] = {
-    "CoLA": GlueTask(_SINGLE, _TWO, ("matthews",), places={"first": 3, "label": 1}),
-    "SST-2": GlueTask(_SINGLE, _TWO),
+    "CoLA": GlueTask(_SINGLE, _BINARY, ("matthews",), places={"first": 3, "label": 1}),
+    "SST-2": GlueTask(_SINGLE, _BINARY),
     "MRPC": GlueTask(
-        _pair("#1 String", "#2 String", "Quality"), _TWO, ("accuracy", "f1"), files=_MRPC
+        _pair("#1 String", "#2 String", "Quality"), _BINARY, ("accuracy", "f1"), files=_MRPC
     ),
     "STS-B": GlueTask(
         _pair("sentence1", "sentence2", "score"),
@@ -79,7 +79,10 @@ GLUE: dict[str, GlueTask] = {
         files=_STS,
     ),
     "QQP": GlueTask(
-        _pair("question1", "question2", "is_duplicate"), _TWO, ("accuracy", "f1"), broken_rows=True
+        _pair("question1", "question2", "is_duplicate"),
+        _BINARY,
+        ("accuracy", "f1"),
+        broken_rows=True,
     ),
     "MNLI": GlueTask(
         _pair("sentence1", "sentence2", "gold_label"),
@@ -119,16 +122,16 @@ def find_split(root: Path, task: str, split: str) -> Path:
     The file may be compressed. Splits are train, val, test, and val_mismatched for MNLI.
     """
     spec, root = TASKS[task], Path(root)
-    names = [*spec.files.get(split, ()), *(() if spec.held_out else _USUAL.get(split, ()))]
-    forms = [name if "/" in name else f"{task}/{name}" for name in names]
-    for form in forms:
-        for packed in ("", *PACKED):
-            for path in (root / f"{form}{packed}", root / f"{form.replace('/', '.', 1)}{packed}"):
-                if path.is_file() or (spec.held_out and path.is_dir()):
-                    return path
+    usual = () if spec.held_out else _USUAL.get(split, ())
+    names = [*spec.files.get(split, ()), *usual]
+    names = [name if "/" in name else f"{task}/{name}" for name in names]
+    for name in chain.from_iterable(map(packed_names, names)):
+        for path in (root / name, root / name.replace("/", ".", 1)):
+            if path.is_file() or (spec.held_out and path.is_dir()):
+                return path
     kind = "an unpacked folder" if spec.form == "texts" else "plain or compressed (.gz or .xz)"
     raise FileNotFoundError(
-        f"{root}: no {split} file of {task}; expected {' or '.join(forms) or 'another split'}, "
+        f"{root}: no {split} file of {task}; expected {' or '.join(names) or 'another split'}, "
         f"{kind}; change data.root"
     )
 
@@ -148,14 +151,17 @@ def read_splits(
     """
     paths = {split: find_split(root, task, split) for split in splits}
     rows = {path: read_examples(path, task, classes) for path in dict.fromkeys(paths.values())}
-    found = {split: rows[path] for split, path in paths.items()}
-    for split in {"train", "val"} & found.keys() if TASKS[task].held_out else ():
-        path, whole = paths[split], found[split]
-        share = _VAL_FRACTION if val_fraction is None else val_fraction
-        labels = torch.tensor([one.label for one in whole])
-        in_split = held_out(labels, share, path, TASKS[task].form) == (split == "val")
-        found[split] = list(itertools.compress(whole, in_split.tolist()))
-    return {split: (path, found[split]) for split, path in paths.items()}
+    found = {split: (path, rows[path]) for split, path in paths.items()}
+    if not TASKS[task].held_out:
+        return found
+    share = _VAL_FRACTION if val_fraction is None else val_fraction
+    for split in {"train", "val"} & found.keys():
+        path, examples = found[split]
+        labels = torch.tensor([example.label for example in examples])
+        in_val = held_out(labels, share, path, TASKS[task].form)
+        mask = in_val if split == "val" else ~in_val
+        found[split] = path, list(compress(examples, mask.tolist()))
+    return found
 
 
 def classes_in(path: Path, task: str) -> list[str]:

@@ -16,7 +16,7 @@ from torch.utils.data import Dataset
 from molflt.data.text.datamodule import _NO_TARGET, TokenizedData, padded_rows
 from molflt.data.text.sources import _lines
 from molflt.data.text.tokenizer import Tokenizer
-from molflt.files import PACKED
+from molflt.files import packed_names
 
 _Item = tuple[Tensor, Tensor]
 
@@ -172,9 +172,9 @@ def read_parallel(name: str, source: str, target: str) -> ParallelText:
 
 
 def _file(name: str, language: str) -> str:
-    for packed in ("", *PACKED):
-        if Path(found := f"{name}.{language}{packed}").is_file():
-            return found
+    for path in packed_names(f"{name}.{language}"):
+        if Path(path).is_file():
+            return path
     raise FileNotFoundError(
         f"{name}.{language}: no such file; expected a text file, plain or compressed (.gz or .xz); "
         "data.source and data.target are the extensions of the two files"

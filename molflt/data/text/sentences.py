@@ -41,30 +41,34 @@ class Sentences(Dataset[_Item]):
     def __init__(
         self, examples: Sequence[Example], tokenizer: Tokenizer, length: int, source: str = ""
     ) -> None:
-        self.labels = [one.label for one in examples]
+        self.labels = [example.label for example in examples]
         self.rows: list[tuple[NDArray[np.int32], int]] = []  # ids, number of tokens of type 0
         self.cut = 0
         cls, sep = tokenizer.cls, tokenizer.sep
         for start in range(0, len(examples), _AT_ONCE):
             some = examples[start : start + _AT_ONCE]
-            first = tokenizer.encode([one.first for one in some], source)
-            second = tokenizer.encode([one.second or "" for one in some], source)
-            for one, a, b in zip(some, first, second, strict=True):
-                pair = one.second is not None
-                most = length - 2 - pair
-                of_second = min(len(b), max(most - len(a), most // 2))
-                of_first = min(len(a), most - of_second)
-                self.cut += of_first + of_second < len(a) + len(b)
-                ids = [cls, *a[:of_first], sep, *([*b[:of_second], sep] if pair else [])]
-                self.rows.append((np.array(ids, np.int32), of_first + 2))
+            firsts = tokenizer.encode([example.first for example in some], source)
+            seconds = tokenizer.encode([example.second or "" for example in some], source)
+            for example, first, second in zip(some, firsts, seconds, strict=True):
+                is_pair = example.second is not None
+                most = length - (3 if is_pair else 2)  # without special tokens
+                of_second = min(len(second), max(most - len(first), most // 2))
+                of_first = min(len(first), most - of_second)
+                if of_first + of_second < len(first) + len(second):
+                    self.cut += 1
+                ids = [cls, *first[:of_first], sep]
+                of_type_0 = len(ids)
+                if is_pair:
+                    ids += [*second[:of_second], sep]
+                self.rows.append((np.array(ids, np.int32), of_type_0))
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def __getitem__(self, index: int) -> _Item:
         """Returns ids (tokens,), types (tokens,), and the class or score as a float64 scalar."""
-        ids, first = self.rows[index]
-        types = torch.arange(len(ids)) >= first
+        ids, of_type_0 = self.rows[index]
+        types = torch.arange(len(ids)) >= of_type_0
         label = torch.tensor(self.labels[index], dtype=torch.float64)
         return torch.from_numpy(ids).long(), types.long(), label
 
@@ -131,7 +135,8 @@ class SentenceData(TokenizedData[Sentences]):
         self.classes = classes_in(find_split(self.root, self.task, "train"), self.task)
         found = read_splits(self.root, self.task, ("train", "val"), self.val_fraction, self.classes)
         path, examples = found["train"]
-        texts = (text for one in examples for text in one[:2] if text is not None)
+        pairs = ((example.first, example.second) for example in examples)
+        texts = (text for pair in pairs for text in pair if text is not None)
         self.set_tokenizer(lambda: texts, str(path))
         if TASKS[self.task].form == "images" and self.tokenizer.fixed != "byte":
             raise ValueError(

@@ -51,23 +51,25 @@ class Tokenizer:
             for token in (alias, special):
                 if (number := inner.token_to_id(token)) is not None:
                     ids[special] = number
-        if missing := [one for one in _SPECIAL if one not in ids and one != _UNK]:
+        required = [special for special in _SPECIAL if special != _UNK]
+        if missing := [special for special in required if special not in ids]:
             raise ValueError(
                 f"{name}: expected a tokenizer with {', '.join(_SPECIAL)}; got one without "
                 f"{missing[0]}; use a tokenizer like BERT's, or omit data.tokenizer to train one"
             )
         self.unk = ids.get(_UNK)
-        self.pad, self.cls, self.sep, self.mask = (ids[n] for n in _SPECIAL if n != _UNK)
-        added = {number for number, one in inner.get_added_tokens_decoder().items() if one.special}
+        self.pad, self.cls, self.sep, self.mask = (ids[special] for special in required)
+        added = inner.get_added_tokens_decoder().items()
+        others = {number for number, token in added if token.special}
+        self.special = sorted(others | set(ids.values()))
         # Replaced in `from_json`, because serializing again rounds the scores of Unigram
         self._content = inner.to_str().encode()
-        self.special = sorted(added | set(ids.values()))
         known = inner.get_vocab() if type(inner.model).__name__ == "WordLevel" else {}
         ordinary = {token: i for token, i in known.items() if i not in self.special}
         kinds = (kind for kind, tokens in FIXED.items() if ordinary.keys() == set(tokens))
         self.fixed = next(kinds, None)
         self.letters = ordinary if self.fixed == "protein" else None
-        self._bytes = [ordinary[one] for one in BYTES] if self.fixed == "byte" else None
+        self._bytes = [ordinary[byte] for byte in BYTES] if self.fixed == "byte" else None
 
     def __len__(self) -> int:
         return self._inner.get_vocab_size()
@@ -121,9 +123,9 @@ class Tokenizer:
                 f"{name}: expected the {TOKENIZER} of a run or of a published model; got a "
                 f"different file ({shown(str(error))})"
             ) from None
-        found = cls(inner, name)
-        found._content = f"{text}\n".encode()
-        return found
+        tokenizer = cls(inner, name)
+        tokenizer._content = f"{text}\n".encode()
+        return tokenizer
 
     def to_json(self) -> bytes:
         """Returns the content of a file for `from_json`."""
@@ -139,8 +141,8 @@ class Tokenizer:
                 [MASK] is always recognized.
         """
         if self._bytes is not None and not special:
-            raw = (text.encode("utf-8", "surrogateescape") for text in texts)
-            return [[*map(self._bytes.__getitem__, one)] for one in raw]
+            contents = (text.encode("utf-8", "surrogateescape") for text in texts)
+            return [[self._bytes[byte] for byte in content] for content in contents]
         if self.letters is not None:
             texts = [text.upper() for text in texts]
         where = f"{source}: " if source else ""
@@ -166,11 +168,12 @@ class Tokenizer:
         found: list[np.ndarray] = [np.empty(0, dtype=np.int32)]
         for block in blocks:
             if self.letters is not None:  # much faster than the library
-                numbers = map({**self.letters, "\n": self.sep}.__getitem__, block)
+                ids_of = {**self.letters, "\n": self.sep}
+                numbers = (ids_of[letter] for letter in block)
                 found.append(np.fromiter(numbers, dtype=np.int32, count=len(block)))
                 continue
-            split = block.splitlines() if self._bytes is None else block.split("\n")
-            lines = [line for line in split if line.strip()]
+            lines = block.splitlines() if self._bytes is None else block.split("\n")
+            lines = [line for line in lines if line.strip()]
             end = [] if self.fixed is None else [self.sep]
             found += [np.array(ids + end, dtype=np.int32) for ids in self.encode(lines, source)]
         return np.concatenate(found)
@@ -185,7 +188,7 @@ class Tokenizer:
 
     def decode(self, ids: Iterable[int]) -> str:
         """Decodes ids to text, without special tokens."""
-        return self._inner.decode([int(one) for one in ids])
+        return self._inner.decode([int(index) for index in ids])
 
     @property
     def ignores_case(self) -> bool:

@@ -57,9 +57,11 @@ class Vocabulary:
         self.tokens = list(tokens)
         self.ids = {token: index for index, token in enumerate(self.tokens)}
         self.unk = self.ids.get(_UNK)
-        fixed = _FIXED_LEVELS.get(level)
-        sound = self.unk is not None and _EOS in self.ids if fixed is None else tokens == fixed
-        if level not in get_args(_Level) or not sound or len(self.ids) != len(tokens):
+        if level in _FIXED_LEVELS:
+            is_complete = tokens == _FIXED_LEVELS[level]
+        else:
+            is_complete = self.unk is not None and _EOS in self.ids
+        if level not in get_args(_Level) or not is_complete or len(self.ids) != len(tokens):
             raise ValueError(
                 f"level={shown(level)}; expected one of {', '.join(get_args(_Level))}, and tokens "
                 f"with {_EOS}, {_UNK} and each token once, or all tokens of a fixed level in order"
@@ -79,20 +81,20 @@ class Vocabulary:
         <unk>.
         """
         if level in _FIXED_LEVELS:
-            found = cls(level, _FIXED_LEVELS[level])
-            return found, found.encode_blocks(blocks)
+            vocabulary = cls(level, _FIXED_LEVELS[level])
+            return vocabulary, vocabulary.encode_blocks(blocks)
         seen: defaultdict[str, int] = defaultdict()
         seen.default_factory = seen.__len__  # numbers new tokens consecutively
         ids = _joined(_numbers(level, seen.__getitem__, block) for block in blocks)
         counts = np.bincount(ids, minlength=len(seen)).tolist()
-        pairs = zip(seen, counts, strict=True)
-        kept = {token: count for token, count in pairs if count >= min_count or token == _EOS}
+        counted = zip(seen, counts, strict=True)
+        kept = {token: count for token, count in counted if count >= min_count or token == _EOS}
         kept.setdefault(_EOS, 0)
         kept[_UNK] = kept.get(_UNK, 0) + len(ids) - sum(kept.values())
         vocabulary = cls(level, sorted(kept, key=lambda token: (-kept[token], token)))
         unknown = vocabulary.ids[_UNK]
-        new = np.array([vocabulary.ids.get(token, unknown) for token in seen], dtype=np.int32)
-        return vocabulary, new[ids]
+        new_ids = np.array([vocabulary.ids.get(token, unknown) for token in seen], dtype=np.int32)
+        return vocabulary, new_ids[ids]
 
     def encode_blocks(self, blocks: Iterable[bytes | str]) -> np.ndarray:
         """Encodes a text, given in pieces that do not split words, as int32 ids (tokens,).
@@ -105,10 +107,10 @@ class Vocabulary:
         return _joined(_numbers(self.level, self._number, block) for block in blocks)
 
     def _number(self, token: str) -> int:
-        found = self.ids.get(token, self.unk)
-        if found is None:
+        number = self.ids.get(token, self.unk)
+        if number is None:
             raise ValueError(f"{token!r} is not a residue; expected the letters {RESIDUES}")
-        return found
+        return number
 
     def encode(self, text: str) -> Tensor:
         """Encodes a text as int64 ids (tokens,), without appending `<eos>`."""
@@ -139,8 +141,9 @@ class Vocabulary:
         """Reads the content of a file that `to_json` wrote; `name` is used in messages."""
         try:
             fields = json.loads(content)
-            if (found := (fields["format"], fields["version"])) != (_FORMAT, _VERSION):
-                raise ValueError(f"expected {_FORMAT} of version {_VERSION}; got {found}")
+            got = fields["format"], fields["version"]
+            if got != (_FORMAT, _VERSION):
+                raise ValueError(f"expected {_FORMAT} of version {_VERSION}; got {got}")
             level, tokens = fields["level"], fields["tokens"]
             return cls(level, _FIXED_LEVELS[level] if tokens is None else tokens)
         except (ValueError, KeyError, TypeError, RecursionError) as error:
@@ -148,6 +151,7 @@ class Vocabulary:
 
 
 def _numbers(level: str, number: Callable[[str], int], block: bytes | str) -> NDArray[np.int32]:
+    """Applies `number` to each word, character or residue of a block."""
     text = cast(str, block)
     if level == "word":
         tokens: Sequence[str] = text.replace("\n", f" {_EOS} ").split()

@@ -1,11 +1,11 @@
-"""Names of the systems in a data set, stored in the file systems.csv next to its stores."""
-
-from __future__ import annotations
+"""Names of systems in systems.csv, next to the stores of a data set, and arrays of npz files."""
 
 import csv
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import NamedTuple
+
+import numpy as np
 
 from molflt.files import csv_rows, csv_text, write_atomically
 
@@ -44,3 +44,17 @@ def read_systems(folder: Path) -> dict[int, System]:
         raise ValueError(f"{path}: expected CSV; {error}; write it again") from None
     found = ([row[field] for field in System._fields] for row in rows)
     return {int(sid): System(int(sid), *others) for sid, *others in found}
+
+
+def read_arrays(path: Path, wanted: Collection[str]) -> dict[str, np.ndarray]:
+    """Reads all arrays of an npz file by name, without unpickling."""
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            arrays = dict(file)
+    except FileNotFoundError:
+        raise
+    except Exception as error:  # a damaged file can raise anything
+        raise ValueError(f"{path}: expected an npz file with arrays; {error}") from None
+    if absent := sorted({*wanted} - arrays.keys()):
+        raise ValueError(f"{path}: expected arrays {', '.join(wanted)}; {absent[0]} is missing")
+    return arrays
