@@ -93,7 +93,7 @@ class EnergyInputs(NamedTuple):
             dense, terms = DenseAtoms.of(geometry), _Terms(None)
         else:
             dense = encoding.periodic.dense(geometry)
-            terms = encoding._terms(geometry, model._near(neighbors))
+            terms = encoding._terms(geometry, model._in_near_field(neighbors))
             if isinstance(encoding.periodic, Auto):  # one form for graphs of all sizes
                 terms = terms._replace(nodes=encoding.periodic.nodes(geometry, encoding.position))
         # inputs that the model does not use
