@@ -116,23 +116,22 @@ class GraphEncoding(nn.Module):
         return SizeClasses.of(geometry, encode, columns, terms.on_mesh)
 
     def _ragged(self, geometry: Geometry, terms: _Terms) -> SizeClass:
-        """Evaluates the encoding of all graphs without padding, for mixing "triton"."""
-        position, nodes, near = self.position, terms.nodes, terms.near
+        """Evaluates the encoding without padding, with all graphs in one row, for "triton"."""
+        position, near = self.position, terms.near
         assert isinstance(position, MultiplicativePosition)
         dense = self.periodic.dense(geometry)
         places = places_of(geometry, dense.mask)
-        positions = dense.positions.flatten(0, 1).index_select(0, places)
-        if nodes is None:
+        positions = dense.positions.flatten(0, 1).index_select(0, places)  # (atoms, 3)
+        if terms.nodes is None:
             waves = position.waves()
         else:
-            nodes = GraphNodes(nodes.xi.to(positions), nodes.weights.to(positions))
-            waves = position.waves(nodes, terms.node_counts())
+            waves = position.waves(_rounded(terms.nodes, positions), terms.node_counts())
         factors = None
-        if near is not None:  # all graphs are parts of one row
+        if near is not None:
             first = geometry.ptr[near.graph]
             row = torch.zeros_like(near.graph)
             near = NearPairs(row, near.query + first, near.key + first, near.vector)
-            if nodes is None:
+            if terms.nodes is None:
                 factors = position.factors(positions[None], positions[None])
         far = partial(self.periodic.far, position, factors)
         pairs = self._corrected_pairs(terms._replace(near=near), far)
@@ -167,8 +166,9 @@ class GraphEncoding(nn.Module):
         """Finds neighbors and nodes of the whole batch at once; errors thus refer to the batch."""
         without_nodes = self.periodic.without_nodes(geometry)
         on_mesh = self.periodic.on_mesh(geometry)
-        unused = on_mesh if without_nodes is None else without_nodes
-        nodes = self.periodic.nodes(geometry, self.position, unused)
+        # at most one of them is a mask, because schemes with a mesh are not smooth
+        left_out = on_mesh if without_nodes is None else without_nodes
+        nodes = self.periodic.nodes(geometry, self.position, left_out)
         if nodes is not None:
             _expect_memory(nodes.weights, geometry, self.position.spectrum.heads)
         if self.near_field is None and without_nodes is None:
@@ -192,12 +192,10 @@ class GraphEncoding(nn.Module):
 
     def _evaluate(self, dense: DenseAtoms, terms: _Terms) -> Encoding:
         """Evaluates the encoding without a mesh; exported programs require that all are tensors."""
-        nodes = terms.nodes
-        if self.softmax and nodes is None:
+        if self.softmax and terms.nodes is None:
             return self._exact_mask(dense, terms)
-        dtype = torch.promote_types(dense.positions.dtype, torch.float32)
-        rounded = None if nodes is None else GraphNodes(nodes.xi.to(dtype), nodes.weights.to(dtype))
-        factors = self.position.factors(dense.positions, dense.key_positions, rounded)
+        nodes = None if terms.nodes is None else _rounded(terms.nodes, dense.positions)
+        factors = self.position.factors(dense.positions, dense.key_positions, nodes)
         if isinstance(self.position, MultiplicativePosition):
             far = partial(self.periodic.far, self.position, factors)
             encoding = Kernel(*factors, self._corrected_pairs(terms, far))
@@ -207,8 +205,8 @@ class GraphEncoding(nn.Module):
             return Bias(kernel.clamp(min=self.position.positive).log())
         if self.softmax:
             return Bias(products_of_all(*factors))
-        if self.frequency_projection is not None and nodes is not None:
-            return Factors(*self.frequency_projection(factors, nodes.xi))
+        if self.frequency_projection is not None and terms.nodes is not None:
+            return Factors(*self.frequency_projection(factors, terms.nodes.xi))
         return Factors(*factors)
 
     def _exact_mask(self, dense: DenseAtoms, terms: _Terms) -> Encoding:
@@ -232,17 +230,19 @@ class GraphEncoding(nn.Module):
         farthest = cutoff if without_nodes is None else _bound(distances(near.vector), cutoff)
 
         def corrections(piece: NearPairs) -> tuple[Tensor, ...]:
+            """Returns weights (heads, pairs) and, with exact pairs, the fields of `Pairs.exact`."""
             pairs, kernel = piece.pairs(), far(piece, farthest)
-            corrected = pairs._replace(weight=torch.zeros_like(kernel))
-            if self.near_field is not None:
-                corrected = self.near_field(pairs, piece.vector, kernel)
-            weight = corrected.weight
+            if self.near_field is None:
+                pairs = pairs._replace(weight=torch.zeros_like(kernel))
+            else:
+                pairs = self.near_field(pairs, piece.vector, kernel)
+            weight = pairs.weight
             if without_nodes is not None:  # these graphs have no other far field
                 weight = weight + kernel * without_nodes[piece.graph]
-            return weight, *(corrected.exact or ())
+            return (weight,) if pairs.exact is None else (weight, *pairs.exact)
 
         pieces = zip(*in_pieces(corrections, near), strict=True)
-        weight, *exact = (torch.cat(parts, dim=-1) for parts in pieces)
+        weight, *exact = [torch.cat(parts, dim=-1) for parts in pieces]
         return near.pairs()._replace(weight=weight, exact=(exact[0], exact[1]) if exact else None)
 
     @torch.no_grad()
@@ -256,7 +256,7 @@ class GraphEncoding(nn.Module):
             return self.position.radial_profile(distance)
         kernel = self.periodic.profile(self.position, distance, float(distance.max()))
         if self.near_field is not None:
-            vector = F.pad(distance[None, :, None], (0, 2))
+            vector = F.pad(distance[None, :, None], (0, 2))  # (1, n, 3), along x
             near = self.near_field.spectrum.mask(vector)[0].exp()
             kernel = kernel + self.near_field.switch(distance) * (near - kernel)
         return kernel.clamp(min=self.position.positive).log()
@@ -288,6 +288,11 @@ def _make_position(
             f"periodic={scheme!r}; use another spectrum, or periodic='none' or 'images'"
         )
     return position
+
+
+def _rounded(nodes: GraphNodes, positions: Tensor) -> GraphNodes:
+    """Casts float64 nodes to the precision of the positions."""
+    return GraphNodes(nodes.xi.to(positions), nodes.weights.to(positions))
 
 
 def _expect_no_mesh(scheme: Open) -> None:
@@ -327,8 +332,8 @@ def _make_encoding(
     options["periodic"] = options["periodic"] or "none"
     if position != "none":
         return GraphEncoding(heads, position=position, **options, **kernel)
-    unused = {name: value or None for name, value in options.items() if value != "none"}
-    no_effect("with position='none'", **unused)
+    given = {name: value for name, value in options.items() if value and value != "none"}
+    no_effect("with position='none'", **given)
     return None
 
 
