@@ -30,7 +30,7 @@ from molflt.attention.positions.spectral import FrequencyProjection, GraphNodes,
 from molflt.attention.spectra import GaussianBasis
 from molflt.graph.dense import DenseAtoms, places_of
 from molflt.graph.geometry import Geometry
-from molflt.graph.memory import _expect_memory
+from molflt.graph.memory import expect_memory_of_nodes
 from molflt.graph.near import NearPairs, _bound, _Terms, in_pieces
 from molflt.graph.neighbors import Neighbors, neighbor_list
 from molflt.graph.periodic import Auto, Images, Near, OnMesh, Open, Reciprocal, make_periodic
@@ -170,7 +170,7 @@ class GraphEncoding(nn.Module):
         left_out = on_mesh if without_nodes is None else without_nodes
         nodes = self.periodic.nodes(geometry, self.position, left_out)
         if nodes is not None:
-            _expect_memory(nodes.weights, geometry, self.position.spectrum.heads)
+            expect_memory_of_nodes(nodes.weights, geometry, self.position.spectrum.heads)
         if self.near_field is None and without_nodes is None:
             return _Terms(nodes, on_mesh=on_mesh)
         if not self.periodic.lattice:

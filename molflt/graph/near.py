@@ -68,12 +68,16 @@ class NearPairs(NamedTuple):
 
 
 class _Terms(NamedTuple):
-    """Nodes and pairs over which the encoding of a batch is summed; see `Open`."""
+    """Nodes and pairs over which the encoding of a batch is summed."""
 
     nodes: GraphNodes | None
+    """float64; None for schemes that do not compute nodes"""
     without_nodes: Tensor | None = None
+    """(graphs,) bool, see `Open.without_nodes`"""
     near: NearPairs | None = None
+    """pairs within the near field, and all pairs of the graphs in `without_nodes`"""
     on_mesh: Tensor | None = None
+    """(graphs,) bool, see `Open.on_mesh`"""
 
     def node_counts(self) -> Tensor:
         """Counts the nodes of each graph up to the last one with a nonzero weight: (graphs,)."""
