@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator
+from functools import reduce
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -122,6 +123,13 @@ def in_pieces(
         return
     for piece in zip(*(x.split(_PIECE) for x in pairs), strict=True):
         yield recomputed(function, type(pairs)(*piece), *arguments)
+
+
+def sum_in_pieces(
+    function: Callable[..., Tensor], pairs: tuple[Tensor, ...], *arguments: object
+) -> Tensor:
+    """Returns the sum of the results of `in_pieces`."""
+    return reduce(torch.add, in_pieces(function, pairs, *arguments))
 
 
 def _bound(distance: Tensor, least: float) -> float:

@@ -37,9 +37,9 @@ def radial_waves(distance: Tensor, number: int, cutoff: float) -> Tensor:
     u = distance / cutoff
     complement = 1 - u * u
     inside = complement > _EDGE
-    fade = torch.where(inside, (1 - 1 / torch.where(inside, complement, 1.0)).exp(), 0.0)
+    envelope = torch.where(inside, (1 - 1 / torch.where(inside, complement, 1.0)).exp(), 0.0)
     waves = torch.arange(1, number + 1, dtype=distance.dtype, device=distance.device)
-    return sinc(waves * u[:, None]) * (math.pi * waves) * fade[:, None]
+    return sinc(waves * u[:, None]) * (math.pi * waves) * envelope[:, None]
 
 
 def softened(square: Tensor) -> Tensor:
