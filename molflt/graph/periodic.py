@@ -127,19 +127,25 @@ class Images(Open):
 
     def dense(self, geometry: Geometry) -> DenseAtoms:
         mask, positions, *_ = DenseAtoms.of(geometry)
-        centers = sources = mask
-        in_plane = geometry.tags is not None
-        if geometry.tags is not None:
-            adsorbate = (geometry.tags == Tag.ADSORBATE.value)[:, None]
-            adsorbate = padded(adsorbate, mask, places_of(geometry, mask))[..., 0]
+        if geometry.tags is None:
+            centers = sources = mask
+        else:
+            tagged = (geometry.tags == Tag.ADSORBATE.value)[:, None]
+            adsorbate = padded(tagged, mask, places_of(geometry, mask))[..., 0]
             has_adsorbate = adsorbate.any(dim=1, keepdim=True)
             centers = torch.where(has_adsorbate, adsorbate, mask)
             sources = torch.where(has_adsorbate, ~adsorbate & mask, mask)
-        cell = geometry.cell.to(positions.dtype)
-        lattice = cell.detach(), geometry.pbc
+        cell, in_plane = geometry.cell.to(positions.dtype), geometry.tags is not None
         with torch.autocast(mask.device.type, enabled=False):
             source, step, exists = _images(
-                positions.detach(), mask, *lattice, centers, sources, self.image_cutoff, in_plane
+                positions.detach(),
+                mask,
+                cell.detach(),
+                geometry.pbc,
+                centers,
+                sources,
+                self.image_cutoff,
+                in_plane,
             )
             images = positions.gather(1, source[..., None].expand(-1, -1, 3)) + step @ cell
         weight = self._weight(images, positions, centers)
@@ -210,6 +216,7 @@ def _images(
     near = ((distance < cutoff) & centers[:, None]).any(dim=-1)
     selected = near & (allowed[:, :, None] & sources[:, None]).flatten(1)
     count = int(selected.sum(dim=1).max()) if selected.numel() else 0
+    # indices in [k n], those of selected images first
     order = torch.argsort((~selected).to(torch.uint8), dim=1, stable=True)[:, :count]
     size = max(size, 1)
     return order % size, steps[order // size].to(positions.dtype), selected.gather(1, order)
