@@ -20,7 +20,7 @@ from molflt.attention.encodings import (
 )
 from molflt.attention.features import FEATURE_MAPS
 from molflt.attention.layer import DEFAULT_MAP
-from molflt.attention.mixing.pairs import Pairs
+from molflt.attention.mixing.pairs import Pairs, products
 from molflt.attention.mixing.ragged import Ragged
 from molflt.attention.numerics import distances, products_of_all
 from molflt.attention.positions import make_position
@@ -133,8 +133,7 @@ class GraphEncoding(nn.Module):
             near = NearPairs(row, near.query + first, near.key + first, near.vector)
             if terms.nodes is None:
                 factors = position.factors(positions[None], positions[None])
-        far = partial(self.periodic.far, position, factors)
-        pairs = self._corrected_pairs(terms._replace(near=near), far)
+        pairs = self._corrected_pairs(terms._replace(near=near), partial(self._far, factors))
         tokens = Ragged.of(geometry.ptr.tolist(), places.device)
         encoding = RaggedKernel(waves, (positions, positions), (tokens, tokens), pairs)
         mask = torch.ones_like(places, dtype=torch.bool)[None]
@@ -152,12 +151,12 @@ class GraphEncoding(nn.Module):
                 "use position='multiplicative' for stress"
             )
         dense = self.periodic.dense(geometry)
-        mesh = None
-        if terms.on_mesh is not None:
-            mesh = self.periodic.mesh(geometry, dense, self.position, terms.on_mesh)
-        if mesh is not None and isinstance(self.position, MultiplicativePosition):
-            far = partial(self.periodic.far, self.position, None)
-            encoding: Encoding = MeshNodes(mesh, self._corrected_pairs(terms, far))
+        if terms.on_mesh is not None and bool(terms.on_mesh.any()):  # all graphs of a class
+            assert isinstance(self.periodic, Auto)
+            assert isinstance(self.position, MultiplicativePosition)
+            mesh = self.periodic.mesh(geometry, dense, self.position)
+            pairs = self._corrected_pairs(terms, partial(self._far, None))
+            encoding: Encoding = MeshNodes(mesh, pairs)
         else:
             encoding = self._evaluate(dense, terms)
         return SizeClass(dense, encoding, places_of(geometry, dense.mask))
@@ -197,8 +196,8 @@ class GraphEncoding(nn.Module):
         nodes = None if terms.nodes is None else _rounded(terms.nodes, dense.positions)
         factors = self.position.factors(dense.positions, dense.key_positions, nodes)
         if isinstance(self.position, MultiplicativePosition):
-            far = partial(self.periodic.far, self.position, factors)
-            encoding = Kernel(*factors, self._corrected_pairs(terms, far))
+            pairs = self._corrected_pairs(terms, partial(self._far, factors))
+            encoding = Kernel(*factors, pairs)
             if not self.softmax:
                 return encoding
             kernel = encoding.dense(dense.positions.shape[1], dense.key_positions.shape[1])
@@ -220,6 +219,16 @@ class GraphEncoding(nn.Module):
             batch, queries, _ = positions.shape
             kernel = kernel + pairs.dense(batch, queries, keys.shape[1])
         return Bias(kernel.clamp(min=position.positive).log())
+
+    def _far(
+        self, factors: tuple[Tensor, Tensor] | None, near: NearPairs, farthest: float
+    ) -> Tensor:
+        """Computes the far field of pairs: (heads, pairs); `farthest` bounds distances, in Å."""
+        assert isinstance(self.position, MultiplicativePosition)
+        if self.periodic.lattice:
+            return self.periodic.profile(self.position, distances(near.vector), farthest)
+        assert factors is not None  # of the kernel
+        return products(*factors, near.pairs())
 
     def _corrected_pairs(self, terms: _Terms, far: _FarField) -> Pairs | None:
         """Returns near-field pairs and their corrections; each atom is also paired with itself."""
