@@ -1,7 +1,6 @@
 """Interatomic potential: energies, with forces and stress as exact derivatives."""
 
-# Do not use `from __future__ import annotations`: to read annotations that are strings,
-# jsonargparse would import everything below TYPE_CHECKING, including PyG.
+# No `from __future__ import annotations`: to resolve them, jsonargparse would import PyG.
 
 import copy
 from collections.abc import Mapping

@@ -1,7 +1,6 @@
 """IS2RE model, which predicts relaxed energies and displacements from initial structures."""
 
-# Do not use `from __future__ import annotations`: to read annotations that are strings,
-# jsonargparse would import everything below TYPE_CHECKING, including PyG.
+# No `from __future__ import annotations`: to resolve them, jsonargparse would import PyG.
 
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar

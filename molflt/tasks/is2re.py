@@ -1,7 +1,6 @@
 """Relaxed energies, with displacements during relaxation as an auxiliary target."""
 
-# `from __future__ import annotations` is omitted: it would make jsonargparse import everything
-# below TYPE_CHECKING, including PyG, to resolve the annotations.
+# No `from __future__ import annotations`: to resolve them, jsonargparse would import PyG.
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, cast
@@ -53,10 +52,14 @@ class _EnergySums(NamedTuple):
         expect_same_shape("energies", energy, target)
         error = (energy.double() - target.double()).abs()
         within = (error < EWT_THRESHOLD).double()
+        zero = error.new_zeros(())
         return cls(
-            *(error.sum(), error.square().sum(), within.sum(), error.new_tensor(len(error))),
-            error.new_zeros(()) if displacement is None else displacement.detach().double(),
-            error.new_zeros(()) if known is None else known.any().double(),
+            absolute=error.sum(),
+            square=error.square().sum(),
+            within=within.sum(),
+            structures=error.new_tensor(len(error)),
+            displacement=zero if displacement is None else displacement.detach().double(),
+            batches=zero if known is None else known.any().double(),
         )
 
     def metrics(self) -> dict[str, float]:
@@ -171,9 +174,9 @@ class IS2RETask(OfStructures, Task["Batch", "IS2REData"]):
         fit = self.store_references(data, references, slab_by_contact, predicted)
         std = self.energy_std
         if mean is None or std is None:  # otherwise the labels need not be read
-            of_data = data.normalizer() if fit is None else (fit.mean, fit.std or 1.0)
-            mean = of_data[0] if mean is None else mean
-            std = of_data[1] if std is None else std
+            data_mean, data_std = data.normalizer() if fit is None else (fit.mean, fit.std or 1.0)
+            mean = data_mean if mean is None else mean
+            std = data_std if std is None else std
         if data.reading.baseline_key is not None:
             self.model.get_buffer("adds_baseline").fill_(True)
             # references are fitted before the first step, and this start may remain the best
@@ -182,10 +185,9 @@ class IS2RETask(OfStructures, Task["Batch", "IS2REData"]):
                 self._readout.scale_(0.0)
         self.model.get_buffer("energy_mean").fill_(mean)
         scale = self.model.get_buffer("energy_std")
-        initial_scale = scale.clone()
-        scale.fill_(std)
         if references == "adapt":  # keeps the scaled energies
-            self._readout.scale_(float(initial_scale / scale))
+            self._readout.scale_(float(scale / std))
+        scale.fill_(std)
 
     def _offsets(
         self, data: "IS2REData", slab_by_contact: bool, adsorbate_by_contact: bool

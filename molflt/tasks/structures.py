@@ -1,7 +1,6 @@
 """Methods shared by tasks on atomic structures."""
 
-# `from __future__ import annotations` is omitted: it would make jsonargparse import everything
-# below TYPE_CHECKING, including PyG, to resolve the annotations.
+# No `from __future__ import annotations`: to resolve them, jsonargparse would import PyG.
 
 import json
 from pathlib import Path
