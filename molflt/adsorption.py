@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import combinations, groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from ase import Atoms, build
+from ase.constraints import FixAtoms
+from ase.data import atomic_numbers, covalent_radii
 from numpy.typing import NDArray
 from scipy.spatial.transform import Rotation
 
@@ -17,9 +20,6 @@ from molflt.data.structures.ase_files import frames
 from molflt.data.structures.records import make_record
 from molflt.data.structures.sites import Site, Tiles, distinct, sites, unit
 from molflt.data.structures.tags import MIN_VACUUM, guess_tags, in_one_piece
-
-if TYPE_CHECKING:
-    from ase import Atoms
 
 _EMPTY = 7.0  # Å, gap too large for a crystal
 _CONTACT, _CONTACT_H = 0.1, 0.5  # Å added to radii for contacts with the slab; the second for H
@@ -41,8 +41,6 @@ def cut(crystal: Atoms, facet: tuple[int, ...], layers: int = 4, vacuum: float =
         layers: number of repetitions of the cell.
         vacuum: distance between the slab and its next image, in Å.
     """
-    from ase.build import make_supercell, surface
-
     crystal = crystal.copy()
     if crystal.cell.rank < 3 or max(_gap(crystal, axis)[0] for axis in range(3)) > _EMPTY:
         raise ValueError(
@@ -51,17 +49,15 @@ def cut(crystal: Atoms, facet: tuple[int, ...], layers: int = 4, vacuum: float =
         )
     lengths, angles = np.split(crystal.cell.cellpar(), 2)
     if np.ptp(lengths) < 1e-3 and np.ptp(angles) < 1e-2:
-        crystal = make_supercell(crystal, _TO_CUBIC.get(round(angles[0], 1), np.eye(3)))
+        crystal = build.make_supercell(crystal, _TO_CUBIC.get(round(angles[0], 1), np.eye(3)))
     crystal.positions += 0.02 * crystal.cell.sum(axis=0)  # keeps atoms away from the cuts
-    return surface(crystal, facet, layers, vacuum / 2, periodic=True)
+    return build.surface(crystal, facet, layers, vacuum / 2, periodic=True)
 
 
 def element(symbol: str) -> Atoms:
     """Returns the crystal of an element; see `ase.build.bulk`."""
-    from ase.build import bulk
-
     try:
-        return bulk(symbol)
+        return build.bulk(symbol)
     except (KeyError, ValueError, RuntimeError) as error:
         raise ValueError(f"{symbol}: expected a file or a solid element; {error}") from None
 
@@ -72,17 +68,13 @@ def molecule(name: str | Path) -> Atoms:
     `name` is a name in `ase.build.molecule`, such as CH3OH or CO (carbon monoxide), an element, a
     file, or smiles:TEXT, such as smiles:CCO, which needs RDKit.
     """
-    from ase import Atoms
-    from ase.build import molecule as of_ase
-    from ase.data import atomic_numbers
-
     path, _, smiles = str(name).partition("smiles:")
     if smiles:
         return _molecule_of(smiles)
     if Path(path).is_file():
         return _molecule_in(Path(path))
     try:
-        atoms: Any = Atoms(path) if atomic_numbers.get(path) else of_ase(path)
+        atoms = Atoms(path) if atomic_numbers.get(path) else build.molecule(path)
     except KeyError:
         known = "a name in ase.build.molecule, an element, a file, or smiles:TEXT"
         raise ValueError(f"molecule {name}: no such file or name; expected {known}") from None
@@ -90,7 +82,6 @@ def molecule(name: str | Path) -> Atoms:
 
 
 def _molecule_of(smiles: str) -> Atoms:
-    from ase import Atoms
     from rdkit.Chem import AddHs, AllChem, GetFormalCharge, MolFromSmiles
 
     parsed = MolFromSmiles(smiles)
@@ -105,8 +96,6 @@ def _molecule_of(smiles: str) -> Atoms:
 
 
 def _molecule_in(path: Path) -> Atoms:
-    from ase import Atoms
-
     structures = [atoms for _, atoms in frames(path)]
     if len(structures) != 1:
         raise ValueError(f"{path}: expected one molecule; got {len(structures)} structures")
@@ -151,8 +140,6 @@ def placements(
         share: smallest and largest share of surface atoms in a slab, such as
             `model.domain.surface`; see `molflt.data.structures.tags.guess_tags`.
     """
-    from ase import Atoms
-
     if not isinstance(adsorbate, Atoms):
         adsorbate = molecule(adsorbate)
     results: list[Atoms] = []
@@ -173,8 +160,6 @@ def placements(
 
 def _placed_on(slab: Atoms, adsorbate: Atoms, angles: _Array) -> list[Atoms]:
     """Returns the distinct placements on the sites of one slab, at angles (n,) in degrees."""
-    from ase import Atoms
-
     total = _charge(slab) + _charge(adsorbate)
     charge = {"charge": total} if total else {}
     tags = [Tag.ADSORBATE] * len(adsorbate)
@@ -211,8 +196,6 @@ def _fitting(
     site: Site, adsorbate: Atoms, angles: _Array, tiles: Tiles, roof: float
 ) -> tuple[list[dict[str, Any]], _Array]:
     """Returns n placements that fit at a site: entries for `info`, and positions (n, atoms, 3)."""
-    from ase.data import covalent_radii
-
     radii, is_hydrogen = covalent_radii[adsorbate.numbers], adsorbate.numbers == 1
     added = np.where(is_hydrogen & (len(adsorbate) > 1), _CONTACT_H, _CONTACT)
     contact = np.add.outer(radii + added, tiles.covalent)  # (atoms, slab atoms)
@@ -285,8 +268,6 @@ def _upright(points: _Array, up: _Array, first: _Array | None = None) -> _Array:
 
 def _prepared(slab: Atoms) -> Atoms:
     """Returns a slab in one piece, periodic along all axes, with fixed atoms."""
-    from ase.constraints import FixAtoms
-
     whole, vacuum = slab.copy(), 0.0
     if slab.cell.rank == 3 and slab.pbc[:2].all():
         vacuum, lowest = _gap(slab, axis=2)
@@ -310,7 +291,7 @@ def _prepared(slab: Atoms) -> Atoms:
         )
     tags, layers = whole.get_tags(), ase_fields.tags_look_like(whole) == "ase"
     extreme, adsorbate = (tags.min(), 0) if layers else (tags.max(), int(Tag.ADSORBATE))
-    if extreme == adsorbate:
+    if extreme == adsorbate:  # higher tags than 2 are layers
         raise ValueError(
             f"{slab.symbols}: expected a clean slab; got atoms with tag {adsorbate} "
             "(adsorbate); remove these atoms, or their tags if they belong to the slab"
