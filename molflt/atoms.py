@@ -15,7 +15,7 @@ LOWEST = 0.5
 
 _DEPENDENT = 1e-18  # relative to the square of the longest vector; less is a rounding error
 _MOST_REDUCTIONS = 64  # maximum number of steps for a cell; about ten suffice for usual cells
-_SIGNS = np.array([[1.0, 1, 1], [1, 1, -1], [1, -1, 1], [-1, 1, 1]])
+_SIGNS = np.array([[1.0, 1, 1], [1, 1, -1], [1, -1, 1], [-1, 1, 1]])  # of sums of three vectors
 
 
 class Tag(IntEnum):
@@ -66,18 +66,19 @@ def _shortening(vectors: _Array, negligible: _Array) -> _Array:
     Rows with a squared length of at most `negligible` (graphs,), in Å^2, are not used.
     """
     gram = vectors @ np.swapaxes(vectors, 1, 2)
-    square = np.diagonal(gram, axis1=1, axis2=2)
+    square = np.diagonal(gram, axis1=1, axis2=2)  # squared lengths
     ratio = gram / np.where(square > negligible[:, None], square, np.inf)[:, None]
-    # 0.501 excludes ties at one half
+    # multiples of row j to subtract from row i; 0.501 excludes ties at one half
     multiple = np.where(np.abs(ratio) > 0.501, ratio.round(), 0.0) * (1 - np.eye(3))
-    gain = (multiple * (2 * gram - multiple * square[:, None])).reshape(-1, 9)
+    gain = (multiple * (2 * gram - multiple * square[:, None])).reshape(-1, 9)  # in squared length
     change, graphs = np.tile(np.eye(3), (len(gram), 1, 1)), np.arange(len(gram))
     i, j = np.divmod(gain.argmax(axis=1), 3)
     change[graphs, i, j] -= multiple[graphs, i, j]
-    sums = np.square(_SIGNS @ vectors).sum(axis=2)
-    shorter = (sums.min(axis=1) < 0.999 * square.max(axis=1)) & (gain.max(axis=1) <= 0)
-    shorter &= (square > negligible[:, None]).all(axis=1)
-    change[shorter, square[shorter].argmax(axis=1)] = _SIGNS[sums[shorter].argmin(axis=1)]
+    square_of_sums = np.square(_SIGNS @ vectors).sum(axis=2)  # (graphs, signs)
+    replaced = (square_of_sums.min(axis=1) < 0.999 * square.max(axis=1)) & (gain.max(axis=1) <= 0)
+    replaced &= (square > negligible[:, None]).all(axis=1)
+    best = square_of_sums[replaced].argmin(axis=1)
+    change[replaced, square[replaced].argmax(axis=1)] = _SIGNS[best]
     return change
 
 
