@@ -81,7 +81,7 @@ class EnergyInputs(NamedTuple):
         atoms = Atoms.of(batch, model.embedding.element.weight)
         references = atoms.geometry.sum(model._references(atoms))
         if not model.subsurface:
-            atoms, _ = atoms.above_subsurface()
+            atoms, _ = atoms.without_subsurface()
         geometry, numbers, _ = atoms
         model.embedding.element.check(numbers)
         model.readout.counted(geometry)  # compiled code does not check tags

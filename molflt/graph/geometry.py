@@ -263,7 +263,7 @@ class Atoms(NamedTuple):
         )
         return cls(geometry, numbers.long(), fixed)
 
-    def above_subsurface(self) -> tuple["Atoms", Tensor]:
+    def without_subsurface(self) -> tuple["Atoms", Tensor]:
         """Removes the atoms with tag 0; returns the other atoms, and the mask that selects them.
 
         Graphs that have only atoms with tag 0 are not changed.

@@ -160,8 +160,7 @@ class Potential(EnergyRegressor):
             if self.long_range is not None:
                 out |= {f"energy_{name}": part for name, part in parts.items()}
             if strain is not None:
-                volume = torch.linalg.det(strained.cell.detach().reshape(-1, 3, 3)).abs()
-                volume = volume[:, None, None]
+                volume = torch.linalg.det(strained.cell.detach()).abs()[:, None, None]
                 strain_gradient = (gradients[1] + gradients[1].mT) / 2
                 # NaN instead of 1 would reach the gradients of other graphs in the batch
                 stress = strain_gradient / torch.where(volume > 0, volume, 1.0)

@@ -241,7 +241,7 @@ class EnergyRegressor(Redrawn):
         if self.subsurface:
             out = self._predict(atoms)
         else:
-            remaining, mask = atoms.above_subsurface()
+            remaining, mask = atoms.without_subsurface()
             out = self._predict(remaining)
             for name in out.keys() - {"energy"}:
                 out[name] = _restore_omitted(out[name], mask, _ATOM_AXES.get(name, 0))

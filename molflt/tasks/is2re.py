@@ -14,6 +14,7 @@ from molflt.attention.checks import not_negative, positive
 from molflt.data.structures import augment
 from molflt.data.structures.base import with_bar
 from molflt.files import warn
+from molflt.graph.heads import EnergyReadout, by_contact
 from molflt.metrics import EWT_THRESHOLD, Metric
 from molflt.tasks.base import Task
 from molflt.tasks.structures import OfStructures, expect_same_shape
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     from torch_geometric.data import Batch
 
     from molflt.data.structures.datamodule import IS2REData
-    from molflt.graph.heads import EnergyReadout
 
 _AT_ONCE = 32  # number of structures predicted at once
 _LEAST_SCALE = 0.5  # scale of initial predictions below which a warning is issued
@@ -166,8 +166,6 @@ class IS2RETask(OfStructures, Task["Batch", "IS2REData"]):
             data.expect_relaxed(f"task.interpolate={self.interpolate:g}")
         if self.repeat:
             data.expect_slabs(f"task.repeat={self.repeat:g}")
-        from molflt.graph.heads import by_contact
-
         slab_by_contact, adsorbate_by_contact = by_contact(self.model)
         mean, references = self._offsets(data, slab_by_contact, adsorbate_by_contact)
         predicted = self._scale_readout(data, slab_by_contact) if references == "adapt" else 0.0
@@ -213,8 +211,8 @@ class IS2RETask(OfStructures, Task["Batch", "IS2REData"]):
         return 0.0, "none" if adsorbate_by_contact else references or "fit"
 
     @property
-    def _readout(self) -> "EnergyReadout":
-        return cast("EnergyReadout", self.model.readout)
+    def _readout(self) -> EnergyReadout:
+        return cast(EnergyReadout, self.model.readout)
 
     def _scale_readout(self, data: "IS2REData", of_adsorbates: bool) -> "NDArray[np.float64]":
         """Scales the readout by ridge regression (prior 1 ± 0.3); returns predictions in eV."""
