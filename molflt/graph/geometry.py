@@ -281,18 +281,16 @@ class Atoms(NamedTuple):
 
 def _charges(data: "Data", geometry: Geometry, charged: bool) -> Tensor | None:
     """Returns total charges (graphs,), in units of e, with 0 for NaN; None if unused or missing."""
-    multiplicity = _numbers_of_graphs(data, geometry, "multiplicity", unknown=1.0)
+    multiplicity = _numbers_of(data, geometry, "multiplicity", unknown=1.0)
     _expect_all(multiplicity, "multiplicity", 1.0, "no model reads it")
-    charge = _numbers_of_graphs(data, geometry, "charge", unknown=0.0)
+    charge = _numbers_of(data, geometry, "charge", unknown=0.0)
     if charged:
         return charge
     _expect_all(charge, "charge", 0.0, "only potentials with total_charge=True read it")
     return None
 
 
-def _numbers_of_graphs(
-    data: "Data", geometry: Geometry, name: str, unknown: float
-) -> Tensor | None:
+def _numbers_of(data: "Data", geometry: Geometry, name: str, unknown: float) -> Tensor | None:
     """Returns numbers (graphs,), with `unknown` for NaN; None if the data lack them."""
     if (values := data.get(name)) is None:
         return None

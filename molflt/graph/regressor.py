@@ -175,6 +175,7 @@ class EnergyRegressor(Redrawn):
             dim,
             heads,
             position=None if self.encoding is None else self.encoding.position,
+            # not options of this model, nor of its command line
             causal=False,
             mixer=ATTENTION,
             mixer_options=None,

@@ -93,10 +93,8 @@ def test_one_package_for_all_sizes(exported, monkeypatch):
         ]
         assert energies[1] == pytest.approx(energies[0], abs=1e-5)  # float32
     calls = []
-    program, fast.compiled.program = (
-        fast.compiled.program,
-        lambda *x: calls.append(x) or program(*x),
-    )
+    program = fast.compiled.program
+    fast.compiled.program = lambda *x: calls.append(x) or program(*x)
     monkeypatch.setattr(computation, "_MOST_IN_MATRIX", 20)
     assert [one.energy for one in fast.predict(given, 1, force=True)] == pytest.approx(
         energies[0], abs=1e-5
