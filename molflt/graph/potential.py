@@ -95,6 +95,7 @@ class Potential(EnergyRegressor):
         _expect_smooth({**options, **named}, far_field)
         frequency = {} if max_frequency is None else {"max_frequency": max_frequency}
         scheme = Reciprocal(**frequency, smooth=True) if far_field else periodic
+        # arguments that appear here are not options of the command line
         super().__init__(
             dim,
             heads,
