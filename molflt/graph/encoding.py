@@ -1,8 +1,7 @@
 """Relative encoding of the atoms of a batch: mask or kernel, periodicity, and near field."""
 
-from collections.abc import Callable, Mapping
-from functools import partial
-from typing import Any, Literal, cast, get_args
+from collections.abc import Mapping
+from typing import Any, Literal, TypeAlias, cast, get_args
 
 import torch
 from torch import Tensor, nn
@@ -36,7 +35,7 @@ from molflt.graph.neighbors import Neighbors, neighbor_list
 from molflt.graph.periodic import Auto, Images, Near, OnMesh, Open, Reciprocal, make_periodic
 from molflt.graph.sizes import SizeClass, SizeClasses
 
-_FarField = Callable[[NearPairs, float], Tensor]  # of pairs, with a bound on distances, in Å
+_KernelFactors: TypeAlias = tuple[Tensor, Tensor]
 _NARROWEST = 0.2  # Å, narrowest Gaussian of the near field
 GraphPositionName = Literal["none", "spectral", "multiplicative"]
 _GRAPH_POSITIONS = get_args(GraphPositionName)
@@ -133,7 +132,7 @@ class GraphEncoding(nn.Module):
             near = NearPairs(row, near.query + first, near.key + first, near.vector)
             if terms.nodes is None:
                 factors = position.factors(positions[None], positions[None])
-        pairs = self._corrected_pairs(terms._replace(near=near), partial(self._far, factors))
+        pairs = self._corrected_pairs(terms._replace(near=near), factors)
         tokens = Ragged.of(geometry.ptr.tolist(), places.device)
         encoding = RaggedKernel(waves, (positions, positions), (tokens, tokens), pairs)
         mask = torch.ones_like(places, dtype=torch.bool)[None]
@@ -155,8 +154,7 @@ class GraphEncoding(nn.Module):
             assert isinstance(self.periodic, Auto)
             assert isinstance(self.position, MultiplicativePosition)
             mesh = self.periodic.mesh(geometry, dense, self.position)
-            pairs = self._corrected_pairs(terms, partial(self._far, None))
-            encoding: Encoding = MeshNodes(mesh, pairs)
+            encoding: Encoding = MeshNodes(mesh, self._corrected_pairs(terms))
         else:
             encoding = self._evaluate(dense, terms)
         return SizeClass(dense, encoding, places_of(geometry, dense.mask))
@@ -196,8 +194,7 @@ class GraphEncoding(nn.Module):
         nodes = None if terms.nodes is None else _rounded(terms.nodes, dense.positions)
         factors = self.position.factors(dense.positions, dense.key_positions, nodes)
         if isinstance(self.position, MultiplicativePosition):
-            pairs = self._corrected_pairs(terms, partial(self._far, factors))
-            encoding = Kernel(*factors, pairs)
+            encoding = Kernel(*factors, self._corrected_pairs(terms, factors))
             if not self.softmax:
                 return encoding
             kernel = encoding.dense(dense.positions.shape[1], dense.key_positions.shape[1])
@@ -214,24 +211,28 @@ class GraphEncoding(nn.Module):
         if self.near_field is None or not isinstance(position, MultiplicativePosition):
             return position("softmax", positions, keys)
         kernel = position.kernel(differences(positions, keys))
-        pairs = self._corrected_pairs(terms, lambda near, _: position.kernel(-near.vector[None])[0])
+        pairs = self._corrected_pairs(terms)
         if pairs is not None:
             batch, queries, _ = positions.shape
             kernel = kernel + pairs.dense(batch, queries, keys.shape[1])
         return Bias(kernel.clamp(min=position.positive).log())
 
-    def _far(
-        self, factors: tuple[Tensor, Tensor] | None, near: NearPairs, farthest: float
-    ) -> Tensor:
+    def _far(self, near: NearPairs, farthest: float, factors: _KernelFactors | None) -> Tensor:
         """Computes the far field of pairs: (heads, pairs); `farthest` bounds distances, in Å."""
         assert isinstance(self.position, MultiplicativePosition)
         if self.periodic.lattice:
             return self.periodic.profile(self.position, distances(near.vector), farthest)
-        assert factors is not None  # of the kernel
+        if factors is None:
+            return self.position.kernel(-near.vector[None])[0]
         return products(*factors, near.pairs())
 
-    def _corrected_pairs(self, terms: _Terms, far: _FarField) -> Pairs | None:
-        """Returns near-field pairs and their corrections; each atom is also paired with itself."""
+    def _corrected_pairs(
+        self, terms: _Terms, factors: _KernelFactors | None = None
+    ) -> Pairs | None:
+        """Returns near-field pairs and their corrections; each atom is also paired with itself.
+
+        Open boundaries need the `factors` of the kernel, unless all pairs have the exact kernel.
+        """
         if terms.near is None:
             return None
         near, without_nodes = terms.near, terms.without_nodes
@@ -240,7 +241,7 @@ class GraphEncoding(nn.Module):
 
         def corrections(piece: NearPairs) -> tuple[Tensor, ...]:
             """Returns weights (heads, pairs) and, with exact pairs, the fields of `Pairs.exact`."""
-            pairs, kernel = piece.pairs(), far(piece, farthest)
+            pairs, kernel = piece.pairs(), self._far(piece, farthest, factors)
             if self.near_field is None:
                 pairs = pairs._replace(weight=torch.zeros_like(kernel))
             else:
