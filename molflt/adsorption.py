@@ -87,8 +87,7 @@ def _molecule_of(smiles: str) -> Atoms:
     parsed = MolFromSmiles(smiles)
     built = None if parsed is None else AddHs(parsed)
     if built is None or AllChem.EmbedMolecule(built, randomSeed=0) < 0:  # no conformer
-        reason = "RDKit cannot build a structure from this SMILES"
-        raise ValueError(f"molecule smiles:{smiles}: {reason}")
+        raise ValueError(f"molecule smiles:{smiles}: RDKit cannot build a structure from it")
     AllChem.MMFFOptimizeMolecule(built)
     symbols = [atom.GetSymbol() for atom in built.GetAtoms()]
     charge = {"charge": GetFormalCharge(built)}
