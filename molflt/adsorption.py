@@ -231,10 +231,10 @@ def _lifts(points: _Array, site: Site, tiles: Tiles, contact: _Array) -> _Array:
 def _apart_from_images(points: _Array, radii: _Array, tiles: Tiles) -> NDArray[np.bool_]:
     """Returns a mask (n,) of molecules (n, atoms, 3) that do not touch their periodic images."""
     min_distance = np.add.outer(radii, radii) + _APART
-    size = np.linalg.norm(points[:, :, None] - points[:, None], axis=-1).max()
-    shifts = tiles.images[1:]
-    shifts = shifts[np.linalg.norm(shifts, axis=1) < size + min_distance.max()]
-    to_images = (points[:, :, None] - points[:, None])[:, :, :, None] + shifts
+    vectors = points[:, :, None] - points[:, None]
+    reach = np.linalg.norm(vectors, axis=-1).max() + min_distance.max()
+    shifts = tiles.images[1:][np.linalg.norm(tiles.images[1:], axis=1) < reach]
+    to_images = vectors[:, :, :, None] + shifts  # (n, atoms, atoms, shifts, 3)
     lengths = np.linalg.norm(to_images, axis=-1).min(axis=-1, initial=np.inf)
     return (lengths > min_distance).all(axis=(1, 2))
 
@@ -261,7 +261,8 @@ def _upright(points: _Array, up: _Array, first: _Array | None = None) -> _Array:
     """Rotates points (n, 3): `up` becomes z; `first`, by default the longest extent, becomes x."""
     up = unit(up)
     lateral = points - (points @ up)[:, None] * up if first is None else first[None]
-    axis = np.linalg.svd(np.vstack([1e3 * up, lateral]))[2][1]  # `up` is the largest extent
+    # the first axis of largest extent is `up`, because of its length, and the second is lateral
+    axis = np.linalg.svd(np.vstack([1e3 * up, lateral]))[2][1]
     return points @ np.array([axis, np.cross(up, axis), up]).T
 
 
