@@ -94,11 +94,8 @@ def lattice_heights(cell: _Array, pbc: NDArray[np.bool_]) -> _Array:
     """
     rows = reduced_cell(cell.reshape(-1, 3, 3), pbc.reshape(-1, 3))[0].reshape(cell.shape)
     gram = rows @ np.swapaxes(rows, -1, -2) + np.eye(3) * ~pbc[..., None]
-    i, j, k = np.array([0, 1, 2]), np.array([1, 2, 0]), np.array([2, 0, 1])
-    # h_i^2: squared ratio of the volumes spanned by all vectors and by all vectors except i
-    area = gram[..., j, j] * gram[..., k, k] - gram[..., j, k] ** 2  # squared, and the volume too
-    minor_j = gram[..., i, j] * gram[..., k, k] - gram[..., i, k] * gram[..., j, k]
-    minor_k = gram[..., i, j] * gram[..., j, k] - gram[..., i, k] * gram[..., j, j]
-    volume = gram[..., i, i] * area - gram[..., i, j] * minor_j + gram[..., i, k] * minor_k
-    heights = np.sqrt(np.maximum(volume, 0.0) / np.maximum(area, np.finfo(float).tiny))
+    j, k = np.array([1, 2, 0]), np.array([2, 0, 1])  # the other two vectors of each vector
+    square_area = gram[..., j, j] * gram[..., k, k] - gram[..., j, k] ** 2
+    square_volume = np.maximum(np.linalg.det(gram), 0.0)[..., None]
+    heights = np.sqrt(square_volume / np.maximum(square_area, np.finfo(float).tiny))
     return np.where(pbc, heights, np.inf)
