@@ -292,5 +292,4 @@ def _displacement_error(displacement: Tensor, batch: "Batch") -> Tensor:
     total = error.new_zeros(graphs).scatter_add_(0, batch.batch, error)
     count = error.new_zeros(graphs).scatter_add_(0, batch.batch, known.to(error.dtype))
     by_graph = total / count.clamp(min=1)
-    mean: Tensor = by_graph.sum() / (count > 0).sum().clamp(min=1)
-    return mean
+    return by_graph.sum() / (count > 0).sum().clamp(min=1)
