@@ -8,9 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from ase import Atoms
-from ase.build import bulk, make_supercell, surface
-from ase.build import molecule as molecule_of_ase
+from ase import Atoms, build
 from ase.constraints import FixAtoms
 from ase.data import atomic_numbers, covalent_radii
 from numpy.typing import NDArray
@@ -52,15 +50,15 @@ def cut(crystal: Atoms, facet: tuple[int, ...], layers: int = 4, vacuum: float =
         )
     lengths, angles = np.split(crystal.cell.cellpar(), 2)
     if np.ptp(lengths) < 1e-3 and np.ptp(angles) < 1e-2:
-        crystal = make_supercell(crystal, _TO_CUBIC.get(round(angles[0], 1), np.eye(3)))
+        crystal = build.make_supercell(crystal, _TO_CUBIC.get(round(angles[0], 1), np.eye(3)))
     crystal.positions += 0.02 * crystal.cell.sum(axis=0)  # keeps atoms away from the cuts
-    return surface(crystal, facet, layers, vacuum / 2, periodic=True)
+    return build.surface(crystal, facet, layers, vacuum / 2, periodic=True)
 
 
 def element(symbol: str) -> Atoms:
     """Returns the crystal of an element; see `ase.build.bulk`."""
     try:
-        return bulk(symbol)
+        return build.bulk(symbol)
     except (KeyError, ValueError, RuntimeError) as error:
         raise ValueError(f"{symbol}: expected a file or a solid element; {error}") from None
 
@@ -73,23 +71,28 @@ def molecule(name: str | Path) -> Atoms:
     """
     path, _, smiles = str(name).partition("smiles:")
     if smiles:
-        from rdkit.Chem import AddHs, AllChem, GetFormalCharge, MolFromSmiles
-
-        built = MolFromSmiles(smiles)
-        if built is None or AllChem.EmbedMolecule(built := AddHs(built), randomSeed=0):
-            raise ValueError(f"molecule {name}: RDKit cannot build a structure from this SMILES")
-        AllChem.MMFFOptimizeMolecule(built)
-        symbols = [atom.GetSymbol() for atom in built.GetAtoms()]
-        charge = {"charge": GetFormalCharge(built)}
-        return Atoms(symbols, built.GetConformer().GetPositions(), info=charge)
+        return _molecule_of(smiles)
     if Path(path).is_file():
         return _molecule_in(Path(path))
     try:
-        atoms: Any = Atoms(path) if atomic_numbers.get(path) else molecule_of_ase(path)
+        atoms = Atoms(path) if atomic_numbers.get(path) else build.molecule(path)
     except KeyError:
         known = "a name in ase.build.molecule, an element, a file, or smiles:TEXT"
         raise ValueError(f"molecule {name}: no such file or name; expected {known}") from None
     return Atoms(atoms.numbers, atoms.positions)
+
+
+def _molecule_of(smiles: str) -> Atoms:
+    from rdkit.Chem import AddHs, AllChem, GetFormalCharge, MolFromSmiles
+
+    parsed = MolFromSmiles(smiles)
+    built = None if parsed is None else AddHs(parsed)
+    if built is None or AllChem.EmbedMolecule(built, randomSeed=0) < 0:  # no conformer
+        raise ValueError(f"molecule smiles:{smiles}: RDKit cannot build a structure from it")
+    AllChem.MMFFOptimizeMolecule(built)
+    symbols = [atom.GetSymbol() for atom in built.GetAtoms()]
+    charge = {"charge": GetFormalCharge(built)}
+    return Atoms(symbols, built.GetConformer().GetPositions(), info=charge)
 
 
 def _molecule_in(path: Path) -> Atoms:
@@ -161,13 +164,15 @@ def _placed_on(slab: Atoms, adsorbate: Atoms, angles: _Array) -> list[Atoms]:
     """Returns the distinct placements on the sites of one slab, at angles (n,) in degrees."""
     total = _charge(slab) + _charge(adsorbate)
     charge = {"charge": total} if total else {}
+    tags = [Tag.ADSORBATE] * len(adsorbate)
     tiles, placed = Tiles(slab), []
     heights = slab.positions @ tiles.up
     roof = heights.min() + tiles.up @ slab.cell.array[2] - _ROOF  # Å, limit for the highest atom
     for index, site in enumerate(sites(slab)):
-        entries, points = _at(site, adsorbate, angles, tiles, roof)
-        for i in distinct(tiles.distances(points, adsorbate.numbers)) if entries else ():
-            tags = [Tag.ADSORBATE] * len(adsorbate)
+        entries, points = _fitting(site, adsorbate, angles, tiles, roof)
+        if not entries:
+            continue
+        for i in distinct(tiles.distances(points, adsorbate.numbers)):
             atoms = slab + Atoms(adsorbate.numbers, points[i], tags=tags)
             height = round(float((points[i] @ tiles.up).min() - heights.max()), 3)
             atoms.info = {"site": f"{index} {site.name}", **entries[i], "height": height, **charge}
@@ -177,44 +182,64 @@ def _placed_on(slab: Atoms, adsorbate: Atoms, angles: _Array) -> list[Atoms]:
 
 def _slab_tags(tags: _Tags, placed: Atoms, share: tuple[float, float] | None) -> _Tags:
     """Returns the tags of a slab, guessed from one placement if `tags` do not name a surface."""
-    if set(tags) in ({Tag.SUBSURFACE, Tag.SURFACE}, {Tag.SURFACE}):
+    if tags.any() and set(tags) <= {Tag.SUBSURFACE, Tag.SURFACE}:
         return tags
-    count, fixed = len(tags), ase_fields.fixed_atoms(placed)
-    fields = {"pos": placed.positions, "cell": placed.cell.array, "fixed": fixed}
-    guess = guess_tags(make_record(atomic_numbers=placed.numbers, **fields), share).tags[:count]
-    return guess.clip(max=Tag.SURFACE) if guess.any() else np.where(fixed[:count], 0, Tag.SURFACE)
+    fixed = ase_fields.fixed_atoms(placed)
+    record = make_record(
+        atomic_numbers=placed.numbers, pos=placed.positions, cell=placed.cell.array, fixed=fixed
+    )
+    guess = guess_tags(record, share).tags[: len(tags)]
+    if guess.any():
+        return guess.clip(max=Tag.SURFACE)
+    return np.where(fixed[: len(tags)], Tag.SUBSURFACE, Tag.SURFACE)
 
 
-def _at(
+def _fitting(
     site: Site, adsorbate: Atoms, angles: _Array, tiles: Tiles, roof: float
 ) -> tuple[list[dict[str, Any]], _Array]:
     """Returns n placements that fit at a site: entries for `info`, and positions (n, atoms, 3)."""
-    radii, normal = covalent_radii[adsorbate.numbers], site.axes[2]
-    added = np.where((adsorbate.numbers == 1) & (len(adsorbate) > 1), _CONTACT_H, _CONTACT)
-    contact = np.add.outer(radii + added, tiles.covalent)
-    min_distance = np.add.outer(radii, radii) + _APART  # between periodic images
+    radii, is_hydrogen = covalent_radii[adsorbate.numbers], adsorbate.numbers == 1
+    added = np.where(is_hydrogen & (len(adsorbate) > 1), _CONTACT_H, _CONTACT)
+    contact = np.add.outer(radii + added, tiles.covalent)  # (atoms, slab atoms)
     rotations = Rotation.from_rotvec(np.outer(angles, [0, 0, -1]), degrees=True).as_matrix()
-    lateral = np.linalg.norm(np.cross(tiles.pos - site.point, normal), axis=1)
     entries, positions = [], []
     for name, pose in _poses(adsorbate):
-        points = pose @ rotations @ site.axes + site.point
-        reach = np.linalg.norm(pose, axis=1).max()
-        near = lateral < reach + contact.max()
-        vectors = points[:, :, None] - tiles.pos[near]
-        heights = vectors @ normal
-        square = contact[:, near] ** 2 - (vectors**2).sum(axis=-1) + heights**2
-        lift = np.where(square > 0, np.sqrt(square.clip(0)) - heights, -np.inf)
-        lift = lift.max(axis=(1, 2), initial=-np.inf)
-        lift[np.isneginf(lift)] = 0.0  # fits through a hole, as H does through graphene
-        points += lift[:, None, None] * normal
-        shifts = tiles.images[1:]
-        shifts = shifts[np.linalg.norm(shifts, axis=1) < 2 * reach + min_distance.max()]
-        to_images = (points[:, :, None] - points[:, None])[:, :, :, None] + shifts
-        lengths = np.linalg.norm(to_images, axis=-1).min(axis=-1, initial=np.inf)
-        fits = (lengths > min_distance).all(axis=(1, 2)) & ((points @ tiles.up).max(axis=1) < roof)
+        points = pose @ rotations @ site.axes + site.point  # (angles, atoms, 3)
+        points += _lifts(points, site, tiles, contact)[:, None, None] * site.axes[2]
+        fits = _apart_from_images(points, radii, tiles)
+        fits &= (points @ tiles.up).max(axis=1) < roof
         positions.append(points[fits])
         entries += [{"orientation": name, "rotation": float(angle)} for angle in angles[fits]]
     return entries, np.concatenate(positions)
+
+
+def _lifts(points: _Array, site: Site, tiles: Tiles, contact: _Array) -> _Array:
+    """Returns shifts (n,) along the normal, in Å, after which molecules touch the slab.
+
+    Molecules are `points` (n, atoms, 3). `contact` contains distances (atoms, slab atoms), in Å.
+    """
+    normal = site.axes[2]
+    lateral = np.linalg.norm(np.cross(tiles.pos - site.point, normal), axis=1)
+    reach = np.linalg.norm(points - site.point, axis=2).max()
+    near = lateral < reach + contact.max()
+    vectors = points[:, :, None] - tiles.pos[near]
+    heights = vectors @ normal
+    # squared height of an atom above a slab atom that it touches
+    square = contact[:, near] ** 2 - (vectors**2).sum(axis=-1) + heights**2
+    lifts = np.where(square > 0, np.sqrt(square.clip(0)) - heights, -np.inf)
+    lifts = lifts.max(axis=(1, 2), initial=-np.inf)
+    return np.where(np.isneginf(lifts), 0.0, lifts)  # fits through a hole, as H does in graphene
+
+
+def _apart_from_images(points: _Array, radii: _Array, tiles: Tiles) -> NDArray[np.bool_]:
+    """Returns a mask (n,) of molecules (n, atoms, 3) that do not touch their periodic images."""
+    min_distance = np.add.outer(radii, radii) + _APART
+    vectors = points[:, :, None] - points[:, None]
+    reach = np.linalg.norm(vectors, axis=-1).max() + min_distance.max()
+    shifts = tiles.images[1:][np.linalg.norm(tiles.images[1:], axis=1) < reach]
+    to_images = vectors[:, :, :, None] + shifts  # (n, atoms, atoms, shifts, 3)
+    lengths = np.linalg.norm(to_images, axis=-1).min(axis=-1, initial=np.inf)
+    return (lengths > min_distance).all(axis=(1, 2))
 
 
 def _poses(adsorbate: Atoms) -> Iterator[tuple[str, _Array]]:
@@ -239,7 +264,8 @@ def _upright(points: _Array, up: _Array, first: _Array | None = None) -> _Array:
     """Rotates points (n, 3): `up` becomes z; `first`, by default the longest extent, becomes x."""
     up = unit(up)
     lateral = points - (points @ up)[:, None] * up if first is None else first[None]
-    axis = np.linalg.svd(np.vstack([1e3 * up, lateral]))[2][1]  # `up` is the largest extent
+    # the first axis of largest extent is `up`, because of its length, and the second is lateral
+    axis = np.linalg.svd(np.vstack([1e3 * up, lateral]))[2][1]
     return points @ np.array([axis, np.cross(up, axis), up]).T
 
 
@@ -268,7 +294,7 @@ def _prepared(slab: Atoms) -> Atoms:
         )
     tags, layers = whole.get_tags(), tags_look_like(whole) == "ase"
     extreme, adsorbate = (tags.min(), 0) if layers else (tags.max(), int(Tag.ADSORBATE))
-    if extreme == adsorbate:
+    if extreme == adsorbate:  # higher tags than 2 are layers
         raise ValueError(
             f"{slab.symbols}: expected a clean slab; got atoms with tag {adsorbate} "
             "(adsorbate); remove these atoms, or their tags if they belong to the slab"

@@ -15,7 +15,7 @@ LOWEST = 0.5
 
 _DEPENDENT = 1e-18  # relative to the square of the longest vector; less is a rounding error
 _MOST_REDUCTIONS = 64  # maximum number of steps for a cell; about ten suffice for usual cells
-_SIGNS = np.array([[1.0, 1, 1], [1, 1, -1], [1, -1, 1], [-1, 1, 1]])
+_SIGNS = np.array([[1.0, 1, 1], [1, 1, -1], [1, -1, 1], [-1, 1, 1]])  # of sums of three vectors
 
 
 class Tag(IntEnum):
@@ -66,18 +66,19 @@ def _shortening(vectors: _Array, negligible: _Array) -> _Array:
     Rows with a squared length of at most `negligible` (graphs,), in Å^2, are not used.
     """
     gram = vectors @ np.swapaxes(vectors, 1, 2)
-    square = np.diagonal(gram, axis1=1, axis2=2)
+    square = np.diagonal(gram, axis1=1, axis2=2)  # squared lengths
     ratio = gram / np.where(square > negligible[:, None], square, np.inf)[:, None]
-    # 0.501 excludes ties at one half
+    # multiples of row j to subtract from row i; 0.501 excludes ties at one half
     multiple = np.where(np.abs(ratio) > 0.501, ratio.round(), 0.0) * (1 - np.eye(3))
-    gain = (multiple * (2 * gram - multiple * square[:, None])).reshape(-1, 9)
+    gain = (multiple * (2 * gram - multiple * square[:, None])).reshape(-1, 9)  # in squared length
     change, graphs = np.tile(np.eye(3), (len(gram), 1, 1)), np.arange(len(gram))
     i, j = np.divmod(gain.argmax(axis=1), 3)
     change[graphs, i, j] -= multiple[graphs, i, j]
-    sums = np.square(_SIGNS @ vectors).sum(axis=2)
-    shorter = (sums.min(axis=1) < 0.999 * square.max(axis=1)) & (gain.max(axis=1) <= 0)
-    shorter &= (square > negligible[:, None]).all(axis=1)
-    change[shorter, square[shorter].argmax(axis=1)] = _SIGNS[sums[shorter].argmin(axis=1)]
+    square_of_sums = np.square(_SIGNS @ vectors).sum(axis=2)  # (graphs, signs)
+    replaced = (square_of_sums.min(axis=1) < 0.999 * square.max(axis=1)) & (gain.max(axis=1) <= 0)
+    replaced &= (square > negligible[:, None]).all(axis=1)
+    best = square_of_sums[replaced].argmin(axis=1)
+    change[replaced, square[replaced].argmax(axis=1)] = _SIGNS[best]
     return change
 
 
@@ -93,11 +94,8 @@ def lattice_heights(cell: _Array, pbc: NDArray[np.bool_]) -> _Array:
     """
     rows = reduced_cell(cell.reshape(-1, 3, 3), pbc.reshape(-1, 3))[0].reshape(cell.shape)
     gram = rows @ np.swapaxes(rows, -1, -2) + np.eye(3) * ~pbc[..., None]
-    i, j, k = np.array([0, 1, 2]), np.array([1, 2, 0]), np.array([2, 0, 1])
-    # h_i^2: squared ratio of the volumes spanned by all vectors and by all vectors except i
-    area = gram[..., j, j] * gram[..., k, k] - gram[..., j, k] ** 2  # squared, and the volume too
-    minor_j = gram[..., i, j] * gram[..., k, k] - gram[..., i, k] * gram[..., j, k]
-    minor_k = gram[..., i, j] * gram[..., j, k] - gram[..., i, k] * gram[..., j, j]
-    volume = gram[..., i, i] * area - gram[..., i, j] * minor_j + gram[..., i, k] * minor_k
-    heights = np.sqrt(np.maximum(volume, 0.0) / np.maximum(area, np.finfo(float).tiny))
+    j, k = np.array([1, 2, 0]), np.array([2, 0, 1])  # the other two vectors of each vector
+    square_area = gram[..., j, j] * gram[..., k, k] - gram[..., j, k] ** 2
+    square_volume = np.maximum(np.linalg.det(gram), 0.0)[..., None]
+    heights = np.sqrt(square_volume / np.maximum(square_area, np.finfo(float).tiny))
     return np.where(pbc, heights, np.inf)

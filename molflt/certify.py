@@ -23,7 +23,7 @@ import numpy as np
 from ase import Atoms, units
 from ase.build import bulk, molecule
 from ase.calculators.calculator import PropertyNotImplementedError
-from ase.data import atomic_numbers, covalent_radii
+from ase.data import covalent_radii
 from ase.md.verlet import VelocityVerlet
 
 _TRIED = ["Cu", "O", "C", "H"]
@@ -67,17 +67,19 @@ class _Results(dict[str, Any]):
     def finite(self) -> bool:
         return max(map(_largest, self.values())) < math.inf
 
-    def apart(self, other: _Results) -> float:
+    def difference(self, other: _Results) -> float:
         if self.keys() != other.keys():  # such as a stress of one cell only
             return math.inf
         return max(_largest(self[name] - other[name]) for name in self)
 
 
 class _Case:
+    """Function that makes the calculator, and the test structures that the calculator supports."""
+
     def __init__(self, make: Callable[[], Any], elements: list[str], float32: bool) -> None:
-        self.make, self.loose = make, 1000 if float32 else 1  # factor of the bounds
+        self.make, self.elements = make, elements or _supported(make())
+        self.bound_factor = 1000 if float32 else 1
         self.step = 2e-2 if float32 else 1e-3  # step of finite differences
-        self.elements = elements or _supported(make())
         samples = _samples(self.elements)
         self.refused = {name: _refusal(make(), atoms) for name, atoms in samples.items()}
         accepted = ("", "not finite")  # which fails the checks
@@ -109,7 +111,7 @@ def _largest(values: Any) -> float:
     return float(np.nan_to_num(np.abs(values).max(), nan=np.inf))
 
 
-def _line(problem: BaseException) -> str:
+def _one_line(problem: BaseException) -> str:
     return f"{type(problem).__name__} {' '.join(str(problem).split())}".strip()
 
 
@@ -117,7 +119,7 @@ def _refusal(calculator: Any, atoms: Atoms) -> str:
     try:
         return "" if _Results(calculator, atoms).finite() else "not finite"
     except Exception as problem:
-        return _line(problem)
+        return _one_line(problem)
 
 
 def _supported(calculator: Any) -> list[str]:
@@ -133,7 +135,7 @@ def _samples(elements: list[str]) -> dict[str, Atoms]:
     if known:
         small = molecule(known[0])
     else:
-        side = 2 * covalent_radii[[atomic_numbers[symbol] for symbol in elements]].max()
+        side = 2 * covalent_radii[Atoms(elements).numbers].max()
         places = np.array([[0, 0, 0], [1, 0, 0], [0.4, 0.9, 0], [0.5, 0.3, 0.9]])
         small = Atoms([elements[k % len(elements)] for k in range(4)], side * places)
     small.rattle(0.05, seed=0)
@@ -155,10 +157,7 @@ def _samples(elements: list[str]) -> dict[str, Atoms]:
 
 
 def _with(atoms: Atoms, positions: Any = None, cell: Any = None) -> Atoms:
-    changed = atoms.copy()
-    changed.set_cell(atoms.cell if cell is None else cell)
-    changed.positions[:] = atoms.positions if positions is None else positions
-    return changed
+    return Atoms(atoms, positions=positions, cell=cell)  # None keeps those of `atoms`
 
 
 @contextlib.contextmanager
@@ -186,7 +185,7 @@ def _equal(
         for name in functions.keys() & expected.keys():
             expected[name] = functions[name](expected[name])
         calculator = through(calculator)
-        errors += [_Results(calculator, changed).apart(expected) for changed in change(atoms)]
+        errors += [_Results(calculator, changed).difference(expected) for changed in change(atoms)]
     return max(errors)
 
 
@@ -228,8 +227,7 @@ def _fragments(case: _Case, on: str, distance: float) -> float:
 
 def _isolated(case: _Case, side: float = 0.0) -> float:
     case.copies("crystal" if side else "molecule")  # skips the check if not supported
-    box = {"cell": [side] * 3, "pbc": side > 0}
-    systems = [Atoms([symbol], [[1.0, 2, 3]], **box) for symbol in case.elements]
+    systems = [Atoms([s], [[1.0, 2, 3]], cell=[side] * 3, pbc=side > 0) for s in case.elements]
     results = [_Results(case.make(), atoms) for atoms in systems]
     return max(_largest(x["forces"]) if x.finite() else math.inf for x in results)
 
@@ -280,12 +278,14 @@ def _jump(case: _Case, path: Callable[[float], tuple[Atoms, Any]], end: float) -
         return t, float(results["energy"]), float((results["forces"] * direction).sum())
 
     def between(first: tuple[float, ...], last: tuple[float, ...]) -> float:
-        width = last[0] - first[0]
-        middle = at(first[0] + width / 2)
-        error = last[1] - first[1] + width / 6 * (first[2] + 4 * middle[2] + last[2])
+        (start, energy, force), (stop, last_energy, last_force) = first, last
+        width = stop - start
+        middle = at(start + width / 2)
+        work = width / 6 * (force + 4 * middle[2] + last_force)  # Simpson's rule
+        error = last_energy - energy + work
         if width < 1e-5 or math.isnan(error):
             return _largest(error)
-        if abs(error) < 1e-6 * case.loose:
+        if abs(error) < 1e-6 * case.bound_factor:
             return 0.0
         return between(first, middle) or between(middle, last)
 
@@ -293,21 +293,21 @@ def _jump(case: _Case, path: Callable[[float], tuple[Atoms, Any]], end: float) -
     return next(filter(None, itertools.starmap(between, steps)), 0.0)
 
 
-def _drawn(case: _Case) -> float:
+def _pulled_apart(case: _Case) -> float:
     case.copies("molecule")  # skips the check if not supported
     pair = [case.elements[0], case.elements[-1]]
-    start = covalent_radii[[atomic_numbers[symbol] for symbol in pair]].sum()
+    start = covalent_radii[Atoms(pair).numbers].sum()
     return _jump(case, lambda t: (Atoms(pair, [0 * _Z, (start + t) * _Z]), [0 * _Z, _Z]), 14.0)
 
 
-def _slid(case: _Case) -> float:
+def _sliding_layers(case: _Case) -> float:
     atoms = case.copies("crystal")[0].repeat((1, 1, 2))
     side = float(np.linalg.norm(atoms.cell[0]))
     direction = np.outer(np.arange(len(atoms)) >= len(atoms) // 2, atoms.cell[0] / side)
     return _jump(case, lambda t: (_with(atoms, atoms.positions + t * direction), direction), side)
 
 
-def _stale(case: _Case) -> float:
+def _changed_in_place(case: _Case) -> float:
     """Checks the results after in-place changes, with one calculator for all structures."""
     calculator, errors = case.make(), []
     for atoms in case.copies():
@@ -319,9 +319,9 @@ def _stale(case: _Case) -> float:
                 atoms.numbers[:] = np.roll(atoms.numbers, 1)
             elif change == "cell":
                 atoms.cell[0] *= 1.05
-            new = _Results(case.make(), atoms)
-            errors.append(_largest(atoms.get_potential_energy() - new["energy"]))
-            errors.append(_largest(atoms.get_forces() - new["forces"]))
+            expected = _Results(case.make(), atoms)
+            errors.append(_largest(atoms.get_potential_energy() - expected["energy"]))
+            errors.append(_largest(atoms.get_forces() - expected["forces"]))
     return max(errors)
 
 
@@ -336,19 +336,19 @@ def _ignored(case: _Case, word: str, moment: float | None = None, **info: int) -
             if moment is not None:
                 atoms.set_initial_magnetic_moments([moment] * len(atoms))
             new = _Results(case.make(), atoms)["energy"]
-            used = before != new == atoms.get_potential_energy()
+            used = new != before and new == atoms.get_potential_energy()
         except Exception as problem:
             text.write(str(problem))
-    return not used and word not in text.getvalue().lower()
+    return 0 if used or word in text.getvalue().lower() else 1
 
 
-def _touched(case: _Case) -> float:
+def _modified(case: _Case) -> float:
     changed = 0
     for atoms in case.copies():
         before, atoms.calc = atoms.copy(), case.make()
         atoms.get_forces()
         same_fields = atoms.info == before.info and atoms.arrays.keys() == before.arrays.keys()
-        changed += not (same_fields and atoms == before)
+        changed += 0 if same_fields and atoms == before else 1
     return changed
 
 
@@ -423,13 +423,13 @@ CHECKS: dict[str, tuple[Callable[[_Case], float], float, str]] = {
     "no stress of a molecule in a box": (partial(_stress, on="molecule", cell=_BOX), 0, "eV/Å³"),
     "sum of forces": (_net_force, 1e-7, "eV/Å"),
     "torque on a molecule": (_torque, 1e-7, "eV"),
-    "energy jump: two atoms pulled apart": (_drawn, 1e-6, "eV"),
-    "energy jump: sliding layers": (_slid, 1e-6, "eV"),
-    "changes in place": (_stale, 1e-7, "eV, Å"),
+    "energy jump: two atoms pulled apart": (_pulled_apart, 1e-6, "eV"),
+    "energy jump: sliding layers": (_sliding_layers, 1e-6, "eV"),
+    "changes in place": (_changed_in_place, 1e-7, "eV, Å"),
     "charge used or named": (partial(_ignored, word="charge", charge=2), 0, "ignored"),
     "spin used or named": (partial(_ignored, word="spin", spin=3), 0, "ignored"),
     "moments used or named": (partial(_ignored, word="mag", moment=2.0), 0, "ignored"),
-    "structure unchanged": (_touched, 0, "changed"),
+    "structure unchanged": (_modified, 0, "changed"),
     "coincident atoms: finite or refused": (_not_finite, 0, "wrong"),
     "element 0 refused by name": (partial(_accepted, number=0), 0, "accepted"),
     "element 119 refused by name": (partial(_accepted, number=119), 0, "accepted"),
@@ -459,7 +459,7 @@ def certify(
         case = _Case(make, list(elements), float32)
     for name in names or CHECKS:
         (check, bound, unit), error = CHECKS[name], math.nan
-        bound *= case.loose
+        bound *= case.bound_factor
         try:
             with _quiet():
                 error = float(check(case))
@@ -467,7 +467,7 @@ def certify(
         except PropertyNotImplementedError as problem:
             result = f"not supported: {problem}"
         except Exception as problem:
-            result = f"FAILED: {_line(problem)}"
+            result = f"FAILED: {_one_line(problem)}"
         yield Row(name, error, bound, unit, result)
 
 
@@ -485,7 +485,7 @@ def main(words: list[str] | None = None) -> int:
         rows = certify(make, options.elements, options.float32)
         first = next(rows)
     except Exception as problem:  # checks do not raise
-        parser.error(f"{options.calculator}: {_line(problem)}")
+        parser.error(f"{options.calculator}: {_one_line(problem)}")
     print(f"{'check':40}{'error':>9}{'bound':>9}  {'unit':9} result")
     for row in itertools.chain([first], rows):
         error = "" if math.isnan(row.error) else f"{row.error:.1e}"

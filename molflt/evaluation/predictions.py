@@ -359,7 +359,7 @@ def _count_on_mesh(model: nn.Module, batch: Batch) -> int:
     if type(scheme) is not Auto:
         return 0
     atoms = Atoms.of(batch, member.embedding.element.weight, charged=True)
-    geometry = atoms.geometry if member.subsurface else atoms.above_subsurface()[0].geometry
+    geometry = atoms.geometry if member.subsurface else atoms.without_subsurface()[0].geometry
     mask = scheme.on_mesh(geometry)
     return 0 if mask is None else int(mask.sum())
 

@@ -81,8 +81,8 @@ class GraphAttention(Redrawn):
         self.dim = dim
         self.periodic = periodic
         self.encoding = _make_encoding(heads, position, kernel, **encoding_options)
-        mask = None if self.encoding is None else self.encoding.position
-        self.attention = Attention(dim, heads, position=mask, **kernel, **attention)
+        own_position = None if self.encoding is None else self.encoding.position
+        self.attention = Attention(dim, heads, position=own_position, **kernel, **attention)
         self.attention.share_position()
 
     def reset_parameters(self) -> None:
@@ -118,17 +118,16 @@ class GraphAttention(Redrawn):
         tensors(x=x, pos=pos, batch=batch, cell=cell, pbc=pbc)
         if x.ndim != 2 or x.shape[1] != self.dim:
             raise ValueError(f"x must have shape (atoms, {self.dim}); got {tuple(x.shape)}")
-        encoding = self.encoding
-        if encoding is None:
-            pos = x.new_zeros(x.shape[0], 3)
+        if self.encoding is None:
+            pos = x.new_zeros(x.shape[0], 3)  # not used
         else:
-            self._expect_cell(encoding, cell, pbc)
+            self._expect_cell(self.encoding, cell, pbc)
             if pos is not None and pos.is_floating_point():  # ASE's positions are float64
-                pos = pos.to(at_least_float32(next(encoding.parameters())).dtype)
+                pos = pos.to(at_least_float32(next(self.encoding.parameters())).dtype)
         geometry = Geometry.of(pos, batch, cell, pbc, graphs=batch_size, atoms=x.shape[0])
         if not x.shape[0]:
             return x.clone()
-        return _encode(encoding, geometry).apply(self.attention, x)
+        return _encode(self.encoding, geometry).apply(self.attention, x)
 
     if TYPE_CHECKING:  # torch declares Any as the result of a call
         __call__ = forward
@@ -138,10 +137,12 @@ class GraphAttention(Redrawn):
     ) -> None:
         """Raises ValueError for periodic structures without a cell or a choice of `periodic`."""
         if encoding.periodic.needs_cell:
-            unusable = cell is None
+            suffices = cell is not None
         else:
-            unusable = self.periodic is None and (cell is not None or pbc is not None)
-        if unusable and (pbc is None or torch.compiler.is_compiling() or bool(pbc.any())):
+            suffices = self.periodic is not None or (cell is None and pbc is None)
+        if suffices:
+            return
+        if pbc is None or torch.compiler.is_compiling() or bool(pbc.any()):
             raise ValueError(
                 f"got a periodic structure, which needs cell, (graphs, 3, 3), Å, and periodic="
                 f"'reciprocal' or 'images', or 'none' to ignore the boundaries; the layer has "

@@ -29,14 +29,14 @@ if TYPE_CHECKING:
 _MOST_IN_MATRIX = 2048
 """largest number of atoms per graph in machine code; larger N x N matrices would exhaust memory"""
 _DIMENSIONS = {
-    ("numbers", "tags", "places"): ("atoms",),
-    ("references",): ("graphs",),
-    ("mask", "positions"): ("graphs", "width"),
-    ("nodes", "node_weights"): ("graphs", "nodes"),
-    ("pair_graphs", "pair_queries", "pair_keys", "pair_vectors"): ("pairs",),
-    ("edge_centers", "edge_neighbors", "edge_vectors"): ("edges",),
+    **dict.fromkeys(("numbers", "tags", "places"), ("atoms",)),
+    "references": ("graphs",),
+    **dict.fromkeys(("mask", "positions"), ("graphs", "width")),
+    **dict.fromkeys(("nodes", "node_weights"), ("graphs", "nodes")),
+    **dict.fromkeys(("pair_graphs", "pair_queries", "pair_keys", "pair_vectors"), ("pairs",)),
+    **dict.fromkeys(("edge_centers", "edge_neighbors", "edge_vectors"), ("edges",)),
 }
-"""leading dimensions, whose sizes may change, of the fields of `EnergyInputs`"""
+"""leading dimensions, whose sizes may change, of each field of `EnergyInputs`"""
 
 
 class EnergyInputs(NamedTuple):
@@ -81,7 +81,7 @@ class EnergyInputs(NamedTuple):
         atoms = Atoms.of(batch, model.embedding.element.weight)
         references = atoms.geometry.sum(model._references(atoms))
         if not model.subsurface:
-            atoms, _ = atoms.above_subsurface()
+            atoms, _ = atoms.without_subsurface()
         geometry, numbers, _ = atoms
         model.embedding.element.check(numbers)
         model.readout.counted(geometry)  # compiled code does not check tags
@@ -93,26 +93,31 @@ class EnergyInputs(NamedTuple):
             dense, terms = DenseAtoms.of(geometry), _Terms(None)
         else:
             dense = encoding.periodic.dense(geometry)
-            terms = encoding._terms(geometry, model._near(neighbors))
+            terms = encoding._terms(geometry, model._in_near_field(neighbors))
             if isinstance(encoding.periodic, Auto):  # one form for graphs of all sizes
                 terms = terms._replace(nodes=encoding.periodic.nodes(geometry, encoding.position))
-        # inputs that the model does not use
+        # zeros for inputs that the model does not use
         no_nodes = geometry.pos.new_zeros(geometry.graphs, 2, 3)
         no_pairs, no_vectors = numbers.new_zeros(2), geometry.pos.new_zeros(2, 3)
         nodes = terms.nodes or GraphNodes(no_nodes, no_nodes[..., 0])
         near = terms.near or NearPairs(no_pairs, no_pairs, no_pairs, no_vectors)
-        edges: tuple[Tensor, ...] = (no_pairs, no_pairs, torch.ones_like(no_vectors))
+        edges = neighbors or Neighbors(no_pairs, no_pairs, no_vectors, no_vectors[:, 0])
         return cls(
-            numbers,
-            geometry.tags,
-            places_of(geometry, dense.mask),
-            references,
-            dense.mask,
-            dense.positions,
-            nodes.xi.to(geometry.pos),
-            nodes.weights.to(geometry.pos),
-            *near,
-            *(edges if neighbors is None else neighbors[:3]),
+            numbers=numbers,
+            tags=geometry.tags,
+            places=places_of(geometry, dense.mask),
+            references=references,
+            mask=dense.mask,
+            positions=dense.positions,
+            nodes=nodes.xi.to(geometry.pos),
+            node_weights=nodes.weights.to(geometry.pos),
+            pair_graphs=near.graph,
+            pair_queries=near.query,
+            pair_keys=near.key,
+            pair_vectors=near.vector,
+            edge_centers=edges.center,
+            edge_neighbors=edges.neighbor,
+            edge_vectors=edges.vector,
         )
 
 
@@ -132,40 +137,38 @@ class EnergyComputation(nn.Module):
             if isinstance(layer, Attention):
                 layer.mixing = mixing
 
-    def forward(self, *inputs: Tensor) -> Tensor:
+    def forward(self, *fields: Tensor) -> Tensor:
         """Computes float64 energies (graphs,), in eV, from the ordered fields of `EnergyInputs`."""
-        batch, model = EnergyInputs(*inputs), self.model
-        dense = DenseAtoms(batch.mask, batch.positions, batch.mask, batch.positions)
-        encoding = None
+        inputs, model = EnergyInputs(*fields), self.model
+        dense = DenseAtoms(inputs.mask, inputs.positions, inputs.mask, inputs.positions)
+        encoding = nodes = near = edges = None
         if model.encoding is not None:
-            nodes = near = None
             if model.encoding.periodic.lattice:
-                nodes = GraphNodes(batch.nodes, batch.node_weights)
+                nodes = GraphNodes(inputs.nodes, inputs.node_weights)
             if model.encoding.near_field is not None:
-                pairs = batch.pair_graphs, batch.pair_queries, batch.pair_keys
-                near = NearPairs(*pairs, batch.pair_vectors)
+                pairs = inputs.pair_graphs, inputs.pair_queries, inputs.pair_keys
+                near = NearPairs(*pairs, inputs.pair_vectors)
             encoding = model.encoding._evaluate(dense, _Terms(nodes, near=near))
-        edges = None
         if model.sees_neighbors:
-            distance = batch.edge_vectors.norm(dim=-1)
-            ends = batch.edge_centers, batch.edge_neighbors
-            edges = Neighbors(*ends, batch.edge_vectors, distance)
-        unused = batch.positions.new_zeros(3)  # the encoding and the edges contain positions
+            distance = inputs.edge_vectors.norm(dim=-1)
+            ends = inputs.edge_centers, inputs.edge_neighbors
+            edges = Neighbors(*ends, inputs.edge_vectors, distance)
+        unused = inputs.positions.new_zeros(3)  # the encoding and the edges contain positions
         geometry = Geometry(
             pos=unused,
-            batch=torch.div(batch.places, batch.mask.shape[1], rounding_mode="floor"),
-            ptr=_starts(batch.mask.sum(dim=1)),
+            batch=inputs.places // inputs.mask.shape[1],
+            ptr=_starts(inputs.mask.sum(dim=1)),
             cell=unused,
             pbc=unused,
-            tags=batch.tags,
+            tags=inputs.tags,
         )
-        x = model.embedding(batch.numbers, geometry, edges)
-        padded = SizeClass(dense, encoding, batch.places)
+        tokens = model.embedding(inputs.numbers, geometry, edges)
+        graphs = SizeClass(dense, encoding, inputs.places)
         for _ in range(model.stack.refinements):
-            x = padded.apply(model.stack.one_pass, x)
-        atomic, _ = model.readout(model.stack.norm(x), geometry, edges)
+            tokens = graphs.apply(model.stack.one_pass, tokens)
+        atomic, _ = model.readout(model.stack.norm(tokens), geometry, edges)
         energy = geometry.sum(atomic.double()) * model.energy_std + model.energy_mean
-        return energy + batch.references
+        return energy + inputs.references
 
 
 def export_energies(model: EnergyRegressor, batch: "Data") -> "ExportedProgram":
@@ -178,12 +181,10 @@ def export_energies(model: EnergyRegressor, batch: "Data") -> "ExportedProgram":
 
     computation, inputs = EnergyComputation(model), EnergyInputs.of(model, batch)
     dims = {name: Dim(name, min=1) for names in _DIMENSIONS.values() for name in names}
-    shapes = {
-        field: {axis: dims[name] for axis, name in enumerate(names)}
-        for fields, names in _DIMENSIONS.items()
-        for field in fields
-    }
-    ordered = tuple(shapes[field] for field in EnergyInputs._fields)
+    ordered = tuple(
+        {axis: dims[name] for axis, name in enumerate(_DIMENSIONS[field])}
+        for field in EnergyInputs._fields
+    )
     with torch.no_grad():
         return export(computation, tuple(inputs), dynamic_shapes=(ordered,), strict=True)
 

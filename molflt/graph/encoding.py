@@ -1,8 +1,7 @@
 """Relative encoding of the atoms of a batch: mask or kernel, periodicity, and near field."""
 
-from collections.abc import Callable, Mapping
-from functools import partial
-from typing import Any, Literal, cast, get_args
+from collections.abc import Mapping
+from typing import Any, Literal, TypeAlias, cast, get_args
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +19,7 @@ from molflt.attention.encodings import (
 )
 from molflt.attention.features import FEATURE_MAPS
 from molflt.attention.layer import DEFAULT_MAP
-from molflt.attention.mixing.pairs import Pairs
+from molflt.attention.mixing.pairs import Pairs, products
 from molflt.attention.mixing.ragged import Ragged
 from molflt.attention.numerics import distances, products_of_all
 from molflt.attention.positions import make_position
@@ -30,13 +29,13 @@ from molflt.attention.positions.spectral import FrequencyProjection, GraphNodes,
 from molflt.attention.spectra import GaussianBasis
 from molflt.graph.dense import DenseAtoms, places_of
 from molflt.graph.geometry import Geometry
-from molflt.graph.memory import _expect_memory
+from molflt.graph.memory import expect_memory_of_nodes
 from molflt.graph.near import NearPairs, _bound, _Terms, in_pieces
 from molflt.graph.neighbors import Neighbors, neighbor_list
 from molflt.graph.periodic import Auto, Images, Near, OnMesh, Open, Reciprocal, make_periodic
 from molflt.graph.sizes import SizeClass, SizeClasses
 
-_FarField = Callable[[NearPairs, float], Tensor]  # of pairs, with a bound on distances, in Å
+_KernelFactors: TypeAlias = tuple[Tensor, Tensor]
 _NARROWEST = 0.2  # Å, narrowest Gaussian of the near field
 GraphPositionName = Literal["none", "spectral", "multiplicative"]
 _GRAPH_POSITIONS = get_args(GraphPositionName)
@@ -116,26 +115,24 @@ class GraphEncoding(nn.Module):
         return SizeClasses.of(geometry, encode, columns, terms.on_mesh)
 
     def _ragged(self, geometry: Geometry, terms: _Terms) -> SizeClass:
-        """Evaluates the encoding of all graphs without padding, for mixing "triton"."""
-        position, nodes, near = self.position, terms.nodes, terms.near
+        """Evaluates the encoding without padding, with all graphs in one row, for "triton"."""
+        position, near = self.position, terms.near
         assert isinstance(position, MultiplicativePosition)
         dense = self.periodic.dense(geometry)
         places = places_of(geometry, dense.mask)
-        positions = dense.positions.flatten(0, 1).index_select(0, places)
-        if nodes is None:
+        positions = dense.positions.flatten(0, 1).index_select(0, places)  # (atoms, 3)
+        if terms.nodes is None:
             waves = position.waves()
         else:
-            nodes = GraphNodes(nodes.xi.to(positions), nodes.weights.to(positions))
-            waves = position.waves(nodes, terms.node_counts())
+            waves = position.waves(_rounded(terms.nodes, positions), terms.node_counts())
         factors = None
-        if near is not None:  # all graphs are parts of one row
+        if near is not None:
             first = geometry.ptr[near.graph]
             row = torch.zeros_like(near.graph)
             near = NearPairs(row, near.query + first, near.key + first, near.vector)
-            if nodes is None:
+            if terms.nodes is None:
                 factors = position.factors(positions[None], positions[None])
-        far = partial(self.periodic.far, position, factors)
-        pairs = self._corrected_pairs(terms._replace(near=near), far)
+        pairs = self._corrected_pairs(terms._replace(near=near), factors)
         tokens = Ragged.of(geometry.ptr.tolist(), places.device)
         encoding = RaggedKernel(waves, (positions, positions), (tokens, tokens), pairs)
         mask = torch.ones_like(places, dtype=torch.bool)[None]
@@ -153,12 +150,11 @@ class GraphEncoding(nn.Module):
                 "use position='multiplicative' for stress"
             )
         dense = self.periodic.dense(geometry)
-        mesh = None
-        if terms.on_mesh is not None:
-            mesh = self.periodic.mesh(geometry, dense, self.position, terms.on_mesh)
-        if mesh is not None and isinstance(self.position, MultiplicativePosition):
-            far = partial(self.periodic.far, self.position, None)
-            encoding: Encoding = MeshNodes(mesh, self._corrected_pairs(terms, far))
+        if terms.on_mesh is not None and bool(terms.on_mesh.any()):  # all graphs of a class
+            assert isinstance(self.periodic, Auto)
+            assert isinstance(self.position, MultiplicativePosition)
+            mesh = self.periodic.mesh(geometry, dense, self.position)
+            encoding: Encoding = MeshNodes(mesh, self._corrected_pairs(terms))
         else:
             encoding = self._evaluate(dense, terms)
         return SizeClass(dense, encoding, places_of(geometry, dense.mask))
@@ -167,10 +163,11 @@ class GraphEncoding(nn.Module):
         """Finds neighbors and nodes of the whole batch at once; errors thus refer to the batch."""
         without_nodes = self.periodic.without_nodes(geometry)
         on_mesh = self.periodic.on_mesh(geometry)
-        unused = on_mesh if without_nodes is None else without_nodes
-        nodes = self.periodic.nodes(geometry, self.position, unused)
+        # at most one of them is a mask, because schemes with a mesh are not smooth
+        left_out = on_mesh if without_nodes is None else without_nodes
+        nodes = self.periodic.nodes(geometry, self.position, left_out)
         if nodes is not None:
-            _expect_memory(nodes.weights, geometry, self.position.spectrum.heads)
+            expect_memory_of_nodes(nodes.weights, geometry, self.position.spectrum.heads)
         if self.near_field is None and without_nodes is None:
             return _Terms(nodes, on_mesh=on_mesh)
         if not self.periodic.lattice:
@@ -192,23 +189,20 @@ class GraphEncoding(nn.Module):
 
     def _evaluate(self, dense: DenseAtoms, terms: _Terms) -> Encoding:
         """Evaluates the encoding without a mesh; exported programs require that all are tensors."""
-        nodes = terms.nodes
-        if self.softmax and nodes is None:
+        if self.softmax and terms.nodes is None:
             return self._exact_mask(dense, terms)
-        dtype = torch.promote_types(dense.positions.dtype, torch.float32)
-        rounded = None if nodes is None else GraphNodes(nodes.xi.to(dtype), nodes.weights.to(dtype))
-        factors = self.position.factors(dense.positions, dense.key_positions, rounded)
+        nodes = None if terms.nodes is None else _rounded(terms.nodes, dense.positions)
+        factors = self.position.factors(dense.positions, dense.key_positions, nodes)
         if isinstance(self.position, MultiplicativePosition):
-            far = partial(self.periodic.far, self.position, factors)
-            encoding = Kernel(*factors, self._corrected_pairs(terms, far))
+            encoding = Kernel(*factors, self._corrected_pairs(terms, factors))
             if not self.softmax:
                 return encoding
             kernel = encoding.dense(dense.positions.shape[1], dense.key_positions.shape[1])
             return Bias(kernel.clamp(min=self.position.positive).log())
         if self.softmax:
             return Bias(products_of_all(*factors))
-        if self.frequency_projection is not None and nodes is not None:
-            return Factors(*self.frequency_projection(factors, nodes.xi))
+        if self.frequency_projection is not None and terms.nodes is not None:
+            return Factors(*self.frequency_projection(factors, terms.nodes.xi))
         return Factors(*factors)
 
     def _exact_mask(self, dense: DenseAtoms, terms: _Terms) -> Encoding:
@@ -217,14 +211,28 @@ class GraphEncoding(nn.Module):
         if self.near_field is None or not isinstance(position, MultiplicativePosition):
             return position("softmax", positions, keys)
         kernel = position.kernel(differences(positions, keys))
-        pairs = self._corrected_pairs(terms, lambda near, _: position.kernel(-near.vector[None])[0])
+        pairs = self._corrected_pairs(terms)
         if pairs is not None:
             batch, queries, _ = positions.shape
             kernel = kernel + pairs.dense(batch, queries, keys.shape[1])
         return Bias(kernel.clamp(min=position.positive).log())
 
-    def _corrected_pairs(self, terms: _Terms, far: _FarField) -> Pairs | None:
-        """Returns near-field pairs and their corrections; each atom is also paired with itself."""
+    def _far(self, near: NearPairs, farthest: float, factors: _KernelFactors | None) -> Tensor:
+        """Computes the far field of pairs: (heads, pairs); `farthest` bounds distances, in Å."""
+        assert isinstance(self.position, MultiplicativePosition)
+        if self.periodic.lattice:
+            return self.periodic.profile(self.position, distances(near.vector), farthest)
+        if factors is None:
+            return self.position.kernel(-near.vector[None])[0]
+        return products(*factors, near.pairs())
+
+    def _corrected_pairs(
+        self, terms: _Terms, factors: _KernelFactors | None = None
+    ) -> Pairs | None:
+        """Returns near-field pairs and their corrections; each atom is also paired with itself.
+
+        Open boundaries need the `factors` of the kernel, unless all pairs have the exact kernel.
+        """
         if terms.near is None:
             return None
         near, without_nodes = terms.near, terms.without_nodes
@@ -232,17 +240,19 @@ class GraphEncoding(nn.Module):
         farthest = cutoff if without_nodes is None else _bound(distances(near.vector), cutoff)
 
         def corrections(piece: NearPairs) -> tuple[Tensor, ...]:
-            pairs, kernel = piece.pairs(), far(piece, farthest)
-            corrected = pairs._replace(weight=torch.zeros_like(kernel))
-            if self.near_field is not None:
-                corrected = self.near_field(pairs, piece.vector, kernel)
-            weight = corrected.weight
+            """Returns weights (heads, pairs) and, with exact pairs, the fields of `Pairs.exact`."""
+            pairs, kernel = piece.pairs(), self._far(piece, farthest, factors)
+            if self.near_field is None:
+                pairs = pairs._replace(weight=torch.zeros_like(kernel))
+            else:
+                pairs = self.near_field(pairs, piece.vector, kernel)
+            weight = pairs.weight
             if without_nodes is not None:  # these graphs have no other far field
                 weight = weight + kernel * without_nodes[piece.graph]
-            return weight, *(corrected.exact or ())
+            return (weight,) if pairs.exact is None else (weight, *pairs.exact)
 
         pieces = zip(*in_pieces(corrections, near), strict=True)
-        weight, *exact = (torch.cat(parts, dim=-1) for parts in pieces)
+        weight, *exact = [torch.cat(parts, dim=-1) for parts in pieces]
         return near.pairs()._replace(weight=weight, exact=(exact[0], exact[1]) if exact else None)
 
     @torch.no_grad()
@@ -256,7 +266,7 @@ class GraphEncoding(nn.Module):
             return self.position.radial_profile(distance)
         kernel = self.periodic.profile(self.position, distance, float(distance.max()))
         if self.near_field is not None:
-            vector = F.pad(distance[None, :, None], (0, 2))
+            vector = F.pad(distance[None, :, None], (0, 2))  # (1, n, 3), along x
             near = self.near_field.spectrum.mask(vector)[0].exp()
             kernel = kernel + self.near_field.switch(distance) * (near - kernel)
         return kernel.clamp(min=self.position.positive).log()
@@ -288,6 +298,11 @@ def _make_position(
             f"periodic={scheme!r}; use another spectrum, or periodic='none' or 'images'"
         )
     return position
+
+
+def _rounded(nodes: GraphNodes, positions: Tensor) -> GraphNodes:
+    """Casts float64 nodes to the precision of the positions."""
+    return GraphNodes(nodes.xi.to(positions), nodes.weights.to(positions))
 
 
 def _expect_no_mesh(scheme: Open) -> None:
@@ -327,8 +342,8 @@ def _make_encoding(
     options["periodic"] = options["periodic"] or "none"
     if position != "none":
         return GraphEncoding(heads, position=position, **options, **kernel)
-    unused = {name: value or None for name, value in options.items() if value != "none"}
-    no_effect("with position='none'", **unused)
+    given = {name: value for name, value in options.items() if value and value != "none"}
+    no_effect("with position='none'", **given)
     return None
 
 

@@ -55,15 +55,16 @@ class Geometry(NamedTuple):
         pos = _checked_positions(pos, atoms)
         if pbc is not None and pbc.is_floating_point():
             raise ValueError(f"pbc must be bool, one for each axis; got {pbc.dtype}; use .bool()")
-        with_rows = ((cell, 3), (pbc, 2))  # `len` would fix the size in exported programs
-        rows = [x.shape[0] for x, axes in with_rows if x is not None and x.ndim == axes]
+        per_graph = ((cell, 3), (pbc, 2))  # tensors, with their axes if they have rows per graph
+        # `len` would fix the size in exported programs
+        rows = [x.shape[0] for x, axes in per_graph if x is not None and x.ndim == axes]
         if batch is not None:
             batch = _checked_batch(batch, pos, graphs)
         else:
             batch = torch.zeros(pos.shape[0], dtype=torch.long, device=pos.device)
             if pos.shape[0]:
                 most = max(rows, default=1)
-                if (graphs is not None and graphs != 1) or most != 1:
+                if graphs not in (None, 1) or most != 1:
                     raise ValueError(
                         f"without batch, there must be one graph; got batch_size={graphs} and "
                         f"{most} in cell or pbc; pass batch, (atoms,), the graph of each atom"
@@ -150,7 +151,8 @@ def _starts(counts: Tensor) -> Tensor:
 
 def _checked_positions(pos: Tensor | None, atoms: int | None) -> Tensor:
     """Checks positions (atoms, 3), in Å, and casts them to at least float32."""
-    if pos is None or pos.ndim != 2 or pos.shape != (pos.shape[0] if atoms is None else atoms, 3):
+    is_matrix = pos is not None and pos.ndim == 2 and pos.shape[1] == 3
+    if pos is None or not is_matrix or (atoms is not None and pos.shape[0] != atoms):
         rows = "atoms" if atoms is None else atoms
         got = None if pos is None else tuple(pos.shape)
         raise ValueError(f"pos must have shape ({rows}, 3), Å; got {got}; pass positions")
@@ -170,11 +172,11 @@ def _checked_positions(pos: Tensor | None, atoms: int | None) -> Tensor:
     return pos
 
 
-def _checked_batch(batch: Tensor, atoms: Tensor, graphs: int | None) -> Tensor:
-    """Checks the indices `batch` (atoms,) and casts them to int64; `atoms` has a row per atom."""
-    if batch.device != atoms.device or batch.shape != atoms.shape[:1]:
+def _checked_batch(batch: Tensor, pos: Tensor, graphs: int | None) -> Tensor:
+    """Checks the graphs `batch` (atoms,) of the atoms at `pos`, and casts them to int64."""
+    if batch.device != pos.device or batch.shape != pos.shape[:1]:
         raise ValueError(
-            f"batch must have shape ({len(atoms)},), the graph of each atom, on {atoms.device}; "
+            f"batch must have shape ({len(pos)},), the graph of each atom, on {pos.device}; "
             f"got {tuple(batch.shape)} on {batch.device}; correct it"
         )
     last = _MOST_GRAPHS if graphs is None else graphs - 1
@@ -239,8 +241,9 @@ class Atoms(NamedTuple):
         zeros = torch.zeros(len(pos), dtype=torch.long, device=pos.device)
         tags = zeros if geometry.tags is None else geometry.tags
         fixed = zeros.bool() if data.get("fixed") is None else data.fixed
-        for name, values in {"atomic_numbers": numbers, "tags": tags, "fixed": fixed}.items():
-            tensors(**{name: values})
+        by_atom = {"atomic_numbers": numbers, "tags": tags, "fixed": fixed}
+        tensors(**by_atom)
+        for name, values in by_atom.items():
             if values.shape != pos.shape[:1] or values.device != pos.device:
                 raise ValueError(
                     f"{name} must have shape ({len(pos)},), one for each atom, on {pos.device}; "
@@ -260,7 +263,7 @@ class Atoms(NamedTuple):
         )
         return cls(geometry, numbers.long(), fixed)
 
-    def above_subsurface(self) -> tuple["Atoms", Tensor]:
+    def without_subsurface(self) -> tuple["Atoms", Tensor]:
         """Removes the atoms with tag 0; returns the other atoms, and the mask that selects them.
 
         Graphs that have only atoms with tag 0 are not changed.
@@ -278,17 +281,17 @@ class Atoms(NamedTuple):
 
 def _charges(data: "Data", geometry: Geometry, charged: bool) -> Tensor | None:
     """Returns total charges (graphs,), in units of e, with 0 for NaN; None if unused or missing."""
-    _read_per_graph(data, geometry, "multiplicity", 1.0, "no model reads it")
+    multiplicity = _numbers_of(data, geometry, "multiplicity", unknown=1.0)
+    _expect_all(multiplicity, "multiplicity", 1.0, "no model reads it")
+    charge = _numbers_of(data, geometry, "charge", unknown=0.0)
     if charged:
-        return _read_per_graph(data, geometry, "charge", 0.0)
-    _read_per_graph(data, geometry, "charge", 0.0, "only potentials with total_charge=True read it")
+        return charge
+    _expect_all(charge, "charge", 0.0, "only potentials with total_charge=True read it")
     return None
 
 
-def _read_per_graph(
-    data: "Data", geometry: Geometry, name: str, default: float, hint: str = ""
-) -> Tensor | None:
-    """Returns numbers (graphs,), if any, with `default` for NaN; with a `hint`, rejects others."""
+def _numbers_of(data: "Data", geometry: Geometry, name: str, unknown: float) -> Tensor | None:
+    """Returns numbers (graphs,), with `unknown` for NaN; None if the data lack them."""
     if (values := data.get(name)) is None:
         return None
     values = torch.as_tensor(values, device=geometry.pos.device).reshape(-1)
@@ -296,12 +299,17 @@ def _read_per_graph(
         raise ValueError(
             f"{name} must have shape ({geometry.graphs},), one per graph; got {tuple(values.shape)}"
         )
-    values = torch.where(values.isnan(), default, values)
-    differs = values != default
-    if hint and not torch.compiler.is_compiling() and not in_transform() and differs.any():
+    return torch.where(values.isnan(), unknown, values)
+
+
+def _expect_all(values: Tensor | None, name: str, expected: float, why: str) -> None:
+    """Raises ValueError for the first graph with another number, which has no effect."""
+    if values is None or torch.compiler.is_compiling() or in_transform():
+        return
+    differs = values != expected
+    if differs.any():
         graph = int(differs.nonzero()[0])
         raise ValueError(
-            f"{name} of this model must be {default:g}; got {float(values[graph]):g} of graph "
-            f"{graph}; remove it, because {hint}"
+            f"{name} of this model must be {expected:g}; got {float(values[graph]):g} of graph "
+            f"{graph}; remove it, because {why}"
         )
-    return values

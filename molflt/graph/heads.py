@@ -1,9 +1,7 @@
 """Atom embedding, energy readout and position head."""
 
 import math
-import operator
 import warnings
-from functools import reduce
 from typing import Literal, get_args
 
 import torch
@@ -15,7 +13,7 @@ from molflt.attention.numerics import fade
 from molflt.graph import elements
 from molflt.graph.geometry import Geometry, _sum_by
 from molflt.graph.messages import EquivariantMessages
-from molflt.graph.near import in_pieces
+from molflt.graph.near import sum_in_pieces
 from molflt.graph.neighbors import Neighbors
 from molflt.graph.radial import radial_bumps
 
@@ -212,8 +210,8 @@ class EnergyReadout(nn.Module):
         assert neighbors is not None
         adsorbate = tags == Tag.ADSORBATE.value
         across = adsorbate[neighbors.center] != adsorbate[neighbors.neighbor]
-        factor = 1 - fade((neighbors.distance / self.cutoff - _ONSET) / (1 - _ONSET)) * across
-        contacts = -factor.clamp(min=torch.finfo(factor.dtype).tiny).log()
+        apart = 1 - fade((neighbors.distance / self.cutoff - _ONSET) / (1 - _ONSET)) * across
+        contacts = -apart.clamp(min=torch.finfo(apart.dtype).tiny).log()
         weight = 1 - _sum_by(contacts, neighbors.center, len(h)).neg().exp()
         by_contact = torch.where(adsorbate, self.by_contact[1], self.by_contact[0])
         return atomic * torch.where(by_contact, weight, counted.to(weight)), contacts
@@ -270,10 +268,10 @@ class PositionHead(nn.Module):
 
     def forward(self, h: Tensor, neighbors: Neighbors) -> Tensor:
         """Maps tokens (atoms, dim) and pairs of neighbors to displacements (atoms, 3), in Å."""
-        pieces = in_pieces(self._moves, neighbors, self.from_center(h), self.from_neighbor(h))
-        return reduce(operator.add, pieces)
+        return sum_in_pieces(self._moves, neighbors, self.from_center(h), self.from_neighbor(h))
 
     def _moves(self, pairs: Neighbors, from_center: Tensor, from_neighbor: Tensor) -> Tensor:
+        """Sums w_ij (r_j - r_i) over pairs, from the first layer's terms (atoms, hidden)."""
         center, neighbor, vector, distance = pairs
         basis = radial_bumps(distance, _NUM_BASIS, self.cutoff).to(from_center.dtype)
         # For many pairs, each additional tensor costs as much as the computation.

@@ -29,7 +29,7 @@ from molflt.attention.numerics import (
 from molflt.attention.spectra import InversePower
 from molflt.graph.geometry import Geometry, _sum_by
 from molflt.graph.memory import expect_memory
-from molflt.graph.near import _all_pairs, in_pieces
+from molflt.graph.near import _all_pairs, sum_in_pieces
 from molflt.graph.neighbors import Neighbors, neighbor_list
 from molflt.graph.radial import softened
 
@@ -169,9 +169,10 @@ class LongRange(nn.Module):
             charges, geometry, self.powers, self.cutoff, self.smearing, neighbors
         )
         strength = charges.new_full(charges.shape[1:], COULOMB, dtype=torch.float64)
-        strength[[power > 1 for power in self.powers], ::2] *= -1  # attraction
-        near, far = ((x * strength).sum(dim=(1, 2)) for x in (near, far))
-        return near, far, charges
+        for row, power in zip(strength, self.powers, strict=True):
+            if power > 1:
+                row[::2] *= -1  # attraction
+        return (near * strength).sum(dim=(1, 2)), (far * strength).sum(dim=(1, 2)), charges
 
     extra_repr = options_of
 
@@ -222,26 +223,26 @@ def inverse_power_sums(
         if neighbors is None or bool((scale > 1).any()):
             neighbors = neighbor_list(scaled, cutoff)
         near, far = _pair_sums(charges, scaled, scale.double(), laws, neighbors, smearing)
-        rows = list(far)
+        far_of_graphs = list(far)
         for graph, (start, stop) in enumerate(pairwise(geometry.ptr.tolist())):
             if axes[graph]:
                 pos, cell = scaled.pos[start:stop], scaled.cell[graph]
                 part = _far_of_lattice(pos, charges[start:stop], cell, scaled.pbc[graph], laws)
-                unit = scale[graph].double() ** -charges.new_tensor(powers)[:, None]
-                rows[graph] = rows[graph] + part * unit
-        return near, torch.stack(rows)
+                to_angstrom = scale[graph].double() ** -charges.new_tensor(powers)[:, None]
+                far_of_graphs[graph] = far_of_graphs[graph] + part * to_angstrom
+        return near, torch.stack(far_of_graphs)
 
 
 def _scales(geometry: Geometry, cutoff: float) -> Tensor:
     """Returns units of length, in Å, that bound the number of nodes: (graphs,), usually 1."""
     cell, pbc = geometry.cell.detach().double(), geometry.pbc
     extent = free_extent(geometry.pos.detach().double(), geometry.batch, cell, pbc)
-    reach = 2 * _APART * cutoff / _DEPTH
-    volume = Lattice.of(cell, pbc, 2 * extent, reach).volume / (_LARGEST * cutoff**3)
-    share = torch.where(pbc.all(dim=1), 0.0, reach / (2 * extent[:, -1] + reach))
+    margin = 2 * _APART * cutoff / _DEPTH  # above a slab, in Å
+    volume = Lattice.of(cell, pbc, 2 * extent, margin).volume / (_LARGEST * cutoff**3)
+    margin_share = torch.where(pbc.all(dim=1), 0.0, margin / (2 * extent[:, -1] + margin))
     scale = torch.ones_like(volume)
     for _ in range(9):  # fixed point, because the margin of a slab grows with the scale
-        scale = (volume * (1 + share * (scale - 1))).clamp(min=1.0) ** (1 / 3)
+        scale = (volume * (1 + margin_share * (scale - 1))).clamp(min=1.0) ** (1 / 3)
     return torch.where(pbc.any(dim=1), scale, 1.0)
 
 
@@ -253,7 +254,10 @@ def _pair_sums(
     neighbors: Neighbors,
     smearing: float,
 ) -> tuple[Tensor, ...]:
-    """Computes near parts, and far parts of nonperiodic graphs; lengths are divided by `scale`."""
+    """Computes near parts, and far parts of nonperiodic graphs, each (graphs, powers, channels).
+
+    Lengths in `geometry` and `neighbors` are divided by `scale`, (graphs,) in Å.
+    """
     molecule, cutoff = ~geometry.pbc.any(dim=1), _DEPTH / laws[0].sharpness
     counts = geometry.ptr.diff()[molecule]
     expect_memory(
@@ -266,56 +270,58 @@ def _pair_sums(
     center = torch.cat((neighbors.center[periodic], first))
     neighbor = torch.cat((neighbors.neighbor[periodic], second))
     vector = torch.cat((neighbors.vector[periodic], geometry.pos[second] - geometry.pos[first]))
-    both = charges.repeat(1, 2, 1)  # for near and far parts
+    twice = charges.repeat(1, 2, 1)  # (atoms, 2 powers, channels), for near and far parts
 
     def sums(pairs: Neighbors) -> Tensor:
         square = pairs.vector.double().square().sum(dim=-1)
-        share = fade((pairs.distance / cutoff - _ONSET) / (1 - _ONSET))
+        near_weight = fade((pairs.distance / cutoff - _ONSET) / (1 - _ONSET))
         graph = geometry.batch[pairs.center]
         in_molecule, unit = molecule[graph], scale[graph]
-        near, far = [], []
+        near, far = [], []  # of 1 / r^p, (pairs,) for each power
         for law in laws:
             if smearing:
-                whole = InversePower(law.power, 0.5**0.5 / smearing).smooth(square * unit**2)
+                total = InversePower(law.power, 0.5**0.5 / smearing).smooth(square * unit**2)
             else:
-                whole = softened(square * unit**2) ** (-law.power / 2)
-            close = share * (whole - law.smooth(square) * unit**-law.power)
-            near.append(close)
-            far.append((whole - close) * in_molecule)
+                total = softened(square * unit**2) ** (-law.power / 2)
+            near.append(near_weight * (total - law.smooth(square) * unit**-law.power))
+            far.append((total - near[-1]) * in_molecule)
         weight = torch.stack((*near, *far), dim=1).to(charges.dtype)[..., None]
-        field = _sum_by(weight * both[pairs.neighbor], pairs.center, len(both))
-        return geometry.sum((both * field).double()) / 2
+        field = _sum_by(weight * twice[pairs.neighbor], pairs.center, len(twice))
+        return geometry.sum((twice * field).double()) / 2
 
     all_pairs = Neighbors(center, neighbor, vector, distances(vector.double()))
-    return sum(in_pieces(sums, all_pairs), charges.new_zeros(())).chunk(2, dim=1)
+    return sum_in_pieces(sums, all_pairs).chunk(2, dim=1)
 
 
 def _far_of_lattice(
     pos: Tensor, charges: Tensor, cell: Tensor, pbc: Tensor, laws: Sequence[InversePower]
 ) -> Tensor:
     """Computes the far part for one graph with periodic axes: (powers, channels) float64."""
-    pos, cell, pbc = pos.double(), cell.double()[None], pbc[None]
+    pos, cell, pbc = pos.double(), cell.double()[None], pbc[None]  # a batch of one cell
     sharpness = laws[0].sharpness
     # The box is twice as tall as the slab, plus margins; energies do not depend on its height.
     graph = torch.zeros(len(pos), dtype=torch.long, device=pos.device)
     height = 2 * free_extent(pos.detach(), graph, cell.detach(), pbc)
-    reach = 2 * _APART / sharpness
-    nodes, weights = reciprocal_nodes(cell, pbc, _HIGHEST * sharpness, height, reach)
+    margin = 2 * _APART / sharpness
+    nodes, weights = reciprocal_nodes(cell, pbc, _HIGHEST * sharpness, height, margin)
     spectra = torch.cat([law.spectrum(nodes) for law in laws])  # [p, r]
     if not bool(pbc.all()):
-        spectra = _cut_off(nodes, spectra, cell, pbc, height[0, -1] + reach)
+        spectra = _cut_off(nodes, spectra, cell, pbc, height[0, -1] + margin)
     factors = (weights * spectra).T  # [r, p]
     chunk = max(1, _TRANSIENT // max(1, len(pos)))
     several = chunk < len(factors)
     total = factors.new_zeros(charges.shape[1:])
     for xi, factor in zip(nodes[0].split(chunk), factors.split(chunk), strict=True):
-        total = total + recomputed(_power, pos, charges, xi, factor, several=several)
+        total = total + recomputed(_sum_over_nodes, pos, charges, xi, factor, several=several)
     with_itself = charges.new_tensor([law.at_zero() for law in laws], dtype=torch.float64)
     return (total - with_itself[:, None] * charges.double().square().sum(dim=0)) / 2
 
 
-def _power(pos: Tensor, charges: Tensor, xi: Tensor, factor: Tensor) -> Tensor:
-    """Returns sum_G w_G |sum_j q_j exp(2 pi i G . r_j)|^2, where G is `xi` and w is `factor`."""
+def _sum_over_nodes(pos: Tensor, charges: Tensor, xi: Tensor, factor: Tensor) -> Tensor:
+    """Returns sum_G w_G |sum_j q_j exp(2 pi i G . r_j)|^2: (powers, channels).
+
+    The vectors G are `xi` (r, 3), and their weights w are `factor` (r, powers).
+    """
     turns = xi @ pos.mT  # in float64; large phases would be inaccurate in float32
     phase = (2 * math.pi * (turns - turns.detach().round())).to(charges.dtype)  # [r, atom]
     flat = charges.flatten(1)

@@ -46,16 +46,17 @@ class _Matrices(NamedTuple):
         if torch.compiler.is_compiling():
             return None
         mask = atom_mask(geometry)
-        graphs, most = mask.shape
-        if graphs * most**2 > _SPARSEST * len(edges.center):
+        graphs, size = mask.shape
+        if graphs * size**2 > _SPARSEST * len(edges.center):
             return None
         places = places_of(geometry, mask)
-        cells = places[edges.center] * most + places[edges.neighbor] % most
+        elements = places[edges.center] * size + places[edges.neighbor] % size
 
         def summed(of_pairs: Tensor) -> Tensor:
             """Sums over images: (pairs, k, functions) -> (graphs, size * k, functions * size)."""
-            by_cell = _sum_by(of_pairs, cells, graphs * most**2)
-            return by_cell.unflatten(0, (graphs, most, most)).movedim(2, 4).flatten(3).flatten(1, 2)
+            sums = _sum_by(of_pairs, elements, graphs * size**2)
+            sums = sums.unflatten(0, (graphs, size, size))  # [graph, center, neighbor, k, function]
+            return sums.movedim(2, 4).flatten(3, 4).flatten(1, 2)
 
         basis = edges.basis[:, None]
         return cls(summed(basis), summed(basis * edges.direction), mask, places)
@@ -123,7 +124,7 @@ class _Interaction(nn.Module):
         message = self.message(self.norm(tokens)) * _SCALE
         sums: Iterable[tuple[Tensor, Tensor]]
         if isinstance(pairs, _Matrices):
-            sums = [self._products(pairs, message, vectors)]
+            sums = [self._sums_by_products(pairs, message, vectors)]
         else:  # one piece at a time, because each has the size of all atoms
             sums = in_pieces(self._sums, pairs, message, vectors)
         for more_tokens, more_vectors in sums:
@@ -150,19 +151,20 @@ class _Interaction(nn.Module):
             of_vectors = torch.addcmul(of_vectors, parts[2][:, None], of_neighbors)
         return _sum_by(of_tokens, center, len(message)), _sum_by(of_vectors, center, len(message))
 
-    def _products(
+    def _sums_by_products(
         self, matrices: _Matrices, message: Tensor, vectors: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """Computes the same contributions as `_sums` with one matrix product per graph."""
         dim = self.norm.normalized_shape[0]
+        # (parts, functions, 1, dim), which multiply padded messages (graphs, 1, size, dim)
         filters = self.filter.weight.unflatten(0, (-1, dim)).transpose(1, 2)[:, :, None]
         parts = message.split(dim, dim=1)
         invariant, directed = matrices.invariant, matrices.directed
         of_tokens = invariant @ (matrices.padded(parts[0]) * filters[0]).flatten(1, 2)
-        along = directed @ (matrices.padded(parts[1]) * filters[1]).flatten(1, 2)
-        of_vectors = along.unflatten(1, (-1, 3))
+        of_vectors = directed @ (matrices.padded(parts[1]) * filters[1]).flatten(1, 2)
+        of_vectors = of_vectors.unflatten(1, (-1, 3))  # (graphs, size, 3, dim)
         if vectors is not None:
-            scaled = matrices.padded((parts[2][:, None] * vectors).flatten(1))
+            scaled = matrices.padded((parts[2][:, None] * vectors).flatten(1))  # [..., 3 dim]
             of_neighbors = invariant @ (scaled * filters[2].repeat(1, 1, 3)).flatten(1, 2)
             of_vectors = of_vectors + of_neighbors.unflatten(2, (3, -1))
         return matrices.rows(of_tokens), matrices.rows(of_vectors)

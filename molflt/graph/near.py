@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator
+from functools import reduce
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -68,12 +69,16 @@ class NearPairs(NamedTuple):
 
 
 class _Terms(NamedTuple):
-    """Nodes and pairs over which the encoding of a batch is summed; see `Open`."""
+    """Nodes and pairs over which the encoding of a batch is summed."""
 
     nodes: GraphNodes | None
+    """float64; None for schemes that do not compute nodes"""
     without_nodes: Tensor | None = None
+    """(graphs,) bool, see `Open.without_nodes`"""
     near: NearPairs | None = None
+    """pairs within the near field, and all pairs of the graphs in `without_nodes`"""
     on_mesh: Tensor | None = None
+    """(graphs,) bool, see `Open.on_mesh`"""
 
     def node_counts(self) -> Tensor:
         """Counts the nodes of each graph up to the last one with a nonzero weight: (graphs,)."""
@@ -118,6 +123,13 @@ def in_pieces(
         return
     for piece in zip(*(x.split(_PIECE) for x in pairs), strict=True):
         yield recomputed(function, type(pairs)(*piece), *arguments)
+
+
+def sum_in_pieces(
+    function: Callable[..., Tensor], pairs: tuple[Tensor, ...], *arguments: object
+) -> Tensor:
+    """Returns the sum of the results of `in_pieces`."""
+    return reduce(torch.add, in_pieces(function, pairs, *arguments))
 
 
 def _bound(distance: Tensor, least: float) -> float:

@@ -39,7 +39,7 @@ class Neighbors(NamedTuple):
 
 def expect_lattice(geometry: Geometry) -> None:
     """Raises ValueError with a graph's index if its lattice planes are less than 0.5 Å apart."""
-    boxes, periodic = _numbers(geometry.cell).astype(np.float64), _numbers(geometry.pbc)
+    boxes, periodic = _float64(geometry.cell), _numbers(geometry.pbc)
     _check_heights(lattice_heights(boxes, periodic), boxes, periodic)
 
 
@@ -48,12 +48,17 @@ def neighbor_list(geometry: Geometry, cutoff: float) -> Neighbors:
 
     Each pair appears in both directions. Raises MemoryError if the pairs do not fit into memory.
     """
+    center, neighbor, vector, _ = shifted_pairs(geometry, cutoff)
+    return Neighbors(center, neighbor, vector, distances(vector))
+
+
+def shifted_pairs(geometry: Geometry, cutoff: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Returns the first three fields of `neighbor_list`, and the neighbors' cells (pairs, 3)."""
     pos, cell = geometry.pos, geometry.cell
     (center, neighbor), shift, graph = _neighbors(pos, cell, geometry.pbc, geometry.ptr, cutoff)
     with torch.autocast(cell.device.type, enabled=False):  # not in half precision
         offset = torch.einsum("ps,psc->pc", shift.to(cell.dtype), cell[graph])
-    vector = pos[neighbor] - pos[center] + offset
-    return Neighbors(center, neighbor, vector, distances(vector))
+    return center, neighbor, pos[neighbor] - pos[center] + offset, shift
 
 
 def _unknown_pairs(
@@ -70,7 +75,7 @@ def _neighbors(
     """Returns atom indices (2, pairs), cell offsets (pairs, 3) and graph indices (pairs,)."""
     from vesin import NeighborList  # imported here because reading signatures must not load it
 
-    points, boxes = _numbers(pos).astype(np.float64), _numbers(cell).astype(np.float64)
+    points, boxes = _float64(pos), _float64(cell)
     periodic, starts = _numbers(pbc), _numbers(ptr)
     if not ((np.abs(points) <= FARTHEST).all() and np.isfinite(boxes[periodic]).all()):  # or NaN
         raise ValueError(
@@ -112,7 +117,7 @@ def nearest_images(geometry: Geometry, query: Tensor, key: Tensor) -> Tensor:
     periodic = _numbers(geometry.pbc)
     if not periodic.any():
         return vector
-    reduced, steps = reduced_cell(_numbers(geometry.cell).astype(np.float64), periodic)
+    reduced, steps = reduced_cell(_float64(geometry.cell), periodic)
     graph = _numbers(geometry.batch[query])
     fractional = np.einsum("pc,pcs->ps", _numbers(vector), np.linalg.pinv(reduced)[graph])
     shift = torch.from_numpy(np.einsum("ps,psr->pr", fractional.round(), steps[graph])).to(vector)
@@ -122,7 +127,7 @@ def nearest_images(geometry: Geometry, query: Tensor, key: Tensor) -> Tensor:
 @uncompiled
 def images_are_far(geometry: Geometry, distance: float) -> Tensor:
     """Returns a mask (graphs,), True if lattice planes are more than `distance` Å apart."""
-    heights = lattice_heights(_numbers(geometry.cell).astype(np.float64), _numbers(geometry.pbc))
+    heights = lattice_heights(_float64(geometry.cell), _numbers(geometry.pbc))
     return torch.from_numpy((heights > distance).all(axis=1)).to(geometry.pbc.device)
 
 
@@ -136,6 +141,10 @@ def _numbers(x: Tensor) -> NDArray[Any]:
                 f"{unwrapped.shape[0]}; put the structures into one batch instead"
             )
         return unwrapped.detach().cpu().numpy()
+
+
+def _float64(x: Tensor) -> _Array:
+    return _numbers(x).astype(np.float64)
 
 
 def _closed(
@@ -177,6 +186,7 @@ def _check_shapes(
 
 
 def _check_heights(heights: _Array, boxes: _Array, periodic: NDArray[np.bool_]) -> None:
+    """Raises ValueError if a distance `heights` (graphs, 3) along a periodic axis is too small."""
     too_low = ((heights < LOWEST) & periodic).any(axis=1)
     if too_low.any():
         graph = int(too_low.argmax())

@@ -4,7 +4,7 @@ import copy
 import inspect
 import itertools
 import math
-from typing import TYPE_CHECKING, ClassVar, Literal, TypeAlias
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -12,7 +12,6 @@ from torch import Tensor
 from molflt.atoms import Tag
 from molflt.attention.checks import no_effect, one_of, positive
 from molflt.attention.mixing.mesh import MeshKernel
-from molflt.attention.mixing.pairs import products
 from molflt.attention.nodes.lattice import Lattice, free_extent
 from molflt.attention.nodes.mesh import OVERSAMPLING
 from molflt.attention.nodes.reciprocal import reciprocal_nodes, tapered_mask
@@ -22,14 +21,12 @@ from molflt.attention.positions.spectral import GraphNodes, SpectralPosition
 from molflt.attention.spectra import SPECTRA
 from molflt.graph.dense import DenseAtoms, padded, places_of
 from molflt.graph.geometry import Geometry
-from molflt.graph.near import NearPairs
 from molflt.graph.neighbors import expect_lattice, images_are_far
 
 _FADE = 1.0  # distance before the cutoff, in Å, over which an image fades out
 _MOST_PAIRED = 1000  # all pairs are computed in molecules with up to this number of atoms
 _MOST_BY_NODES = 1000  # `Auto` uses a mesh if atoms and vectors both exceed this number
 _ALONE = 200.0  # Å of vacuum beyond which the kernel of an image is below 1e-8
-_Factors: TypeAlias = tuple[Tensor, Tensor] | None
 _IN_PLANE = [(a, b, 0) for a, b in itertools.product((-1, 0, 1), repeat=2) if (a, b) != (0, 0)]
 
 
@@ -79,21 +76,11 @@ class Open:
         """Returns a mask of graphs whose far field uses a mesh: (graphs,) or None."""
         return None
 
-    def mesh(
-        self, geometry: Geometry, dense: DenseAtoms, position: SpectralPosition, chosen: Tensor
-    ) -> MeshKernel | None:
-        """Returns the far field on a mesh if `chosen` (from `on_mesh`) selects a graph, or None."""
-        return None
-
-    def far(
-        self, position: MultiplicativePosition, factors: _Factors, near: NearPairs, farthest: float
-    ) -> Tensor:
-        """Computes the far field of pairs: (heads, pairs); `farthest` bounds distances, in Å."""
-        assert factors is not None  # factors of the kernel; None on a mesh
-        return products(*factors, near.pairs())
-
     def profile(self, position: MultiplicativePosition, r: Tensor, farthest: float) -> Tensor:
-        """Returns the exact kernel h (heads, n) of one image at distances (n,), in Å."""
+        """Returns the exact kernel h (heads, n) of one image at distances (n,) <= `farthest`, in Å.
+
+        On a lattice, it is the far field of pairs.
+        """
         return position.radial_profile(r).exp()
 
     def __repr__(self) -> str:
@@ -127,32 +114,30 @@ class Images(Open):
 
     def dense(self, geometry: Geometry) -> DenseAtoms:
         mask, positions, *_ = DenseAtoms.of(geometry)
-        centers = sources = mask
-        in_plane = geometry.tags is not None
-        if geometry.tags is not None:
-            adsorbate = (geometry.tags == Tag.ADSORBATE.value)[:, None]
-            adsorbate = padded(adsorbate, mask, places_of(geometry, mask))[..., 0]
+        if geometry.tags is None:
+            centers = sources = mask
+        else:
+            tagged = (geometry.tags == Tag.ADSORBATE.value)[:, None]
+            adsorbate = padded(tagged, mask, places_of(geometry, mask))[..., 0]
             has_adsorbate = adsorbate.any(dim=1, keepdim=True)
             centers = torch.where(has_adsorbate, adsorbate, mask)
             sources = torch.where(has_adsorbate, ~adsorbate & mask, mask)
-        cell = geometry.cell.to(positions.dtype)
-        lattice = cell.detach(), geometry.pbc
+        cell, in_plane = geometry.cell.to(positions.dtype), geometry.tags is not None
+        atoms = positions.detach(), mask, cell.detach(), geometry.pbc
         with torch.autocast(mask.device.type, enabled=False):
-            source, step, exists = _images(
-                positions.detach(), mask, *lattice, centers, sources, self.image_cutoff, in_plane
-            )
+            source, step, exists = _images(*atoms, centers, sources, self.image_cutoff, in_plane)
             images = positions.gather(1, source[..., None].expand(-1, -1, 3)) + step @ cell
         weight = self._weight(images, positions, centers)
         exists = exists & (weight > 0)
-        atoms = torch.arange(mask.shape[1], device=mask.device).expand(mask.shape[0], -1)
-        atom_weight = torch.ones_like(positions[..., 0])
+        own_index = torch.arange(mask.shape[1], device=mask.device).expand(mask.shape[0], -1)
+        own_weight = torch.ones_like(positions[..., 0])
         return DenseAtoms(
             mask,
             positions,
             key_mask=torch.cat((mask, exists), dim=1),
             key_positions=torch.cat((positions, images), dim=1),
-            key_index=torch.cat((atoms, source), dim=1),
-            key_weight=torch.cat((atom_weight, weight.masked_fill(~exists, 1.0)), dim=1),
+            key_index=torch.cat((own_index, source), dim=1),
+            key_weight=torch.cat((own_weight, weight.masked_fill(~exists, 1.0)), dim=1),
         )
 
     def images(self, geometry: Geometry) -> Tensor:
@@ -210,6 +195,7 @@ def _images(
     near = ((distance < cutoff) & centers[:, None]).any(dim=-1)
     selected = near & (allowed[:, :, None] & sources[:, None]).flatten(1)
     count = int(selected.sum(dim=1).max()) if selected.numel() else 0
+    # indices in [k n], those of selected images first
     order = torch.argsort((~selected).to(torch.uint8), dim=1, stable=True)[:, :count]
     size = max(size, 1)
     return order % size, steps[order // size].to(positions.dtype), selected.gather(1, order)
@@ -280,11 +266,6 @@ class Reciprocal(Open):
             return None
         return images_are_far(geometry, _ALONE) & (geometry.ptr.diff() <= _MOST_PAIRED)
 
-    def far(
-        self, position: MultiplicativePosition, factors: _Factors, near: NearPairs, farthest: float
-    ) -> Tensor:
-        return self.profile(position, distances(near.vector), farthest)
-
     def profile(self, position: MultiplicativePosition, r: Tensor, farthest: float) -> Tensor:
         return tapered_mask(position.spectrum, r, self.max_frequency, position.taper, farthest)
 
@@ -304,8 +285,6 @@ class Near(Reciprocal):
     ) -> GraphNodes:
         zeros = geometry.pos.new_zeros(geometry.graphs, 1, 3, dtype=torch.float64)
         return GraphNodes(zeros, zeros[..., 0])
-
-    far = Open.far
 
     def profile(self, position: MultiplicativePosition, r: Tensor, farthest: float) -> Tensor:
         return r.new_zeros(position.spectrum.heads, len(r))
@@ -346,11 +325,9 @@ class Auto(Reciprocal):
 
     @uncompiled
     def mesh(
-        self, geometry: Geometry, dense: DenseAtoms, position: SpectralPosition, chosen: Tensor
-    ) -> MeshKernel | None:
-        if not chosen.any():
-            return None
-        assert isinstance(position, MultiplicativePosition)
+        self, geometry: Geometry, dense: DenseAtoms, position: MultiplicativePosition
+    ) -> MeshKernel:
+        """Returns the far field of the graphs that `on_mesh` selects, all of `geometry`."""
         return position.on_mesh(
             dense.positions, dense.mask, _lattice(geometry), self.max_frequency, self.mesh_order
         )

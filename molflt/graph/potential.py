@@ -1,7 +1,6 @@
 """Interatomic potential: energies, with forces and stress as exact derivatives."""
 
-# Do not use `from __future__ import annotations`: to read annotations that are strings,
-# jsonargparse would import everything below TYPE_CHECKING, including PyG.
+# No `from __future__ import annotations`: to resolve them, jsonargparse would import PyG.
 
 import copy
 from collections.abc import Mapping
@@ -96,6 +95,7 @@ class Potential(EnergyRegressor):
         _expect_smooth({**options, **named}, far_field)
         frequency = {} if max_frequency is None else {"max_frequency": max_frequency}
         scheme = Reciprocal(**frequency, smooth=True) if far_field else periodic
+        # arguments that appear here are not options of the command line
         super().__init__(
             dim,
             heads,
@@ -161,8 +161,7 @@ class Potential(EnergyRegressor):
             if self.long_range is not None:
                 out |= {f"energy_{name}": part for name, part in parts.items()}
             if strain is not None:
-                volume = torch.linalg.det(strained.cell.detach().reshape(-1, 3, 3)).abs()
-                volume = volume[:, None, None]
+                volume = torch.linalg.det(strained.cell.detach()).abs()[:, None, None]
                 strain_gradient = (gradients[1] + gradients[1].mT) / 2
                 # NaN instead of 1 would reach the gradients of other graphs in the batch
                 stress = strain_gradient / torch.where(volume > 0, volume, 1.0)

@@ -21,10 +21,7 @@ def radial_bumps(distance: Tensor, number: int, cutoff: float) -> Tensor:
     """
     centers = torch.arange(1, number + 1, dtype=distance.dtype, device=distance.device)
     u = distance[:, None] * ((number + 1) / cutoff) - centers
-    complement = 1 - u * u
-    inside = complement > _EDGE
-    bumps = (2 - 2 / torch.where(inside, complement, 1.0)).exp() * (_E3NN * number**0.5)
-    return torch.where(inside, bumps, 0.0)
+    return _bump(u, 2) * (_E3NN * number**0.5)
 
 
 def radial_waves(distance: Tensor, number: int, cutoff: float) -> Tensor:
@@ -35,11 +32,17 @@ def radial_waves(distance: Tensor, number: int, cutoff: float) -> Tensor:
     in bond length that are smaller than the width of a `radial_bumps` function.
     """
     u = distance / cutoff
+    envelope = _bump(u, 1)
+    waves = torch.arange(1, number + 1, dtype=distance.dtype, device=distance.device)
+    return sinc(waves * u[:, None]) * (math.pi * waves) * envelope[:, None]
+
+
+def _bump(u: Tensor, steepness: int) -> Tensor:
+    """Returns exp(a - a / (1 - u^2)) for |u| < 1 and 0 elsewhere, where a is the steepness."""
     complement = 1 - u * u
     inside = complement > _EDGE
-    fade = torch.where(inside, (1 - 1 / torch.where(inside, complement, 1.0)).exp(), 0.0)
-    waves = torch.arange(1, number + 1, dtype=distance.dtype, device=distance.device)
-    return sinc(waves * u[:, None]) * (math.pi * waves) * fade[:, None]
+    bump = (steepness - steepness / torch.where(inside, complement, 1.0)).exp()
+    return torch.where(inside, bump, 0.0)
 
 
 def softened(square: Tensor) -> Tensor:

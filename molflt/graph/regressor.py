@@ -1,7 +1,6 @@
 """IS2RE model, which predicts relaxed energies and displacements from initial structures."""
 
-# Do not use `from __future__ import annotations`: to read annotations that are strings,
-# jsonargparse would import everything below TYPE_CHECKING, including PyG.
+# No `from __future__ import annotations`: to resolve them, jsonargparse would import PyG.
 
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -26,6 +25,7 @@ if TYPE_CHECKING:
 
 _MAX_MOVE = 1.0  # Å; training diverges with unbounded moves
 _ENERGIES = ("energy_mean", "energy_std", "element_energies")  # buffers in float64
+_ATOM_AXES = {"displacement_by_pass": 1}  # axis of the atoms in outputs; in others 0
 
 
 class EnergyRegressor(Redrawn):
@@ -147,7 +147,7 @@ class EnergyRegressor(Redrawn):
         if not (position_head or radial_basis or messages) and readout == "all":
             why = "with readout='all', without position_head, radial_basis and messages"
             no_effect(why, neighbor_cutoff=neighbor_cutoff)
-        self.neighbor_cutoff = cutoff = 5.0 if neighbor_cutoff is None else neighbor_cutoff
+        cutoff = 5.0 if neighbor_cutoff is None else neighbor_cutoff
         positive(neighbor_cutoff=cutoff)
         if not messages:
             no_effect("without messages", message_pairs=message_pairs)
@@ -175,6 +175,7 @@ class EnergyRegressor(Redrawn):
             dim,
             heads,
             position=None if self.encoding is None else self.encoding.position,
+            # not options of this model, nor of its command line
             causal=False,
             mixer=ATTENTION,
             mixer_options=None,
@@ -193,7 +194,8 @@ class EnergyRegressor(Redrawn):
         self.embedding = AtomEmbedding(
             dim, radial_basis, cutoff, descriptors, messages, message_pairs or "all"
         )
-        self.descriptors, self.subsurface, self.move_atoms = descriptors, subsurface, move_atoms
+        self.neighbor_cutoff, self.descriptors = cutoff, descriptors
+        self.subsurface, self.move_atoms = subsurface, move_atoms
         self.stack, self.readout = blocks, EnergyReadout(dim, readout, cutoff)
         self.sees_neighbors = self.embedding.sees_neighbors or self.readout.sees_neighbors
         self.position_head = PositionHead(dim, cutoff) if position_head else None
@@ -240,14 +242,13 @@ class EnergyRegressor(Redrawn):
         if self.subsurface:
             out = self._predict(atoms)
         else:
-            remaining, mask = atoms.above_subsurface()
+            remaining, mask = atoms.without_subsurface()
             out = self._predict(remaining)
-            out |= {name: _restore_omitted(out[name], mask) for name in out if name != "energy"}
+            for name in out.keys() - {"energy"}:
+                out[name] = _restore_omitted(out[name], mask, _ATOM_AXES.get(name, 0))
         out["energy"] = out["energy"] + atoms.geometry.sum(references) + self.baseline(batch)
         if "adsorbate_energy" in out:
-            out["adsorbate_energy"] = out["adsorbate_energy"][:, 0] + references
-        if self.adds_baseline:  # a baseline cannot be divided among adsorbates
-            out.pop("adsorbate_energy", None)
+            out["adsorbate_energy"] = out["adsorbate_energy"] + references
         return out
 
     if TYPE_CHECKING:  # torch declares Any as the result of a call
@@ -272,7 +273,7 @@ class EnergyRegressor(Redrawn):
         return self.element_energies[atoms.numbers] * has_reference
 
     def _predict(self, atoms: Atoms) -> dict[str, Tensor]:
-        """Returns the outputs of `forward` without references; per-atom outputs have 2 axes."""
+        """Returns the outputs of `forward` without references and baselines."""
         geometry, numbers, fixed = atoms
         neighbors = None
         if self.position_head is not None or self.sees_neighbors:
@@ -284,11 +285,12 @@ class EnergyRegressor(Redrawn):
         atomic, contacts = self.readout(h, geometry, neighbors)
         energy = geometry.sum(atomic.double()) * self.energy_std + self.energy_mean
         out = {"energy": energy, "embedding": h}
-        if contacts is not None and neighbors is not None and not self.training:
-            assert geometry.tags is not None
+        # a baseline cannot be divided among adsorbates
+        if contacts is not None and not self.training and not self.adds_baseline:
+            assert neighbors is not None and geometry.tags is not None
             adsorbate = geometry.tags == Tag.ADSORBATE.value
             shared = self.readout.on_adsorbates(atomic, contacts, adsorbate, neighbors)
-            out["adsorbate_energy"] = shared.double()[:, None] * self.energy_std
+            out["adsorbate_energy"] = shared.double() * self.energy_std
         if displacements:
             out["displacement"] = displacements[-1]
             if len(displacements) > 1:
@@ -299,38 +301,36 @@ class EnergyRegressor(Redrawn):
         self, geometry: Geometry, tokens: Tensor, neighbors: Neighbors | None, fixed: Tensor
     ) -> tuple[Tensor, list[Tensor]]:
         """Returns the tokens (atoms, dim), and displacements (atoms, 3) after each pass, in Å."""
-        start = geometry.pos
-        size_classes = _encode(self.encoding, geometry, self._near(neighbors))
-        h, x, displacements = tokens, tokens, []
-        for remaining_passes in reversed(range(self.stack.refinements)):
-            x = size_classes.apply(self.stack.one_pass, x)
-            if remaining_passes and not self.move_atoms:
-                continue
-            h = self.stack.norm(x)
-            if self.position_head is None or neighbors is None:
-                continue
-            step = self.position_head(h, neighbors)
-            displacements.append(geometry.pos - start + step)
-            if remaining_passes:
+        start, displacements = geometry.pos, []
+        size_classes = _encode(self.encoding, geometry, self._in_near_field(neighbors))
+        for _ in range(self.stack.refinements - 1):
+            tokens = size_classes.apply(self.stack.one_pass, tokens)
+            if self.move_atoms:
+                assert self.position_head is not None and neighbors is not None
+                step = self.position_head(self.stack.norm(tokens), neighbors)
+                displacements.append(geometry.pos - start + step)
                 # smoothly shortened to less than `_MAX_MOVE`
                 move = step * (1 + (step / _MAX_MOVE).square().sum(dim=-1, keepdim=True)).rsqrt()
                 geometry = geometry._replace(pos=geometry.pos + move * ~fixed[:, None])
                 neighbors = neighbor_list(geometry, self.neighbor_cutoff)
-                size_classes = _encode(self.encoding, geometry, self._near(neighbors))
+                size_classes = _encode(self.encoding, geometry, self._in_near_field(neighbors))
+        h = self.stack.norm(size_classes.apply(self.stack.one_pass, tokens))
+        if self.position_head is not None:
+            assert neighbors is not None
+            displacements.append(geometry.pos - start + self.position_head(h, neighbors))
         return h, displacements
 
-    def _near(self, neighbors: Neighbors | None) -> Neighbors | None:
-        """Returns the neighbors if the near field has the same cutoff; otherwise None."""
+    def _in_near_field(self, neighbors: Neighbors | None) -> Neighbors | None:
+        """Returns the neighbors if they are those of the near field; otherwise None."""
         near_field = None if self.encoding is None else self.encoding.near_field
         same_cutoff = near_field is not None and near_field.cutoff == self.neighbor_cutoff
         return neighbors if same_cutoff else None
 
 
-def _restore_omitted(x: Tensor, mask: Tensor) -> Tensor:
-    """Inserts rows of 0 where `mask` (atoms,) is False: (..., rows, n) -> (..., atoms, n)."""
-    out = x.new_zeros(*x.shape[:-2], len(mask), x.shape[-1])
-    out[..., mask, :] = x
-    return out
+def _restore_omitted(x: Tensor, mask: Tensor, axis: int) -> Tensor:
+    """Inserts zeros along an axis of atoms where `mask` (atoms,) is False."""
+    shape = (*x.shape[:axis], len(mask), *x.shape[axis + 1 :])
+    return x.new_zeros(shape).index_copy(axis, mask.nonzero()[:, 0], x)
 
 
 def _fill_added(

@@ -7,7 +7,7 @@ from torch_geometric.transforms import BaseTransform
 
 from molflt.attention.checks import at_least_one, positive
 from molflt.graph.geometry import Geometry
-from molflt.graph.neighbors import _neighbors
+from molflt.graph.neighbors import shifted_pairs
 
 _TIE = 1e-4  # Å; smaller differences in distance count as ties
 
@@ -47,16 +47,12 @@ class PBCRadiusGraph(BaseTransform):
                 is given; for a batch also `batch` (atoms,), ascending.
         """
         geometry = Geometry.of_data(data)
-        pos, cell = geometry.pos, geometry.cell
-        (target, source), shift, graph = _neighbors(pos, cell, geometry.pbc, geometry.ptr, self.r)
-        with torch.autocast(cell.device.type, enabled=False):
-            offset = (shift.to(cell.dtype)[:, None] @ cell[graph])[:, 0]
-        vector = pos[source] - pos[target] + offset
+        target, source, vector, shift = shifted_pairs(geometry, self.r)
         distance = vector.norm(dim=-1)
         if self.max_neighbors is None:
             edges = torch.argsort(target, stable=True)
         else:
-            edges = _nearest(target, distance.detach(), len(pos), self.max_neighbors)
+            edges = _nearest(target, distance.detach(), len(geometry.pos), self.max_neighbors)
         data.edge_index = torch.stack((source, target))[:, edges]
         data.edge_vec, data.edge_weight = vector[edges], distance[edges]
         data.edge_shift = shift[edges]

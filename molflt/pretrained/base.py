@@ -85,32 +85,32 @@ def read_trained(
             raise ValueError(f"{path}: expected {expected}; got weights without config.yaml")
         return _exported(path, device_named(device))
     members, checkpoint = [run, *map(Path, also)], checkpoint or path.stem
+    files = {name: content for name in KEPT if (content := _json(run / name)) is not None}
     model: nn.Module
     if also:
         model, config = load_ensemble(members, checkpoint, device)
+        evaluated, weights = run / ENSEMBLE, [weights_of(member, checkpoint) for member in members]
+        if (domain := domain_of(members)) is not None:
+            files[DOMAIN] = domain.to_json()
+        calibration: Any = _json(evaluated / CALIBRATION)
+        if isinstance(calibration, dict) and calibration.get("members") == sorted(model.weights):
+            files[CALIBRATION] = calibration
     else:
         model, config = load_run(run, str(path), device)
-    evaluated = run / ENSEMBLE if also else run
-    files = {name: content for name in KEPT if (content := _json(run / name)) is not None}
-    if also and (domain := domain_of(members)) is not None:
-        files[DOMAIN] = domain.to_json()
-    calibration = _json(evaluated / CALIBRATION)
-    if isinstance(model, EnsembleRegressor) and isinstance(calibration, dict):
-        same_members = calibration.get("members") == sorted(model.weights)
-        files |= {CALIBRATION: calibration} if same_members else {}
-    weights = [weights_of(one, checkpoint) for one in members] if also else [path]
+        evaluated, weights = run, [path]
     unmeasured = why_of_others(evaluated, weights)
     results = None if unmeasured else _json(evaluated / RESULTS)
     data = config["data"]
-    kept = ("tags", "baseline_key", "resize")
-    named: dict[str, object] = {name: data[name] for name in kept if name in data}
-    named |= {"name": data["task"]} if "task" in data else {}
+    task: dict[str, object] = dict(config["task"])
+    task |= {name: data[name] for name in ("tags", "baseline_key", "resize") if name in data}
+    if "task" in data:
+        task["name"] = data["task"]
     return Trained(
         path=run,
         recipe=config["recipe"],
         model=model,
         options=[read_config(one)["model"] for one in members],
-        task={**config["task"], **named},
+        task=task,
         results=results if isinstance(results, dict) else {},
         files=files,
         unmeasured=unmeasured,
@@ -225,15 +225,20 @@ class Pretrained:
         header |= {"license": self.license, "datasets": self.datasets, "metrics": [card.metric]}
         known = {key: value for key, value in header.items() if value}
         count = sum(weight.numel() for weight in self.model.parameters())
-        title = f"# {name.rpartition('/')[2]}"
-        lines = ["---", yaml.safe_dump(known, sort_keys=False).strip(), "---", "", title, ""]
-        lines += [self.summary.removeprefix(f"{self.name}: "), "", f"{count:,} parameters.", ""]
-        lines += ["## Use", "", "```python", "import molflt", "", f'model = molflt.load("{name}")']
-        lines += [card.python, "```", ""]
-        if card.command:
-            lines += ["```", f"molflt {card.command.format(shlex.quote(name))}", "```", ""]
-        lines += ["`pip install molflt`; the weights contain a checksum and no code.", ""]
-        return "\n".join([*lines, "## Measured", "", *_table(self.trained.results), ""])
+        command = f"```\nmolflt {card.command.format(shlex.quote(name))}\n```"
+        paragraphs = [
+            f"---\n{yaml.safe_dump(known, sort_keys=False)}---",
+            f"# {name.rpartition('/')[2]}",
+            self.summary.removeprefix(f"{self.name}: "),
+            f"{count:,} parameters.",
+            "## Use",
+            f'```python\nimport molflt\n\nmodel = molflt.load("{name}")\n{card.python}\n```',
+            *([command] if card.command else []),
+            "`pip install molflt`; the weights contain a checksum and no code.",
+            "## Measured",
+            "\n".join(_table(self.trained.results)),
+        ]
+        return "\n\n".join(paragraphs) + "\n"
 
     def push_to_hub(
         self,

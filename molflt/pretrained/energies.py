@@ -156,8 +156,7 @@ class EnergyPredictor(Pretrained):
         """Computes sums over reciprocal nodes on a mesh, which is faster for large cells.
 
         Args:
-            order: order of the splines: 4, 5, 6 or 8, with attention errors up to 3e-3, 6e-4, 6e-6
-                and 2e-7, respectively; see `molflt.graph.mesh.use_mesh_`.
+            order: order of the splines: 4, 5, 6 or 8; see `molflt.graph.periodic.Auto`.
         """
         if self.compiled is not None:
             raise ValueError(f"mesh_order={order} does not apply to machine code; omit one of them")

@@ -93,7 +93,9 @@ class TextWriter(Pretrained):
             if text.endswith("\ufffd"):  # an incomplete character
                 continue
             yield text[len(written) :]
-            line, written = ([], "") if text.endswith("\n") else (line, text)
+            written = text
+            if text.endswith("\n"):
+                line, written = [], ""
         yield self.vocabulary.decode(line)[len(written) :]
 
 

@@ -26,11 +26,8 @@ class TorchSimModel(ModelInterface):
     """Energies, forces and stress from a potential, for functions like `torch_sim.integrate`.
 
     Args:
-        source: see `molflt.Calculator`.
-        checkpoint: best (the default), last, or a safetensors file; requires a training run.
-        device: see `molflt.Calculator`.
+        source, checkpoint, device, slab_stress: see `molflt.Calculator`.
         dtype: "float32" or "float64"; should match the dtype of the positions in the state.
-        slab_stress: see `molflt.Calculator`.
     """
 
     def __init__(
@@ -84,6 +81,6 @@ class TorchSimModel(ModelInterface):
             charge=charge,
         )
         out = dict(self.model(batch))
-        given = pbc.all(dim=1)[:, None, None] | self.slab_stress
-        out["stress"] = torch.where(given, out["stress"], torch.nan)
+        has_stress = pbc.all(dim=1)[:, None, None] | self.slab_stress
+        out["stress"] = torch.where(has_stress, out["stress"], torch.nan)
         return {name: out[name].to(self._dtype) for name in ("energy", "forces", "stress")}

@@ -1,7 +1,6 @@
 """Relaxed energies, with displacements during relaxation as an auxiliary target."""
 
-# `from __future__ import annotations` is omitted: it would make jsonargparse import everything
-# below TYPE_CHECKING, including PyG, to resolve the annotations.
+# No `from __future__ import annotations`: to resolve them, jsonargparse would import PyG.
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, cast
@@ -15,6 +14,7 @@ from molflt.attention.checks import not_negative, positive
 from molflt.data.structures import augment
 from molflt.data.structures.base import with_bar
 from molflt.files import warn
+from molflt.graph.heads import EnergyReadout, by_contact
 from molflt.metrics import EWT_THRESHOLD, Metric
 from molflt.tasks.base import Task
 from molflt.tasks.structures import OfStructures, expect_same_shape
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from torch_geometric.data import Batch
 
     from molflt.data.structures.datamodule import IS2REData
-    from molflt.graph.heads import EnergyReadout
 
 _AT_ONCE = 32  # number of structures predicted at once
 _LEAST_SCALE = 0.5  # scale of initial predictions below which a warning is issued
@@ -53,10 +52,14 @@ class _EnergySums(NamedTuple):
         expect_same_shape("energies", energy, target)
         error = (energy.double() - target.double()).abs()
         within = (error < EWT_THRESHOLD).double()
+        zero = error.new_zeros(())
         return cls(
-            *(error.sum(), error.square().sum(), within.sum(), error.new_tensor(len(error))),
-            error.new_zeros(()) if displacement is None else displacement.detach().double(),
-            error.new_zeros(()) if known is None else known.any().double(),
+            absolute=error.sum(),
+            square=error.square().sum(),
+            within=within.sum(),
+            structures=error.new_tensor(len(error)),
+            displacement=zero if displacement is None else displacement.detach().double(),
+            batches=zero if known is None else known.any().double(),
         )
 
     def metrics(self) -> dict[str, float]:
@@ -163,17 +166,15 @@ class IS2RETask(OfStructures, Task["Batch", "IS2REData"]):
             data.expect_relaxed(f"task.interpolate={self.interpolate:g}")
         if self.repeat:
             data.expect_slabs(f"task.repeat={self.repeat:g}")
-        from molflt.graph.heads import by_contact
-
         slab_by_contact, adsorbate_by_contact = by_contact(self.model)
         mean, references = self._offsets(data, slab_by_contact, adsorbate_by_contact)
         predicted = self._scale_readout(data, slab_by_contact) if references == "adapt" else 0.0
         fit = self.store_references(data, references, slab_by_contact, predicted)
         std = self.energy_std
         if mean is None or std is None:  # otherwise the labels need not be read
-            of_data = data.normalizer() if fit is None else (fit.mean, fit.std or 1.0)
-            mean = of_data[0] if mean is None else mean
-            std = of_data[1] if std is None else std
+            data_mean, data_std = data.normalizer() if fit is None else (fit.mean, fit.std or 1.0)
+            mean = data_mean if mean is None else mean
+            std = data_std if std is None else std
         if data.reading.baseline_key is not None:
             self.model.get_buffer("adds_baseline").fill_(True)
             # references are fitted before the first step, and this start may remain the best
@@ -182,10 +183,9 @@ class IS2RETask(OfStructures, Task["Batch", "IS2REData"]):
                 self._readout.scale_(0.0)
         self.model.get_buffer("energy_mean").fill_(mean)
         scale = self.model.get_buffer("energy_std")
-        initial_scale = scale.clone()
-        scale.fill_(std)
         if references == "adapt":  # keeps the scaled energies
-            self._readout.scale_(float(initial_scale / scale))
+            self._readout.scale_(float(scale / std))
+        scale.fill_(std)
 
     def _offsets(
         self, data: "IS2REData", slab_by_contact: bool, adsorbate_by_contact: bool
@@ -211,8 +211,8 @@ class IS2RETask(OfStructures, Task["Batch", "IS2REData"]):
         return 0.0, "none" if adsorbate_by_contact else references or "fit"
 
     @property
-    def _readout(self) -> "EnergyReadout":
-        return cast("EnergyReadout", self.model.readout)
+    def _readout(self) -> EnergyReadout:
+        return cast(EnergyReadout, self.model.readout)
 
     def _scale_readout(self, data: "IS2REData", of_adsorbates: bool) -> "NDArray[np.float64]":
         """Scales the readout by ridge regression (prior 1 ± 0.3); returns predictions in eV."""
@@ -292,5 +292,4 @@ def _displacement_error(displacement: Tensor, batch: "Batch") -> Tensor:
     total = error.new_zeros(graphs).scatter_add_(0, batch.batch, error)
     count = error.new_zeros(graphs).scatter_add_(0, batch.batch, known.to(error.dtype))
     by_graph = total / count.clamp(min=1)
-    mean: Tensor = by_graph.sum() / (count > 0).sum().clamp(min=1)
-    return mean
+    return by_graph.sum() / (count > 0).sum().clamp(min=1)

@@ -102,6 +102,11 @@ class _PopulationSums(NamedTuple):
     best: Tensor  # log10 of the best value after the last generation
     problems: Tensor
 
+    @classmethod
+    def of(cls, state: PopulationState) -> _PopulationSums:
+        best = state.best_value.detach().amin(dim=1).clamp(min=SMALLEST).log10()
+        return cls(best.sum(), best.new_tensor(len(best)))
+
     def metrics(self) -> dict[str, float]:
         return {"log10_best": float(self.best / self.problems)}
 
@@ -167,14 +172,14 @@ class PopulationTask(Task[Tensor, ProblemData]):
             populations.tell(functions(populations.state.position))
             best = populations.state.best_value.amin(dim=1)
             terms.append((best / first + self.resolution).log().mean())
-        return torch.stack(terms).mean().float(), _sums(populations.state)
+        return torch.stack(terms).mean().float(), _PopulationSums.of(populations.state)
 
     @torch.no_grad()
     def validation_sums(self, batch: Tensor) -> _PopulationSums:
         functions, populations = self._begin(batch)
         for _ in range(self.generations):
             populations.tell(functions(populations.state.position))
-        return _sums(populations.state)
+        return _PopulationSums.of(populations.state)
 
     def _begin(self, batch: Tensor) -> tuple[Functions, Populations]:
         seeds, family = batch.tolist(), next(iter(FAMILIES))
@@ -184,8 +189,3 @@ class PopulationTask(Task[Tensor, ProblemData]):
 
     def size(self, batch: Tensor) -> int:
         return len(batch)
-
-
-def _sums(state: PopulationState) -> _PopulationSums:
-    best = state.best_value.detach().amin(dim=1).clamp(min=SMALLEST).log10()
-    return _PopulationSums(best.sum(), best.new_tensor(len(best)))

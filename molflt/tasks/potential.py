@@ -1,7 +1,6 @@
 """Training of interatomic potentials on energies, forces and stress."""
 
-# `from __future__ import annotations` is omitted: it would make jsonargparse import everything
-# below TYPE_CHECKING, including PyG, to resolve the annotations.
+# No `from __future__ import annotations`: to resolve them, jsonargparse would import PyG.
 
 import math
 from collections.abc import Mapping
@@ -68,19 +67,17 @@ class _PointSums(NamedTuple):
 
         Without labels, the energy and force errors are NaN, and the stress error is omitted.
         """
-        energy, square, count, forces, forces_square, components, stress, stresses, labels = map(
-            float, self
-        )
-        count, components = count or math.nan, components or math.nan
+        sums = {name: float(part) for name, part in self._asdict().items()}
+        structures, components = sums["structures"] or math.nan, sums["components"] or math.nan
         metrics = {
-            "energy_mae_meV_per_atom": 1e3 * energy / count,
-            "energy_rmse_meV_per_atom": 1e3 * (square / count) ** 0.5,
-            "force_mae_meV_per_A": 1e3 * forces / components,
-            "force_rmse_meV_per_A": 1e3 * (forces_square / components) ** 0.5,
-            _FORCE_LABELS: 1e3 * labels / components,
+            "energy_mae_meV_per_atom": 1e3 * sums["energy"] / structures,
+            "energy_rmse_meV_per_atom": 1e3 * (sums["energy_square"] / structures) ** 0.5,
+            "force_mae_meV_per_A": 1e3 * sums["forces"] / components,
+            "force_rmse_meV_per_A": 1e3 * (sums["forces_square"] / components) ** 0.5,
+            _FORCE_LABELS: 1e3 * sums["force_labels"] / components,
         }
-        if stresses:
-            metrics["stress_mae_meV_per_A3"] = 1e3 * stress / stresses
+        if sums["stresses"]:
+            metrics["stress_mae_meV_per_A3"] = 1e3 * sums["stress"] / sums["stresses"]
         return metrics
 
 
@@ -115,13 +112,6 @@ class PotentialTask(OfStructures, Task["Batch", "PotentialData"]):
     }
     best = "force_mae_meV_per_A"
 
-    def ranking(self, metrics: Mapping[str, float]) -> list[str]:
-        """Ranks forces first unless all force labels are 0 by symmetry or `force_weight` is 0."""
-        names = super().ranking(metrics)
-        if self.weights[1] and metrics.get(_FORCE_LABELS, math.inf) > _NO_FORCE:
-            return names
-        return sorted(names, key=lambda name: name.startswith("force"))
-
     def __init__(
         self,
         model: nn.Module,
@@ -141,7 +131,7 @@ class PotentialTask(OfStructures, Task["Batch", "PotentialData"]):
             raise ValueError(
                 "task.energy_weight, force_weight and stress_weight are 0; increase at least one"
             )
-        self.form = loss
+        self.loss_form = loss
         self.references = references
 
     def prepare(self, data: "PotentialData") -> None:
@@ -154,6 +144,13 @@ class PotentialTask(OfStructures, Task["Batch", "PotentialData"]):
         if scale == 1:  # otherwise it was set by initial weights
             scale.fill_(data.force_scale())
 
+    def ranking(self, metrics: Mapping[str, float]) -> list[str]:
+        """Ranks forces first unless all force labels are 0 by symmetry or `force_weight` is 0."""
+        names = super().ranking(metrics)
+        if self.weights[1] and metrics.get(_FORCE_LABELS, math.inf) > _NO_FORCE:
+            return names
+        return sorted(names, key=lambda name: name.startswith("force"))
+
     def loss(self, batch: "Batch", progress: float) -> tuple[Tensor, _PointSums]:
         errors = point_errors(self.model(batch), batch)
         scale = self.model.get_buffer("energy_std")
@@ -165,9 +162,9 @@ class PotentialTask(OfStructures, Task["Batch", "PotentialData"]):
         return total, _PointSums.of(errors)
 
     def _mean_loss(self, x: Tensor) -> Tensor:
-        if self.form == "huber":
+        if self.loss_form == "huber":
             return F.huber_loss(x, torch.zeros_like(x), delta=_HUBER) / _HUBER
-        return x.abs().mean() if self.form == "l1" else x.square().mean()
+        return x.abs().mean() if self.loss_form == "l1" else x.square().mean()
 
 
 def point_errors(out: Mapping[str, Tensor], batch: "Batch") -> _Errors:

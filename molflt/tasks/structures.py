@@ -1,7 +1,6 @@
 """Methods shared by tasks on atomic structures."""
 
-# `from __future__ import annotations` is omitted: it would make jsonargparse import everything
-# below TYPE_CHECKING, including PyG, to resolve the annotations.
+# No `from __future__ import annotations`: to resolve them, jsonargparse would import PyG.
 
 import json
 from pathlib import Path
@@ -12,6 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from molflt.atoms import symbol
+from molflt.data.structures.parts import element_faults
+from molflt.graph.heads import undescribed
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -61,9 +62,6 @@ class OfStructures:
 
     def check_data(self, data: "IS2REData | PotentialData") -> None:
         """Raises ValueError for shared structures, and for charges and elements not supported."""
-        from molflt.data.structures.parts import element_faults
-        from molflt.graph.heads import undescribed
-
         data.refuse_copies()
         if getattr(self.model, "charge_share", None) is None:
             data.refuse_charges()

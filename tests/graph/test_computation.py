@@ -87,20 +87,18 @@ def test_one_package_for_all_sizes(exported, monkeypatch):
     """Includes a single atom; the model itself computes graphs that are too large for a matrix."""
     given = structures(1, 2, 3, 17, 60, 300)
     eager, fast = molflt.load(exported), molflt.load(exported, compiled=True)
+
+    def energies(model, batch_size: int) -> list[float]:
+        return [one.energy for one in model.predict(given, batch_size, force=True)]
+
     for batch_size in (1, 6):
-        energies = [
-            [one.energy for one in m.predict(given, batch_size, force=True)] for m in (eager, fast)
-        ]
-        assert energies[1] == pytest.approx(energies[0], abs=1e-5)  # float32
+        expected = pytest.approx(energies(eager, batch_size), abs=1e-5)  # float32
+        assert energies(fast, batch_size) == expected
     calls = []
-    program, fast.compiled.program = (
-        fast.compiled.program,
-        lambda *x: calls.append(x) or program(*x),
-    )
+    program = fast.compiled.program
+    fast.compiled.program = lambda *x: calls.append(x) or program(*x)
     monkeypatch.setattr(computation, "_MOST_IN_MATRIX", 20)
-    assert [one.energy for one in fast.predict(given, 1, force=True)] == pytest.approx(
-        energies[0], abs=1e-5
-    )
+    assert energies(fast, 1) == expected
     assert len(calls) == (4 if fast.compiled.matrix else 6)
     with pytest.raises(ValueError, match="embedding"):
         fast.predict(given, embedding="pooled", force=True)

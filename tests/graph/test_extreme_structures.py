@@ -20,7 +20,6 @@ from molflt.graph.long_range import inverse_power_sums
 from molflt.graph.radial import radial_bumps, radial_waves, softened
 
 CELL = torch.tensor([[4.2, 0.3, 0.1], [0.4, 5.1, 0.2], [0.2, 0.5, 6.0]], dtype=torch.float64)
-POS = torch.tensor([[0.1, 0.2, 0.3], [1.6, 1.9, 2.2], [2.2, 0.4, 4.0]], dtype=torch.float64)
 
 
 def potential(dtype: torch.dtype = torch.float64, **options: Any) -> Potential:
@@ -39,13 +38,6 @@ OPTIONS = [
     {"long_range": [1, 6], "far_field": False},
     {"long_range": [1], "long_range_smearing": 0.0, "messages": 1},
 ]
-
-
-def test_left_handed_cells_give_the_same_numbers():
-    model = potential(long_range=[1, 6], far_field=False)
-    expected, found = (model(batch(POS, cell)) for cell in (CELL, -CELL))
-    for name in ("energy", "forces", "stress"):
-        torch.testing.assert_close(found[name], expected[name], rtol=0, atol=1e-10)
 
 
 def test_reduction_is_unimodular_and_that_of_ase():

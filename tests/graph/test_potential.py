@@ -98,9 +98,7 @@ def test_a_batch_changes_nothing_and_tags_are_not_read():
     assert "stress" not in found
     structures[1].tags = torch.randint(0, 3, structures[1].tags.shape)
     torch.testing.assert_close(model(structures[1])["energy"], alone[1]["energy"])
-    assert bool(together["stress"][0].isnan().all()) and bool(
-        together["stress"][1:].isfinite().all()
-    )
+    assert together["stress"][0].isnan().all() and together["stress"][1:].isfinite().all()
 
 
 def test_forces_and_stress_are_exact_under_autocast(monkeypatch):
