@@ -302,6 +302,7 @@ class _Atoms:
             return surface
         shares = (last + 1) / len(ordered)  # of the atoms down to each layer
         excess = np.maximum(low - shares, 0) + np.maximum(shares - high, 0)
+        excess = excess.round(5)  # the first of equal values is chosen, despite rounding
         return slab & (heights >= ordered[last[excess.argmin()]] - 1e-9)
 
     def heights_toward(self, adsorbate: _Flags) -> NDArray[np.float64]:
