@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from molflt.attention.checks import in_transform
 from molflt.attention.features import Features
 from molflt.attention.mixing.pairs import _TRANSIENT, Pairs, SortedPairs, _pair_sums
-from molflt.attention.mixing.sums import Sums, _causal_mask, _per_token, _stabilize
+from molflt.attention.mixing.sums import Sums, _causal_mask, _per_token, _stabilize, with_ones
 from molflt.attention.numerics import decided, finite, recomputed
 
 _COMPILED = 8  # columns per chunk in compiled code
@@ -158,7 +158,7 @@ def linear_with_kernel(
         pairs: w_ij, corrections for individual pairs.
     """
     phi_q, phi_k, shift = _stabilize(query, key)
-    value = torch.cat((value, torch.ones_like(value[..., :1])), dim=-1)
+    value = with_ones(value)
     left, right = (factor.to(value.dtype) for factor in kernel)
     sums = torch.zeros_like(phi_q[..., :1]).expand(*phi_q.shape[:-1], value.shape[-1])
     # Multiplies values by features or by columns, whichever are fewer, and then uses matmul.
@@ -174,7 +174,7 @@ def linear_with_kernel(
         sums = sums + recomputed(_grouped, inner_q, inner_k, value, u, v, several=several)
     if pairs is not None:
         sums = sums + _pair_sums(phi_q, phi_k, value, pairs)
-    return Sums(sums[..., :-1], sums[..., -1:], shift)
+    return Sums.of(sums, shift)
 
 
 def _grouped(query: Tensor, key: Tensor, value: Tensor, left: Tensor, right: Tensor) -> Tensor:

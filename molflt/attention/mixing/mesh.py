@@ -9,7 +9,7 @@ from torch import Tensor
 from molflt.attention.features import Features
 from molflt.attention.mixing.pairs import Pairs, SortedPairs, _pair_sums
 from molflt.attention.mixing.sparse import Pattern, gather, spread
-from molflt.attention.mixing.sums import Sums, _stabilize
+from molflt.attention.mixing.sums import Sums, _stabilize, with_ones
 from molflt.attention.nodes.mesh import Mesh
 from molflt.attention.numerics import recomputed, uncompiled
 
@@ -76,7 +76,7 @@ def linear_with_mesh(
     at a time and is recomputed in the backward pass.
     """
     phi_q, phi_k, shift = _stabilize(query, key)
-    value = torch.cat((value, torch.ones_like(value[..., :1])), dim=-1)
+    value = with_ones(value)
     batch, heads, tokens, width = value.shape
     points = sum(mesh.points for mesh in kernel.meshes)
     features = max(1, min(_CHANNELS, _ON_MESH // max(1, points)) // width)
@@ -93,7 +93,7 @@ def linear_with_mesh(
     out = out.unflatten(0, (batch, tokens)).transpose(1, 2)
     if pairs is not None:
         out = out + _pair_sums(phi_q, phi_k, value, pairs)
-    return Sums(out[..., :-1], out[..., -1:], shift)
+    return Sums.of(out, shift)
 
 
 def _head_sums(query: Tensor, key: Tensor, value: Tensor, kernel: MeshKernel, head: int) -> Tensor:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from molflt.attention.features.base import Operand
 from molflt.attention.mixing.sparse import Pattern, correlate, gather, has_sparse_products
-from molflt.attention.mixing.sums import Sums
+from molflt.attention.mixing.sums import Sums, with_ones
 from molflt.attention.numerics import at_least_float32, decided, pieces, products_of_all, recomputed
 
 _TRANSIENT = 2**22  # largest number of elements per chunk of columns or pairs
@@ -105,7 +105,7 @@ def with_exact_pairs(sums: Sums, query: Operand, key: Operand, value: Tensor, pa
     index = row[:, None].expand(-1, heads)
     shift = old_shift[..., 0].scatter_reduce(0, index, logits.detach(), "amax")  # [b n, h]
     weight = (logits - shift[row]).exp() * switch[:, None]
-    value = torch.cat((value, torch.ones_like(value[..., :1])), dim=-1)
+    value = with_ones(value)
     added = value.new_zeros(batch * queries, heads, value.shape[-1])
     parts = pieces(row.shape[0], max(1, _TRANSIENT // (heads * value.shape[-1])))
     several = len(parts) > 1

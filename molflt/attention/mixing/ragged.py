@@ -11,11 +11,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from molflt.attention.features import Features
 from molflt.attention.mixing.pairs import Pairs, SortedPairs, _pair_sums
-from molflt.attention.mixing.sums import Sums, _stable_query
+from molflt.attention.mixing.sums import Sums, _stable_query, with_ones
 from molflt.attention.numerics import finite, recomputed, uncompiled
 
 _BLOCK = 64  # tokens per program
@@ -133,11 +132,10 @@ def ragged(
         sums = sums + recomputed(_node_sums, *inputs, several=several)
     sums = sums[None]
     if pairs is not None:
-        value = F.pad(value, (0, 1), value=1.0)
-        sums = sums + _pair_sums(phi_q, phi_k, value, pairs)
+        sums = sums + _pair_sums(phi_q, phi_k, with_ones(value), pairs)
     shift = shift.expand(1, heads, phi_q.shape[2], 1)
     sums, shift = (x[0].unflatten(1, (batch, -1)).transpose(0, 1) for x in (sums, shift))
-    return Sums(sums[..., :-1], sums[..., -1:], shift)
+    return Sums.of(sums, shift)
 
 
 def _per_graph(waves: Waves, graphs: int, heads: int, dtype: torch.dtype) -> tuple[Tensor, ...]:

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from molflt.attention.checks import one_of, readable
 from molflt.attention.features import Features
-from molflt.attention.mixing.sums import Sums, _per_token, _stabilize
+from molflt.attention.mixing.sums import Sums, _per_token, _stabilize, with_ones
 from molflt.attention.numerics import finite, recomputed
 
 METHODS = ("auto", "fft", "blocks")
@@ -58,18 +58,18 @@ def toeplitz(
     layout = _Layout.of(log_kernel, queries, keys)
     if 0 in (queries, keys, len(value)):
         zeros = value.new_zeros(*value.shape[:2], queries, value.shape[-1] + 1)
-        return Sums(zeros[..., :-1], zeros[..., -1:], zeros.new_zeros(()))
+        return Sums.of(zeros, zeros.new_zeros(()))
     if method == "auto":
         method = "blocks" if causal else _faster(layout, query.width, value.shape[-1])
     kernel = layout.cut(log_kernel.to(value.dtype))
     if causal:
         kernel = kernel.masked_fill(layout.future(kernel), -torch.inf)
-    value = F.pad(value, (0, 1), value=1.0)
+    value = with_ones(value)
     if method == "fft":
         sums, log_scale = _by_fft(query, key, value, kernel, layout)
     else:
         sums, log_scale = _by_blocks(query, key, value, kernel, layout, causal)
-    return Sums(sums[..., :-1], sums[..., -1:], log_scale.expand_as(sums[..., -1:]))
+    return Sums.of(sums, log_scale.expand_as(sums[..., -1:]))
 
 
 def dense_log_kernel(log_kernel: Tensor, queries: int, keys: int) -> Tensor:
