@@ -186,6 +186,15 @@ def pieces(count: int, size: int) -> list[slice]:
     return [slice(start, start + size) for start in range(0, count, size)]
 
 
+def split_or_repeat(
+    x: Tensor | None, size: int, pieces: int, dim: int = -2
+) -> tuple[Tensor | None, ...]:
+    """Splits x along an axis; if x is None or the axis has size 1, every piece is x itself."""
+    if x is None or (x.shape[dim] == 1 and pieces != 1):
+        return (x,) * pieces
+    return x.split(size, dim=dim)
+
+
 def counts_of(index: Tensor, size: int) -> Tensor:
     """Counts the occurrences of 0 to size - 1, like `torch.bincount`: (n,) -> (size,)."""
     return index.new_zeros(size).index_add(0, index, torch.ones_like(index))

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from molflt.attention.checks import no_effect, one_of
 from molflt.attention.features.projections import PROJECTIONS, Projection
-from molflt.attention.numerics import at_least_float32, options_of
+from molflt.attention.numerics import at_least_float32, options_of, split_or_repeat
 
 NUM_FEATURES = 64
 
@@ -67,6 +67,11 @@ class Features(NamedTuple):
         """Multiplies features by exp(log_factor), where log_factor is (batch, heads, tokens)."""
         factor = log_factor[..., None]
         return Features(self.values, factor if self.log_scale is None else self.log_scale + factor)
+
+    def split(self, size: int) -> list["Features"]:
+        """Splits features into parts of `size` tokens."""
+        count = -(-self.tokens // size)
+        return list(map(Features, *(split_or_repeat(x, size, count) for x in self)))
 
     def kronecker(self, factors: Tensor) -> "Features":
         """Returns the Kronecker product of the features and `factors` (batch, heads, tokens, p).
@@ -239,20 +244,13 @@ class Operand(NamedTuple):
         Slices are avoided, because their gradients would have the size of the whole tensor.
         """
         xs = self.x.split(size, dim=-2)
-        masks = cut(self.mask, size, len(xs), dim=-1)
-        log_weights = cut(self.log_weight, size, len(xs), dim=-1)
+        masks = split_or_repeat(self.mask, size, len(xs), dim=-1)
+        log_weights = split_or_repeat(self.log_weight, size, len(xs), dim=-1)
         columns: Sequence[Columns | None]
         if isinstance(self.columns, Projected):
             products, squares = (x.split(size, dim=-2) for x in self.columns)
             columns = list(map(Projected, products, squares))
         else:
-            columns = cut(self.columns, size, len(xs))
+            columns = split_or_repeat(self.columns, size, len(xs))
         parts = zip(xs, columns, masks, log_weights, strict=True)
         return [Operand(self.feature_map, *part) for part in parts]
-
-
-def cut(x: Tensor | None, size: int, pieces: int, dim: int = -2) -> tuple[Tensor | None, ...]:
-    """Splits x along an axis; if x is None or the axis has size 1, every part is x itself."""
-    if x is None or (x.shape[dim] == 1 and pieces != 1):
-        return (x,) * pieces
-    return x.split(size, dim=dim)
