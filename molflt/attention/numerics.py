@@ -1,4 +1,4 @@
-"""Shared arithmetic: safe derivatives, precision and recomputation in the backward pass."""
+"""Shared arithmetic: draws, safe derivatives, precision, recomputation and compiled code."""
 
 import functools
 import math
@@ -30,6 +30,12 @@ def haar_rotation(dim: int, generator: torch.Generator | None) -> Tensor:
     """
     q, r = torch.linalg.qr(randn64(dim, dim, generator=generator))
     return q * r.diagonal().sign()
+
+
+def to_default(x: Tensor) -> Tensor:
+    """Copies x to torch's default device and, if it has real numbers, to the default dtype."""
+    dtype = torch.get_default_dtype() if x.is_floating_point() else x.dtype
+    return torch.empty(x.shape, dtype=dtype).copy_(x)
 
 
 def options_of(module: torch.nn.Module) -> str:
@@ -100,8 +106,8 @@ def products_of_all(left: Tensor, right: Tensor) -> Tensor:
 
 
 def finite(x: Tensor) -> Tensor:
-    """Replaces non-finite values, such as maxima over empty sets, with 0."""
-    return torch.where(x.isfinite(), x, 0.0)
+    """Replaces infinities, such as maxima over empty sets, and NaN with 0."""
+    return x.nan_to_num(0.0, 0.0, 0.0)
 
 
 def recomputed(function: Callable[..., _R], *arguments: object, several: bool = True) -> _R:
@@ -142,7 +148,7 @@ def gauss_rule(count: int) -> tuple[list[float], list[float]]:
     return ((points + 1) / 2).tolist(), steps.tolist()
 
 
-# Makes the compiler treat the function as constant, without loading the compiler.
+# As `torch.compiler.assume_constant_result` does, but without loading the compiler.
 vars(gauss_rule)["_dynamo_marked_constant"] = True
 
 
@@ -170,13 +176,23 @@ def opaque(fake: Callable[..., object]) -> Callable[[Callable[_P, _R]], Callable
     return decorate
 
 
-def decided(condition: bool, otherwise: bool) -> bool:
+def decided(condition: bool, *, otherwise: bool) -> bool:
     """Returns `condition`, or `otherwise` if it depends on sizes unknown at compile time."""
     if not torch.compiler.is_compiling():
         return condition
     from torch.fx.experimental.symbolic_shapes import guard_or_false, guard_or_true
 
     return guard_or_true(condition) if otherwise else guard_or_false(condition)
+
+
+def ceil_div(count: int, size: int) -> int:
+    """Returns count / size, rounded up."""
+    return -(-count // size)
+
+
+def next_power_of_two(count: int) -> int:
+    """Returns the smallest power of two that is at least `count`."""
+    return 1 << (count - 1).bit_length()
 
 
 def pieces(count: int, size: int) -> list[slice]:
@@ -186,17 +202,11 @@ def pieces(count: int, size: int) -> list[slice]:
     return [slice(start, start + size) for start in range(0, count, size)]
 
 
-def split_or_repeat(
-    x: Tensor | None, size: int, pieces: int, dim: int = -2
-) -> tuple[Tensor | None, ...]:
-    """Splits x along an axis; if x is None or the axis has size 1, every piece is x itself."""
-    if x is None or (x.shape[dim] == 1 and pieces != 1):
-        return (x,) * pieces
-    return x.split(size, dim=dim)
-
-
 def counts_of(index: Tensor, size: int) -> Tensor:
-    """Counts the occurrences of 0 to size - 1, like `torch.bincount`: (n,) -> (size,)."""
+    """Counts the occurrences of 0 to size - 1: (n,) -> (size,).
+
+    Unlike that of `torch.bincount`, the shape of the result does not depend on values.
+    """
     return index.new_zeros(size).index_add(0, index, torch.ones_like(index))
 
 

@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from molflt.attention.features.base import Features
+from molflt.attention.features.base import Features, split_or_repeat
 from molflt.attention.mixing.sums import Sums, _causal_mask, with_ones
-from molflt.attention.numerics import recomputed, split_or_repeat
+from molflt.attention.numerics import recomputed
 
-_CHUNK = 128  # fastest of 32..512 for m = 64 and d = 64 on a CPU
+_CHUNK = 128  # tokens per chunk; fastest of 32..512 for m = 64 and d = 64 on a CPU
 _CHUNKS_AT_ONCE = 8  # intermediate tensors are recomputed in the backward pass
 _EMPTY = -1e30  # logarithm of an empty sum; finite, because it is subtracted
 
@@ -39,11 +39,10 @@ def causal_linear(
     value: Tensor,
     log_decay: Tensor | None = None,
     state: State | None = None,
-    chunk: int = _CHUNK,
 ) -> tuple[Sums, State]:
     """Computes kernelized attention of each token to itself and earlier tokens, in O(N m dv) time.
 
-    Inside each chunk, the (chunk, chunk) matrix of weights is formed. A running sum is carried
+    Inside each chunk of `_CHUNK` tokens, the matrix of weights is formed. A running sum is carried
     across chunks (Transformer Quality in Linear Time, arXiv:2202.10447, section 3.2).
     `_CHUNKS_AT_ONCE` chunks are computed at once and recomputed in the backward pass. Apart from
     the arguments and the sums, O(N m dv / chunk) numbers are stored.
@@ -57,20 +56,19 @@ def causal_linear(
         log_decay: (batch, heads, tokens), at most 0; the weight of key j for query i is multiplied
             by exp(sum of log_decay over j < l <= i).
         state: state returned by an earlier call for the preceding tokens.
-        chunk: number of tokens per chunk.
     """
-    tokens, span = value.shape[-2], _CHUNKS_AT_ONCE * chunk
+    tokens, span = value.shape[-2], _CHUNKS_AT_ONCE * _CHUNK
     if state is None:
         state = _empty_state(key, value)
     if tokens == 1:
         return _step(query, key, value, log_decay, state)
     if tokens <= span:
-        return _scan(query, key, value, log_decay, state, chunk)
+        return _scan(query, key, value, log_decay, state)
     values = value.split(span, dim=-2)
     decays = split_or_repeat(log_decay, span, len(values), dim=-1)
     sums = []
     for part in zip(query.split(span), key.split(span), values, decays, strict=True):
-        span_sums, state = recomputed(_scan, *part, state, chunk)
+        span_sums, state = recomputed(_scan, *part, state)
         sums.append(span_sums)
     return Sums(*(torch.cat(parts, dim=-2) for parts in zip(*sums, strict=True))), state
 
@@ -114,16 +112,11 @@ def _step(
 
 
 def _scan(
-    query: Features,
-    key: Features,
-    value: Tensor,
-    log_decay: Tensor | None,
-    state: State,
-    chunk: int,
+    query: Features, key: Features, value: Tensor, log_decay: Tensor | None, state: State
 ) -> tuple[Sums, State]:
     """Computes `causal_linear` for all chunks at once."""
     tokens = value.shape[-2]
-    length = max(1, min(chunk, tokens))
+    length = max(1, min(_CHUNK, tokens))
     chunks = _Chunks.of(query.bounded(), key.bounded(), value, log_decay, length)
     before, last = chunks.carry(state)
     return Sums(*(x.flatten(2, 3)[:, :, :tokens] for x in chunks.mix(before))), last

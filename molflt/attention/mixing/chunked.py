@@ -6,15 +6,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from molflt.attention.features.base import Operand
+from molflt.attention.features.base import Operand, split_or_repeat
 from molflt.attention.mixing.sums import Sums, _stable_query, with_ones
-from molflt.attention.numerics import (
-    at_least_float32,
-    decided,
-    finite,
-    recomputed,
-    split_or_repeat,
-)
+from molflt.attention.numerics import at_least_float32, decided, finite, recomputed
 
 _AT_ONCE = 2**22  # maximum number of elements in a chunk of tokens
 _LONG = 2**24  # chunks are used if all tokens together need this many elements
@@ -30,7 +24,7 @@ def chunk_size(query: Operand, key: Operand, value: Tensor, columns: int = 0) ->
     keys = key.x.shape[2]
     widths = query.feature_map.width, columns * (value.shape[-1] + 1)
     sizes = (width * n * graphs * heads for width in widths for n in (queries, keys))
-    if all(decided(size < _LONG, True) for size in sizes):
+    if all(decided(size < _LONG, otherwise=True) for size in sizes):
         return 0
     size = max(_LEAST, _AT_ONCE // max(1, graphs * heads * max(widths)))
     return size if max(queries, keys) > size else 0

@@ -37,7 +37,7 @@ class MeshKernel(NamedTuple):
 
     def apply(self, x: Tensor, head: int) -> Tensor:
         """Returns sum_j h(r_i - r_j) x_j over the tokens of each graph: (tokens, channels)."""
-        head = min(head, self.heads - 1)
+        head = 0 if self.heads == 1 else head  # all heads may share a kernel
         weight = self.weight.to(x.dtype)
         grids = spread(weight, x, self.pattern).split([mesh.points for mesh in self.meshes])
         graphs = zip(self.meshes, grids, self.coefficients, strict=True)
@@ -79,14 +79,17 @@ def linear_with_mesh(
     value = with_ones(value)
     batch, heads, tokens, width = value.shape
     points = sum(mesh.points for mesh in kernel.meshes)
-    features = max(1, min(_CHANNELS, _ON_MESH // max(1, points)) // width)
-    several = heads > 1 or features < phi_q.shape[-1]
+    at_once = max(1, min(_CHANNELS, _ON_MESH // max(1, points)) // width)  # features
+    several = heads > 1 or at_once < phi_q.shape[-1]
     by_head = []
     # without slices, whose gradients would have the size of the whole tensor
     operands = zip(phi_q.unbind(1), phi_k.unbind(1), value.unbind(1), strict=True)
     for head, (q, k, v) in enumerate(operands):
-        chunks = zip(q.split(features, dim=-1), k.split(features, dim=-1), strict=True)
-        sums = (recomputed(_head_sums, *x, v, kernel, head, several=several) for x in chunks)
+        features = zip(q.split(at_once, dim=-1), k.split(at_once, dim=-1), strict=True)
+        sums = (
+            recomputed(_head_sums, phi_i, phi_j, v, kernel, head, several=several)
+            for phi_i, phi_j in features
+        )
         by_head.append(reduce(torch.add, sums))
     out = value.new_zeros(batch * tokens, heads, width)
     out = out.index_copy(0, kernel.rows, torch.stack(by_head, dim=1))

@@ -25,7 +25,7 @@ class Pairs(NamedTuple):
     exact: tuple[Tensor, Tensor] | None = None
 
     def by_query(self, batch: int, queries: int, keys: int) -> "Pairs | SortedPairs":
-        """Returns the pairs sorted by query, or unchanged where sparse products are not used."""
+        """Returns the pairs sorted by query for sparse products on the CPU, otherwise unchanged."""
         compiling = torch.compiler.is_compiling()
         if compiling or self.weight.device.type != "cpu" or not has_sparse_products(self.weight):
             return self
@@ -133,13 +133,16 @@ def _exact_logits(query: Operand, key: Operand, f: Tensor, pairs: Pairs) -> Tens
 
 
 def _weighted(value: Tensor, weight: Tensor, b: Tensor, j: Tensor) -> Tensor:
+    """Returns w_bj v_bj of pairs for weights (pairs, heads): (pairs, heads, dv)."""
     return weight[..., None] * value[b, :, j]
 
 
 def products(left: Tensor, right: Tensor, pairs: Pairs) -> Tensor:
     """Computes U_i . V_j of pairs from U and V (batch or 1, heads or 1, n, p): (heads, pairs)."""
     batch = max(left.shape[0], right.shape[0])
-    if decided(batch * left.shape[-2] * right.shape[-2] <= 4 * pairs.query.shape[0], True):
+    if decided(
+        batch * left.shape[-2] * right.shape[-2] <= 4 * pairs.query.shape[0], otherwise=True
+    ):
         # For few tokens, this is cheaper than gathering the factors.
         matrix = products_of_all(left, right)
         return matrix.expand(batch, -1, -1, -1)[pairs.batch, :, pairs.query, pairs.key].T
@@ -154,4 +157,5 @@ def products(left: Tensor, right: Tensor, pairs: Pairs) -> Tensor:
 
 
 def _products(left: Tensor, right: Tensor, b: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    """Returns U_i . V_j of pairs (b, i, j) from the gathered factors: (pairs, heads)."""
     return (left[b, :, i] * right[b, :, j]).sum(dim=-1)
