@@ -143,9 +143,9 @@ class Shared(Generic[_R]):
 
 
 def gauss_rule(count: int) -> tuple[list[float], list[float]]:
-    """Returns the points of Gauss-Legendre quadrature in [0, 1], and weights whose sum is 2."""
-    points, steps = np.polynomial.legendre.leggauss(count)
-    return ((points + 1) / 2).tolist(), steps.tolist()
+    """Returns the points and weights of Gauss-Legendre quadrature on [0, 1]."""
+    points, weights = np.polynomial.legendre.leggauss(count)  # on [-1, 1]
+    return ((points + 1) / 2).tolist(), (weights / 2).tolist()
 
 
 # As `torch.compiler.assume_constant_result` does, but without loading the compiler.
