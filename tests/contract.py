@@ -28,20 +28,19 @@ from molflt.attention.nodes.base import hermitian
 from molflt.attention.positions import SpectralPosition
 from molflt.attention.spectra import Gaussian, ShiftInvariant
 
-
-def with_features(count: int, options: dict[str, Any]) -> dict[str, Any]:
-    """Returns options of attention with a number of features, if the map takes one."""
-    phi = FEATURE_MAPS[options.get("feature_map") or "positive"]
-    sized = (phi.random or phi.learned) and options.get("mixing") != "softmax"
-    return {**({"num_features": count} if sized else {}), **options}
-
-
 EXACT = {"rtol": 0.0, "atol": 1e-10}
 SIZES = (7, 1, 12, 0, 5)  # lengths of the sequences in one batch
 HEADS, DIM = 2, 16
 HEAD_DIM = DIM // HEADS
 LONGEST = 24  # length of a padded batch
 GRID = (6, 4)
+
+
+def with_features(count: int, options: dict[str, Any]) -> dict[str, Any]:
+    """Returns options of attention with a number of features, if the map takes one."""
+    phi = FEATURE_MAPS[options.get("feature_map") or "positive"]
+    sized = (phi.random or phi.learned) and options.get("mixing") != "softmax"
+    return {**({"num_features": count} if sized else {}), **options}
 
 
 def cloud(size: int, generator: torch.Generator) -> Tensor:
@@ -460,6 +459,13 @@ def normal_points(count: int, dim: int, seed: int = 0) -> Tensor:
     return torch.special.ndtri(points.draw(count, dtype=torch.float64).clamp(1e-12, 1 - 1e-12))
 
 
+def points(count: int, dim: int) -> Tensor:
+    """Returns the origin and random points, (count, dim)."""
+    drawn = torch.randn(count, dim, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    drawn[0] = 0.0
+    return drawn
+
+
 def frequency_rule(dim: int, radii: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Returns frequencies (n, l) and weights (n,) to integrate functions that decay by 5 cycles.
 
@@ -487,8 +493,7 @@ def check_fourier_pair(spectrum: Spectrum) -> None:
     radii = spectrum.radius.double() if spectrum.on_shells else None
     xi, weights = frequency_rule(dim, radii)
     normal = normal_points(2**14, dim, seed=9)
-    centres = torch.randn(3, dim, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
-    centres[0] = 0.0
+    centres = points(3, dim)
     with torch.no_grad():
         g = hermitian(spectrum, xi[None])
         for width in (0.4, 1.5):
@@ -508,8 +513,7 @@ def check_draws(kernel: ShiftInvariant) -> None:
     assert draws.shape == (kernel.heads, count, dim) and draws.dtype == torch.float64
     u, weights = frequency_rule(dim)
     density = weights * kernel.unit_log_density(u).exp()
-    centres = torch.randn(4, dim, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
-    centres[0] = 0.0
+    centres = points(4, dim)
     for width in (0.1, 0.4, 1.5):
         for centre in centres:
 
@@ -530,8 +534,7 @@ def check_nodes(name: str, dim: int = 3) -> None:
     torch.nn.init.ones_(spectrum.amplitude)
     nodes = rule(**rule.sizes(spectrum, count), **NODE_OPTIONS.get(name, {})).double()
     nodes.redraw_(torch.Generator().manual_seed(0))
-    z = torch.randn(7, dim, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
-    z[0] = 0.0
+    z = points(7, dim)
     with torch.no_grad():
         left, right = SpectralPosition(spectrum, nodes).factors(z[None], 0 * z[None, :1])
         error = (left @ right.mT)[0, :, :, 0] - spectrum.mask(z[None])[0]

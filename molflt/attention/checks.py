@@ -1,6 +1,7 @@
-"""Argument checks."""
+"""Checks of arguments, and of the state of torch that decides whether values can be read."""
 
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Callable, Iterable, Sequence
 from difflib import get_close_matches
 from inspect import signature
 
@@ -18,7 +19,7 @@ def positive(**numbers: float) -> None:
     """Raises ValueError for the first number that is not positive and finite."""
     for name, value in numbers.items():
         if isinstance(value, str) or value is None:
-            raise TypeError(f"{name} must be a number; got {value!r}; correct it")
+            raise TypeError(f"{name} must be a number; got {value!r}")
         if not 0 < value < float("inf"):
             raise ValueError(f"{name} must be positive and finite; got {value}")
 
@@ -28,6 +29,13 @@ def not_negative(**numbers: float) -> None:
     for name, value in numbers.items():
         if not value >= 0:
             raise ValueError(f"{name} must be at least 0; got {value}")
+
+
+def interval(name: str, ends: Sequence[float], above: float = -math.inf) -> None:
+    """Raises ValueError unless `ends` are two finite numbers above a limit, smallest first."""
+    if len(ends) != 2 or not above < ends[0] <= ends[1] < math.inf:
+        limit = "" if above == -math.inf else f" above {above:g}"
+        raise ValueError(f"{name} must be two finite numbers{limit}, smallest first; got {ends}")
 
 
 def share(**numbers: float) -> None:
@@ -46,7 +54,8 @@ def _head_width(dim: int, heads: int) -> int:
 
 def one_of(option: str, choice: object, choices: Iterable[object]) -> None:
     """Raises ValueError for an unknown choice."""
-    if choice not in (known := tuple(choices)):
+    known = tuple(choices)
+    if choice not in known:
         expected = ", ".join(map(str, known))
         raise ValueError(f"{option}={choice!r} is unknown; expected one of {expected}")
 
@@ -91,9 +100,10 @@ def tensors(**arguments: object) -> None:
 
 
 def whole(name: str, values: torch.Tensor, low: int, high: int, of: str) -> None:
-    """Raises ValueError unless all values, described by `of`, are integers from `low` to `high`.
+    """Raises ValueError unless all values are integers from `low` to `high`.
 
-    The range is checked only if the values can be read on the CPU; see `readable`.
+    `of` tells what the values are, such as "the places of tokens". The range is checked only if the
+    values can be read on the CPU; see `readable`.
     """
     if values.dtype.is_floating_point or values.dtype.is_complex or values.dtype == torch.bool:
         raise ValueError(f"{name} must be integers, {of}; got {values.dtype}; use .long()")

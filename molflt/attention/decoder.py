@@ -45,8 +45,8 @@ class CrossAttention(Attention):
         """
         check_width(self.dim, context=context)
         _, source = without_masked(context, context_mask)
-        key = self.scaling(self._by_head(self.to_key, source))
-        value = self._by_head(self.to_value, source)
+        key = self.scaling(self._project(self.to_key, source))
+        value = self._project(self.to_value, source)
         mask = None if context_mask is None else context_mask[:, None]
         if self.feature_map is None:
             return KeyValues(key, value, mask)
@@ -59,7 +59,7 @@ class CrossAttention(Attention):
         """
         sequences = len(memory.key if isinstance(memory, KeyValues) else memory.context)
         tokens = len(x) // max(1, sequences) * x.shape[1]
-        query = self.scaling(self._by_head(self.to_query, x.reshape(sequences, tokens, self.dim)))
+        query = self.scaling(self._project(self.to_query, x.reshape(sequences, tokens, self.dim)))
         if isinstance(memory, KeyValues):
             out = softmax(query, memory.key, memory.value, None, memory.mask)
         else:
@@ -141,9 +141,9 @@ class Decoder(nn.Module):
         encoding = self.stack._evaluate(self.stack._encoded_for, x, positions, None)
         for block, cross, norm in self._layers():
             mixed = block.attention(block._normalized(x, block.attention_norm), encoding=encoding)
-            x = block._add(x, mixed, block.attention_norm)
+            x = block._residual(x, mixed, block.attention_norm)
             mixed = cross(block._normalized(x, norm), context=context, key_mask=context_mask)
-            x = block._feed_forward(block._add(x, mixed, norm))
+            x = block._feed_forward(block._residual(x, mixed, norm))
         return self.stack.norm(x)
 
     def remember(self, context: Tensor, context_mask: Tensor | None = None) -> DecoderState:
@@ -171,9 +171,9 @@ class Decoder(nn.Module):
             normalized = block._normalized(x, block.attention_norm)
             mixed, new_state = attention.decode(normalized, state=block_state, encoding=encoding)
             new_states.append(new_state)
-            x = block._add(x, mixed, block.attention_norm)
+            x = block._residual(x, mixed, block.attention_norm)
             mixed = cross.recall(block._normalized(x, norm), memory)
-            x = block._feed_forward(block._add(x, mixed, norm))
+            x = block._feed_forward(block._residual(x, mixed, norm))
         return self.stack.norm(x), state._replace(stack=StackState(key_positions, new_states))
 
     def redraw_(self, generator: torch.Generator | None = None) -> None:

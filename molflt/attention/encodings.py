@@ -15,7 +15,7 @@ from molflt.attention.features import Features
 from molflt.attention.features.base import Columns, Operand
 from molflt.attention.mixing.causal import State, causal_linear
 from molflt.attention.mixing.chunked import chunk_size, linear_in_chunks
-from molflt.attention.mixing.forms import cheaper, linear, linear_with_kernel, quadratic
+from molflt.attention.mixing.forms import linear, linear_with_kernel, matrix_is_cheaper, quadratic
 from molflt.attention.mixing.mesh import MeshKernel, linear_with_mesh
 from molflt.attention.mixing.pairs import Pairs, SortedPairs, with_exact_pairs
 from molflt.attention.mixing.ragged import Ragged, Waves, ragged
@@ -86,7 +86,8 @@ class Encoding:
             use_matrix = self._matrix_is_cheaper(query, key, value)
         if not (use_matrix or causal) and self.chunked and self.pairs is None:
             columns = 0 if self.kernel is None else self.kernel[0].shape[-1]
-            if size := chunk_size(query, key, value, columns):
+            size = chunk_size(query, key, value, columns)
+            if size:
                 return linear_in_chunks(query, key, value, size, self.kernel), None
         with torch.autocast(value.device.type, enabled=False):
             value = at_least_float32(value)
@@ -95,15 +96,23 @@ class Encoding:
                 gate = at_least_float32(gate)
                 phi_k, log_decay = phi_k.scaled(F.logsigmoid(-gate)), F.logsigmoid(gate)
             terms = Terms(phi_q, phi_k, value, causal, log_decay, state)
-            sums, new_state = (self.by_matrix(terms), None) if use_matrix else self.mix(terms)
+            if use_matrix:
+                sums, new_state = self.by_matrix(terms), None
+            else:
+                sums, new_state = self.mix(terms)
             if self.pairs is not None and self.pairs.exact is not None:
                 sums = with_exact_pairs(sums, query, key, value, self.pairs)
             return sums, new_state
 
-    def by_matrix(self, terms: Terms, **kernel: Tensor) -> Sums:
+    def by_matrix(self, terms: Terms) -> Sums:
         """Computes the sums from the N x N attention matrix, as a reference for `mix`."""
         query, key, value, causal, log_decay, _ = terms
+        kernel = self._matrix_kernel(query.tokens, key.tokens)
         return quadratic(query, key, value, causal, log_decay=log_decay, **kernel)
+
+    def _matrix_kernel(self, queries: int, keys: int) -> dict[str, Tensor]:
+        """Returns the argument `kernel` or `log_kernel` of `quadratic`, if any."""
+        return {}
 
     def mix(self, terms: Terms) -> tuple[Sums, State | None]:
         """Computes the sums without forming the attention matrix."""
@@ -115,7 +124,7 @@ class Encoding:
     def _matrix_is_cheaper(self, query: Operand, key: Operand, value: Tensor) -> bool:
         p = None if self.kernel is None else self.kernel[0].shape[-1]
         sizes = query.x.shape[2], key.x.shape[2], query.feature_map.width, value.shape[-1]
-        return cheaper(*sizes, p) == "quadratic"
+        return matrix_is_cheaper(*sizes, p)
 
 
 class Bias(Encoding):
@@ -181,8 +190,8 @@ class _Multiplied(Encoding):
 
         return self._matrix.get(compute)
 
-    def by_matrix(self, terms: Terms, **kernel: Tensor) -> Sums:
-        return super().by_matrix(terms, kernel=self.dense(terms.query.tokens, terms.key.tokens))
+    def _matrix_kernel(self, queries: int, keys: int) -> dict[str, Tensor]:
+        return {"kernel": self.dense(queries, keys)}
 
 
 class Kernel(_Multiplied):
@@ -243,7 +252,10 @@ class MeshNodes(_Multiplied):
 
 
 class RaggedKernel(_Multiplied):
-    """Positional kernel like `Kernel`, but with sums computed by Triton kernels; see `ragged`."""
+    """Positional kernel like `Kernel`, but with sums computed by Triton kernels; see `ragged`.
+
+    The attention matrix cannot be formed.
+    """
 
     supports = (TRITON,)
     decodes = False
@@ -282,9 +294,8 @@ class Toeplitz(Encoding):
     def dense(self, queries: int, keys: int) -> Tensor:
         return dense_log_kernel(self.log_kernel, queries, keys).exp()[None]
 
-    def by_matrix(self, terms: Terms, **kernel: Tensor) -> Sums:
-        matrix = dense_log_kernel(self.log_kernel, terms.query.tokens, terms.key.tokens)
-        return super().by_matrix(terms, log_kernel=matrix)
+    def _matrix_kernel(self, queries: int, keys: int) -> dict[str, Tensor]:
+        return {"log_kernel": dense_log_kernel(self.log_kernel, queries, keys)}
 
     def mix(self, terms: Terms) -> tuple[Sums, State | None]:
         query, key, value = terms[:3]

@@ -20,23 +20,13 @@ from molflt.attention.numerics import at_least_float32, options_of
 _TRUNCATED_STD = math.sqrt(1 - 4 * math.exp(-2) / math.sqrt(2 * math.pi) / math.erf(math.sqrt(2)))
 
 
-def _real_dft(x: Tensor) -> Tensor:
-    """Computes Re(F_seq F_hidden x) with unnormalized FFTs (FNet, eqs. 1 and 3)."""
-    if not x.numel():
-        return x.clone()
-    half = torch.fft.rfft2(x).real  # [batch, tokens, dim // 2 + 1]
-    # As x is real, Y[-k, -l] = conj(Y[k, l]) gives the other columns.
-    mirrored = half[..., 1 : (x.shape[-1] + 1) // 2].flip(1).roll(1, 1).flip(2)
-    return torch.cat((half, mirrored), dim=-1)
-
-
 class Mixer(nn.Module):
     """Base class for token mixers, with the interface of `Attention`; subclasses override `mix`."""
 
     paper = "2105.03824, sec. 4.1"
     cost = "N² d + N d²"  # for N tokens of width d
     mixing: str  # key in `TOKEN_MIXERS`
-    bounded = False  # True if the mixer takes `max_tokens`, the length of the longest sequence
+    takes_max_tokens = False  # True if the mixer needs the length of the longest sequence
     extra_repr = options_of
 
     def __init__(self, dim: int) -> None:
@@ -117,7 +107,7 @@ class _LinearMixer(Mixer):
     """
 
     mixing = "dense"
-    bounded = True
+    takes_max_tokens = True
     sequence_weight: Tensor
     hidden_weight: Tensor
 
@@ -188,6 +178,16 @@ class _NoMixer(Mixer):
         return 0.0 * x
 
 
+def _real_dft(x: Tensor) -> Tensor:
+    """Computes Re(F_seq F_hidden x) with unnormalized FFTs (FNet, eqs. 1 and 3)."""
+    if not x.numel():
+        return x.clone()
+    half = torch.fft.rfft2(x).real  # [batch, tokens, dim // 2 + 1]
+    # As x is real, Y[-k, -l] = conj(Y[k, l]) gives the other columns.
+    mirrored = half[..., 1 : (x.shape[-1] + 1) // 2].flip(1).roll(1, 1).flip(2)
+    return torch.cat((half, mirrored), dim=-1)
+
+
 def _dft_by_length(x: Tensor, key_mask: Tensor) -> Tensor:
     """Applies `_real_dft` to the unmasked tokens, with one call per distinct sequence length."""
     batch, tokens, dim = x.shape
@@ -195,13 +195,13 @@ def _dft_by_length(x: Tensor, key_mask: Tensor) -> Tensor:
         return x
     lengths = key_mask.sum(dim=1)
     order = lengths.argsort(stable=True)
-    distinct = torch.stack(lengths[order].unique_consecutive(return_counts=True)).T.tolist()
+    distinct, counts = (x.tolist() for x in lengths[order].unique_consecutive(return_counts=True))
     sequence, place = key_mask[order].nonzero(as_tuple=True)
     index = order[sequence] * tokens + place  # unmasked tokens, shortest sequences first
-    groups = x.reshape(-1, dim)[index].split([n * count for n, count in distinct])
+    sizes = [length * count for length, count in zip(distinct, counts, strict=True)]
+    groups = zip(x.reshape(-1, dim)[index].split(sizes), distinct, counts, strict=True)
     mixed = [
-        _real_dft(group.view(count, n, dim)).flatten(0, 1)
-        for group, (n, count) in zip(groups, distinct, strict=True)
+        _real_dft(group.view(count, length, dim)).flatten(0, 1) for group, length, count in groups
     ]
     return x.new_zeros(batch * tokens, dim).index_copy(0, index, torch.cat(mixed)).view(x.shape)
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from molflt.attention.checks import readable, tensors, whole
-from molflt.attention.numerics import at_least_float32
+from molflt.attention.numerics import at_least_float32, finite
 
 
 class Keys(TypedDict, total=False):
@@ -64,8 +64,9 @@ def log_weights(key_weight: Tensor | None, key_mask: Tensor | None, key: Tensor)
     return weight.log()[:, None]
 
 
-def _finite(x: Tensor, key_mask: Tensor) -> Tensor:
-    return torch.where(key_mask[..., None], x, x.nan_to_num(0.0, 0.0, 0.0))
+def _finite_if_masked(x: Tensor, mask: Tensor) -> Tensor:
+    """Replaces infinities and NaN with 0 where the mask is False: (b, n, .), (b, n) -> (b, n, .)"""
+    return torch.where(mask[..., None], x, finite(x))
 
 
 def finite_positions(
@@ -78,8 +79,8 @@ def finite_positions(
     if key_mask is None or positions is None:
         return positions, key_positions
     if key_positions is not None:
-        return positions, _finite(key_positions, key_mask)
-    return _finite(positions, key_mask), None
+        return positions, _finite_if_masked(key_positions, key_mask)
+    return _finite_if_masked(positions, key_mask), None
 
 
 def without_masked(
@@ -88,10 +89,11 @@ def without_masked(
     key_index: Tensor | None = None,
     context: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Returns the tokens for queries (batch, tokens, dim) and for keys (batch, keys, dim).
+    """Returns the tokens for queries and for keys; see `Attention.forward` for the arguments.
 
-    Masked keys are set to 0, because 0 times infinity would be NaN in sums and gradients. For
-    queries, only infinities and NaN of masked tokens are. See `Attention.forward`.
+    In tokens for keys, (batch, source tokens, dim), masked tokens are 0, because 0 times infinity
+    would be NaN in sums and gradients. In tokens for queries, (batch, tokens, dim), masked tokens
+    keep their finite values.
     """
     source = x if context is None else context
     tensors(key_index=key_index)
@@ -105,9 +107,9 @@ def without_masked(
         return x, source
     check_mask(key_mask, source.shape[:2] if key_index is None else key_index.shape)
     used = key_mask
-    if key_index is not None:
-        counts = torch.zeros(source.shape[:2], dtype=torch.uint8, device=source.device)
-        used = counts.scatter_reduce(1, key_index, key_mask.to(counts.dtype), "amax").bool()
+    if key_index is not None:  # tokens that at least one unmasked key copies
+        unused = torch.zeros(source.shape[:2], dtype=torch.uint8, device=source.device)
+        used = unused.scatter_reduce(1, key_index, key_mask.to(unused.dtype), "amax").bool()
     if context is None:
-        x = _finite(x, used)
+        x = _finite_if_masked(x, used)
     return x, source.masked_fill(~used[..., None], 0.0)

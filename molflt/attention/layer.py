@@ -89,7 +89,7 @@ class Attention(Positioned):
         dim: width of tokens; a multiple of `heads`.
         heads: number of heads.
         mixing: "linear" (O(N)), "quadratic" (the same sums from the N x N matrix, cheaper for few
-            tokens), "auto" (the cheaper of the two; see `molflt.attention.mixing.forms.cheaper`),
+            tokens), "auto" (the cheaper of the two; see `mixing.forms.matrix_is_cheaper`),
             "softmax", or "triton" (the linear sums of a multiplicative position, computed by GPU
             kernels whose speed has not been measured yet; second derivatives are not supported).
         causal: each token attends only to itself and earlier tokens.
@@ -162,7 +162,9 @@ class Attention(Positioned):
                 normalize=None if normalize == "masked" else normalize,
                 degree=degree,
             )
-        self._refuse_misfits(gate)
+        self._check_options(gate)
+        if position is not None:
+            position.use_for(self.encoded_for)
         self.to_query = nn.Linear(dim, dim)
         self.to_key = nn.Linear(dim, dim)
         self.to_value = nn.Linear(dim, dim)
@@ -177,7 +179,7 @@ class Attention(Positioned):
         unit_norm = self.feature_map is not None and self.feature_map.unit_norm
         self.scaling = Scaling(heads, self.head_dim, normalize_qk, learn_temperature, unit_norm)
 
-    def _refuse_misfits(self, gate: bool) -> None:
+    def _check_options(self, gate: bool) -> None:
         """Raises ValueError for options that exclude each other or that have no effect."""
         if gate and not self.causal:
             raise ValueError("gate=True needs causal=True; got causal=False; change one of them")
@@ -193,9 +195,7 @@ class Attention(Positioned):
         if self.floor and self.normalize == "none":
             no_effect("with normalize='none'", floor=self.floor)
         if self.position is not None:
-            sizes = {"heads": self.heads, "head_dim": self.head_dim}
-            self.position.check(self.encoded_for, self.causal, gate, **sizes)
-            self.position.use_for(self.encoded_for)
+            self.position.check(self.encoded_for, self.causal, gate, self.heads, self.head_dim)
         if self.mixing == TRITON:
             expect_triton()
 
@@ -203,6 +203,11 @@ class Attention(Positioned):
     def encoded_for(self) -> str:
         """Mixing for which an encoding is evaluated; "linear" if mixing is "auto"."""
         return "linear" if self.mixing == "auto" else self.mixing
+
+    @property
+    def kind(self) -> str:
+        """Kind of attention, which determines the encodings that the layer accepts."""
+        return self.mixing if self.mixing in (SOFTMAX, TRITON) else KERNELIZED
 
     def forward(
         self, x: Tensor, positions: Tensor | None = None, **inputs: Unpack[_Inputs]
@@ -252,22 +257,26 @@ class Attention(Positioned):
             )
         heads = self._split(x)
         if state:
-            if isinstance(state, KeyValues):
-                batch, fits = len(state.key), self.mixing == "softmax"
-            else:
-                batch, sums = len(state[0].sums), 2 if self.normalize == "unmasked" else 1
-                fits = self.mixing != "softmax" and len(state) == sums
-            if not fits or batch != len(x):
-                raise ValueError(
-                    f"expected this layer's state of {len(x)} sequences, as in x; got one of "
-                    f"{batch} or of another layer"
-                )
+            self._check_state(state, len(x))
         if isinstance(state, KeyValues):
             key = torch.cat((state.key, heads.key), dim=2)
             value = torch.cat((state.value, heads.value), dim=2)
             heads, state = heads._replace(key=key, value=value), None
         out, states = self._mix(heads, encoding, state or ())
         return self._join(out), states or KeyValues(heads.key, heads.value)
+
+    def _check_state(self, state: DecodeState, sequences: int) -> None:
+        """Raises ValueError for the state of another kind of layer or number of sequences."""
+        if isinstance(state, KeyValues):
+            batch, fits = len(state.key), self.mixing == "softmax"
+        else:
+            parts = 2 if self.normalize == "unmasked" else 1
+            batch, fits = len(state[0].sums), self.mixing != "softmax" and len(state) == parts
+        if not fits or batch != sequences:
+            raise ValueError(
+                f"expected this layer's state of {sequences} sequences, as in x; got one of "
+                f"{batch} or of another layer"
+            )
 
     def weights(
         self, x: Tensor, positions: Tensor | None = None, **inputs: Unpack[_Inputs]
@@ -291,7 +300,8 @@ class Attention(Positioned):
         if self.mixing == "softmax":
             raise ValueError("softmax attention does not compute features or sums; use weights()")
         heads, encoding = self._prepare(x, positions, **inputs)
-        return self._sums(*self._operands(heads, encoding), heads, encoding)[0]
+        query, key = self._operands(heads, encoding)
+        return self._sums(query, key, heads, encoding)[0]
 
     def _prepare(
         self,
@@ -302,6 +312,7 @@ class Attention(Positioned):
         context: Tensor | None = None,
         **keys: Unpack[Keys],
     ) -> tuple[_Heads, Encoding]:
+        """Checks the arguments of `forward`, and returns the heads and the encoding."""
         if context is not None and positions is not None and key_positions is None:
             raise ValueError(
                 "context needs its own positions; pass key_positions, (batch, keys, l)"
@@ -311,14 +322,20 @@ class Attention(Positioned):
         positions, key_positions = finite_positions(positions, key_positions, keys)
         return heads, self._encode(x, encoding, positions, key_positions)
 
-    def _encode(self, x: Tensor, encoding: Encoding | None, *positions: Tensor | None) -> Encoding:
+    def _encode(
+        self,
+        x: Tensor,
+        encoding: Encoding | None,
+        positions: Tensor | None,
+        key_positions: Tensor | None,
+    ) -> Encoding:
+        """Evaluates the encoding of the layer at the positions, or checks the given encoding."""
         if encoding is None:
-            encoding = self._evaluate(self.encoded_for, x, *positions)
+            encoding = self._evaluate(self.encoded_for, x, positions, key_positions)
             return Encoding() if encoding is None else encoding
-        if any(r is not None for r in positions):
+        if positions is not None or key_positions is not None:
             raise ValueError("got both positions and an encoding; pass one of them")
-        kind = self.mixing if self.mixing in (SOFTMAX, TRITON) else KERNELIZED
-        if kind not in encoding.supports:
+        if self.kind not in encoding.supports:
             raise ValueError(
                 f"the encoding is {type(encoding).__name__}, for {' and '.join(encoding.supports)} "
                 f"attention; this layer has mixing={self.mixing!r}; evaluate it for this mixing"
@@ -333,14 +350,15 @@ class Attention(Positioned):
         key_weight: Tensor | None = None,
         key_index: Tensor | None = None,
     ) -> _Heads:
+        """Projects tokens to queries, keys, values and gates of all heads."""
         if self.causal and (context is not None or key_index is not None):
             raise ValueError(
                 "causal attention does not take context or key_index; set causal=False"
             )
         x, source = without_masked(x, key_mask, key_index, context)
-        query = self._by_head(self.to_query, x)
-        key, value = self._by_head(self.to_key, source), self._by_head(self.to_value, source)
-        query, key = self.scaling(query), self.scaling(key)
+        query = self.scaling(self._project(self.to_query, x))
+        key = self.scaling(self._project(self.to_key, source))
+        value = self._project(self.to_value, source)
         if key_index is not None:
             index = key_index[:, None, :, None].expand(-1, self.heads, -1, self.head_dim)
             key, value = key.gather(2, index), value.gather(2, index)
@@ -351,7 +369,8 @@ class Attention(Positioned):
             gate = gate.masked_fill(~mask, torch.inf)  # masked tokens keep all of the past
         return _Heads(query, key, value, mask, weight, gate)
 
-    def _by_head(self, projection: nn.Module, tokens: Tensor) -> Tensor:
+    def _project(self, projection: nn.Module, tokens: Tensor) -> Tensor:
+        """Projects tokens and splits heads: (batch, tokens, dim) -> (batch, heads, tokens, d)."""
         return projection(tokens).unflatten(-1, (self.heads, self.head_dim)).transpose(1, 2)
 
     def _mix(
@@ -380,6 +399,7 @@ class Attention(Positioned):
         return out.to(heads.value.dtype), tuple(s for s in new_states if s is not None)
 
     def _operands(self, heads: _Heads, encoding: Encoding) -> tuple[Operand, Operand]:
+        """Returns the inputs of the feature map for queries and keys."""
         phi = self.feature_map
         assert phi is not None  # softmax does not use operands
         query, key = encoding.transform(heads.query, heads.key)
@@ -389,12 +409,15 @@ class Attention(Positioned):
     def _sums(
         self, query: Operand, key: Operand, heads: _Heads, encoding: Encoding, states: _States = ()
     ) -> tuple[Sums, State | None]:
-        gate, state = heads.gate, states[0] if states else None
+        """Returns the sums of kernelized attention and the first state after the last token."""
+        form, causal, gate = self.mixing, self.causal, heads.gate
+        state = states[0] if states else None
         return encoding.attend(
-            query, key, heads.value, form=self.mixing, causal=self.causal, gate=gate, state=state
+            query, key, heads.value, form=form, causal=causal, gate=gate, state=state
         )
 
     def _join(self, out: Tensor) -> Tensor:
+        """Joins and projects the outputs of all heads: (batch, heads, n, d) -> (batch, n, dim)."""
         return self.to_out(out.transpose(1, 2).flatten(2))
 
     def redraw_(self, generator: torch.Generator | None = None) -> None:

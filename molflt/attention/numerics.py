@@ -1,4 +1,4 @@
-"""Shared arithmetic: safe derivatives, precision and recomputation in the backward pass."""
+"""Shared arithmetic: draws, safe derivatives, precision, recomputation and compiled code."""
 
 import functools
 import math
@@ -30,6 +30,12 @@ def haar_rotation(dim: int, generator: torch.Generator | None) -> Tensor:
     """
     q, r = torch.linalg.qr(randn64(dim, dim, generator=generator))
     return q * r.diagonal().sign()
+
+
+def to_default(x: Tensor) -> Tensor:
+    """Copies x to torch's default device and, if it has real numbers, to the default dtype."""
+    dtype = torch.get_default_dtype() if x.is_floating_point() else x.dtype
+    return torch.empty(x.shape, dtype=dtype).copy_(x)
 
 
 def options_of(module: torch.nn.Module) -> str:
@@ -100,8 +106,8 @@ def products_of_all(left: Tensor, right: Tensor) -> Tensor:
 
 
 def finite(x: Tensor) -> Tensor:
-    """Replaces non-finite values, such as maxima over empty sets, with 0."""
-    return torch.where(x.isfinite(), x, 0.0)
+    """Replaces infinities, such as maxima over empty sets, and NaN with 0."""
+    return x.nan_to_num(0.0, 0.0, 0.0)
 
 
 def recomputed(function: Callable[..., _R], *arguments: object, several: bool = True) -> _R:
@@ -137,12 +143,12 @@ class Shared(Generic[_R]):
 
 
 def gauss_rule(count: int) -> tuple[list[float], list[float]]:
-    """Returns the points of Gauss-Legendre quadrature in [0, 1], and weights whose sum is 2."""
-    points, steps = np.polynomial.legendre.leggauss(count)
-    return ((points + 1) / 2).tolist(), steps.tolist()
+    """Returns the points and weights of Gauss-Legendre quadrature on [0, 1]."""
+    points, weights = np.polynomial.legendre.leggauss(count)  # on [-1, 1]
+    return ((points + 1) / 2).tolist(), (weights / 2).tolist()
 
 
-# Makes the compiler treat the function as constant, without loading the compiler.
+# As `torch.compiler.assume_constant_result` does, but without loading the compiler.
 vars(gauss_rule)["_dynamo_marked_constant"] = True
 
 
@@ -170,13 +176,23 @@ def opaque(fake: Callable[..., object]) -> Callable[[Callable[_P, _R]], Callable
     return decorate
 
 
-def decided(condition: bool, otherwise: bool) -> bool:
+def decided(condition: bool, *, otherwise: bool) -> bool:
     """Returns `condition`, or `otherwise` if it depends on sizes unknown at compile time."""
     if not torch.compiler.is_compiling():
         return condition
     from torch.fx.experimental.symbolic_shapes import guard_or_false, guard_or_true
 
     return guard_or_true(condition) if otherwise else guard_or_false(condition)
+
+
+def ceil_div(count: int, size: int) -> int:
+    """Returns count / size, rounded up."""
+    return -(-count // size)
+
+
+def next_power_of_two(count: int) -> int:
+    """Returns the smallest power of two that is at least `count`."""
+    return 1 << (count - 1).bit_length()
 
 
 def pieces(count: int, size: int) -> list[slice]:
@@ -187,7 +203,10 @@ def pieces(count: int, size: int) -> list[slice]:
 
 
 def counts_of(index: Tensor, size: int) -> Tensor:
-    """Counts the occurrences of 0 to size - 1, like `torch.bincount`: (n,) -> (size,)."""
+    """Counts the occurrences of 0 to size - 1: (n,) -> (size,).
+
+    Unlike that of `torch.bincount`, the shape of the result does not depend on values.
+    """
     return index.new_zeros(size).index_add(0, index, torch.ones_like(index))
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from molflt.attention.checks import _head_width, at_least_one, known_names, no_effect, one_of, share
-from molflt.attention.encodings import SOFTMAX, TRITON, Encoding
+from molflt.attention.encodings import Encoding
 from molflt.attention.fnet import TOKEN_MIXERS, Mixer
 from molflt.attention.keys import Keys, check_width, finite_positions, without_masked
 from molflt.attention.layer import Attention
@@ -89,7 +89,7 @@ class Block(nn.Module):
         check_width(self.attention.dim, x=x)
         normalized = self._normalized(x, self.attention_norm)
         mixed = self.attention(normalized, positions, encoding=encoding, **keys)
-        return self._feed_forward(self._add(x, mixed, self.attention_norm))
+        return self._feed_forward(self._residual(x, mixed, self.attention_norm))
 
     def decode(
         self,
@@ -102,26 +102,28 @@ class Block(nn.Module):
     ) -> tuple[Tensor, DecodeState]:
         """Applies the block to new tokens; see `Attention.decode`."""
         if not isinstance(self.attention, Attention):
-            reason = "mixes all tokens at once and cannot decode; use causal attention"
-            raise ValueError(f"{type(self.attention).__name__} {reason}")
+            raise ValueError(
+                f"{type(self.attention).__name__} mixes all tokens at once and cannot decode; use "
+                "causal attention"
+            )
         check_width(self.attention.dim, x=x)
         normalized = self._normalized(x, self.attention_norm)
         mixed, state = self.attention.decode(
             normalized, positions, state, encoding=encoding, key_positions=key_positions
         )
-        return self._feed_forward(self._add(x, mixed, self.attention_norm)), state
+        return self._feed_forward(self._residual(x, mixed, self.attention_norm)), state
 
     def _normalized(self, x: Tensor, norm: nn.Module) -> Tensor:
         """Returns the input of a sublayer with the LayerNorm `norm`."""
         return norm(x) if self.norm == "pre" else x
 
-    def _add(self, x: Tensor, update: Tensor, norm: nn.Module) -> Tensor:
+    def _residual(self, x: Tensor, update: Tensor, norm: nn.Module) -> Tensor:
         """Returns the residual sum of a sublayer with the LayerNorm `norm`."""
         x = x + self.dropout(update)
         return x if self.norm == "pre" else norm(x)
 
     def _feed_forward(self, x: Tensor) -> Tensor:
-        return self._add(x, self.ffn(self._normalized(x, self.ffn_norm)), self.ffn_norm)
+        return self._residual(x, self.ffn(self._normalized(x, self.ffn_norm)), self.ffn_norm)
 
 
 class StackState(NamedTuple):
@@ -224,8 +226,9 @@ class Stack(Positioned):
                 f"expected at least one block and pass; got layers={len(blocks)}, {refinements=}"
             )
         attentions = [b.attention for b in blocks if isinstance(b.attention, Attention)]
-        _refuse_misfits(attentions, position)
-        self.blocks, self.dim = nn.ModuleList(blocks), blocks[0].attention.dim
+        _check_positions(attentions, position)
+        self.blocks = nn.ModuleList(blocks)
+        self.dim = blocks[0].attention.dim
         self.position = position
         self.refinements = refinements
         for attention in attentions:
@@ -307,7 +310,8 @@ class Stack(Positioned):
         return cast(list[Block], list(self.blocks))
 
 
-def _refuse_misfits(attentions: Sequence[Attention], position: Position | None) -> None:
+def _check_positions(attentions: Sequence[Attention], position: Position | None) -> None:
+    """Raises ValueError unless all attention layers can share an encoding of this position."""
     name = type(position).__name__
     if position is not None and not attentions:
         raise ValueError(f"{name} needs attention, which no block has; remove it")
@@ -319,7 +323,7 @@ def _refuse_misfits(attentions: Sequence[Attention], position: Position | None) 
                 f"attention of block {number} was built {actual}; expected {expected}; pass the "
                 "same object to Attention(position=...) and Stack.of(blocks, position)"
             )
-    kinds = sorted({a.mixing if a.mixing in (SOFTMAX, TRITON) else "linear" for a in attentions})
+    kinds = sorted({attention.kind for attention in attentions})
     if position is not None and len(kinds) > 1:
         raise ValueError(
             f"layers that share a {name} must have the same kind of attention; got "
@@ -328,9 +332,10 @@ def _refuse_misfits(attentions: Sequence[Attention], position: Position | None) 
 
 
 def _make_mixer(name: str, dim: int, options: Mapping[str, Any]) -> Mixer:
+    """Builds the mixer with a key of `TOKEN_MIXERS`."""
     mixer_class = TOKEN_MIXERS[name]
     known_names(mixer_class, options)
-    if mixer_class.bounded and "max_tokens" not in options:
+    if mixer_class.takes_max_tokens and "max_tokens" not in options:
         raise ValueError(f"mixer={name!r} needs mixer_options max_tokens, the longest sequence")
     return mixer_class(dim, **options)
 

@@ -52,7 +52,7 @@ class TokenEncoder(TokenModel):
         **options: Any,
     ) -> None:
         at_least_one(types=types)
-        if mixer in TOKEN_MIXERS and TOKEN_MIXERS[mixer].bounded:
+        if mixer in TOKEN_MIXERS and TOKEN_MIXERS[mixer].takes_max_tokens:
             mixer_options = {"max_tokens": max_length, **(mixer_options or {})}
         super().__init__(
             vocabulary,

@@ -11,6 +11,10 @@ from molflt.attention.features.base import Operand
 from molflt.attention.features.maps import _PositiveFeatures
 from molflt.attention.features.polynomial import harmonics
 
+F64 = torch.float64
+ROUNDING = {"rtol": 0.0, "atol": 1e-12}
+# (heads, rows, dim), including odd dim and numbers of rows below, at and above a block
+SIZES = [(1, 3, 1), (1, 5, 16), (2, 16, 16), (3, 40, 16), (2, 20, 7), (2, 4, 2)]
 UNBIASED = [name for name, phi in FEATURE_MAPS.items() if phi.estimates_exp and phi.random]
 
 
@@ -186,12 +190,6 @@ def test_a_sketch_is_unbiased(dim, options):
     error = products[0].mean() - products[1]
     assert products[0].std() > 1e-3
     assert abs(error) < 4 * products[0].std() / math.sqrt(draws)
-
-
-F64 = torch.float64
-ROUNDING = {"rtol": 0.0, "atol": 1e-12}
-# (heads, rows, dim), including odd dim and numbers of rows below, at and above a block
-SIZES = [(1, 3, 1), (1, 5, 16), (2, 16, 16), (3, 40, 16), (2, 20, 7), (2, 4, 2)]
 
 
 def seeded(seed: int) -> torch.Generator:

@@ -5,10 +5,12 @@ from contract import EXACT, HEADS, Combination
 
 from molflt.attention import FEATURE_MAPS, Attention, Features, make_position
 from molflt.attention.decoder import CrossAttention
-from molflt.attention.mixing import chunked
+from molflt.attention.mixing import causal, chunked
 from molflt.attention.mixing.causal import causal_linear
 from molflt.attention.mixing.forms import linear, quadratic
 from molflt.attention.mixing.sums import Sums
+
+DIM, TOKENS = 16, 12
 
 
 @pytest.mark.parametrize(
@@ -16,8 +18,9 @@ from molflt.attention.mixing.sums import Sums
     [(name, 3) for name in FEATURE_MAPS]
     + [(name, chunk) for name in ("positive", "trigonometric", "elu") for chunk in (1, 4, 64)],
 )
-def test_causal_equals_its_quadratic_form_for_every_chunk(feature_map, chunk):
+def test_causal_equals_its_quadratic_form_for_every_chunk(feature_map, chunk, monkeypatch):
     """Includes decay, masked keys and a prompt; signed sums cancel, so sums are not divided."""
+    monkeypatch.setattr(causal, "_CHUNK", chunk)
     phi = FEATURE_MAPS[feature_map](8, 2).double()
     q, k, v = (0.7 * torch.randn(2, 2, 11, 8, dtype=torch.float64) for _ in "qkv")
     decay = -torch.rand(2, 2, 11, dtype=torch.float64)
@@ -27,24 +30,25 @@ def test_causal_equals_its_quadratic_form_for_every_chunk(feature_map, chunk):
         t.requires_grad_()
     query, key = phi(q), phi(k).masked(mask)
 
-    def cut(features, *ends):
-        return Features(*(None if t is None else t[:, :, slice(*ends)] for t in features))
-
-    def pieces(*cuts):
+    def decoded(*cuts):
+        """Returns the sums of consecutive calls for the tokens of each pair (start, stop)."""
         state, outs = None, []
-        for ends in cuts:
-            a = slice(*ends)
-            sums, state = causal_linear(
-                cut(query, *ends), cut(key, *ends), v[:, :, a], decay[:, :, a], state, chunk
+        for start, stop in cuts:
+            part = slice(start, stop)
+            phi_q, phi_k = (
+                Features(*(None if x is None else x[:, :, part] for x in features))
+                for features in (query, key)
             )
+            decays = decay[:, :, part]
+            sums, state = causal_linear(phi_q, phi_k, v[:, :, part], decays, state)
             outs.append(sums.extensive())
         return torch.cat(outs, dim=2)
 
     exact = quadratic(query, key, v, causal=True, log_decay=decay).extensive()
-    whole = causal_linear(query, key, v, decay, chunk=chunk)[0].extensive()
+    whole = causal_linear(query, key, v, decay)[0].extensive()
     scale = exact.abs().max().detach()
-    single = pieces(*((i, i + 1) for i in range(11)))
-    for fast in (whole, single, pieces((0, 4), (4, 5), (5, 5), (5, 11))):
+    single = decoded(*((i, i + 1) for i in range(11)))
+    for fast in (whole, single, decoded((0, 4), (4, 5), (5, 5), (5, 11))):
         torch.testing.assert_close(fast / scale, exact / scale, **contract.EXACT)
         grads = [
             torch.autograd.grad((o / scale).sum(), (q, k, v, decay), retain_graph=True)
@@ -162,9 +166,6 @@ def test_sums_with_key_dropout_are_those_of_all_keys_on_average(options, context
     drawn, expected = attention(x.expand(1000, -1, -1), **many), attention.eval()(x, **where)[0]
     assert drawn.std(dim=0).max() > 0.1 * expected.norm()
     assert (drawn.mean(0) - expected).norm() < 0.1 * expected.norm()
-
-
-DIM, TOKENS = 16, 12
 
 
 def layer(mixing: str, **options) -> Attention:

@@ -15,7 +15,8 @@ from molflt.attention.positions.grid import BucketedPosition, LowRankPosition, T
 from molflt.attention.positions.rotary import CosinePosition, RotaryPosition
 from molflt.attention.positions.stochastic import ConvSPE, SineSPE
 
-HEADS = 2
+HEADS, DIM = 2, 3
+F64 = torch.float64
 
 
 def large(position: Position) -> Position:
@@ -169,9 +170,6 @@ def test_rows_are_gathered_by_position():
     torch.testing.assert_close(left @ right.transpose(-1, -2), bias, **EXACT)
 
 
-F64 = torch.float64
-
-
 def rotated(position, r, q, k):
     return position("softmax", r, r).transform(q, k)
 
@@ -237,9 +235,6 @@ def test_gradients_are_finite_at_zero_distance():
     bias(module, 2 * randn(2, 4, 3)).square().sum().backward()
     for name, parameter in module.named_parameters():
         assert parameter.grad.isfinite().all() and parameter.grad.abs().max() > 1e-8, name
-
-
-HEADS, DIM = 2, 3
 
 
 def noisy(kind: str, realizations: int = 8, gated: bool = True):

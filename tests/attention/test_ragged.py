@@ -25,7 +25,8 @@ needs_triton = pytest.mark.skipif(
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sets small pieces and blocks, which cut even short graphs into several."""
-    for name, size in {"_BLOCK": 16, "_PIECE": 16, "_PIECES": 2, "_FEATURES": 16}.items():
+    sizes = {"_BLOCK": 16, "_LEAST_PIECE": 16, "_MOST_PIECES": 2, "_FEATURES": 16}
+    for name, size in sizes.items():
         monkeypatch.setattr(ragged, name, size)
 
 

@@ -169,7 +169,9 @@ ROWS = [
     refused(lambda: stack(mixer="fourier").decode(X), "FourierMixer", "causal attention"),
     refused(lambda: stack(mixer="dense"), "max_tokens", "mixer_options", "'dense'"),
     refused(lambda: stack(mixer="fourier", attention_layers=1), "attention_layers", "0 to 0", "1"),
-    refused(lambda: stack_of(P, layer(P), softmax(P)), "Spectral", "kind", "linear and softmax"),
+    refused(
+        lambda: stack_of(P, layer(P), softmax(P)), "Spectral", "kind", "kernelized and softmax"
+    ),
     # feature maps
     polynomial("degree", "2 or 3", "4", degree=4),
     polynomial("num_features=153", "18 to 152", num_features=153),

@@ -1,5 +1,6 @@
 """Features, the base class for feature maps, and the inputs of feature maps."""
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import NamedTuple, Self, cast
@@ -9,7 +10,7 @@ from torch import Tensor, nn
 
 from molflt.attention.checks import no_effect, one_of
 from molflt.attention.features.projections import PROJECTIONS, Projection
-from molflt.attention.numerics import at_least_float32, options_of
+from molflt.attention.numerics import at_least_float32, ceil_div, options_of
 
 NUM_FEATURES = 64
 
@@ -68,6 +69,12 @@ class Features(NamedTuple):
         factor = log_factor[..., None]
         return Features(self.values, factor if self.log_scale is None else self.log_scale + factor)
 
+    def split(self, size: int) -> list["Features"]:
+        """Splits features into parts of `size` tokens."""
+        count = ceil_div(self.tokens, size)
+        values, log_scales = (split_or_repeat(x, size, count) for x in self)
+        return list(map(Features, values, log_scales))
+
     def kronecker(self, factors: Tensor) -> "Features":
         """Returns the Kronecker product of the features and `factors` (batch, heads, tokens, p).
 
@@ -113,11 +120,11 @@ def _joined(*columns: Columns) -> Tensor:
 
 def _squared_norm(*columns: Columns) -> Tensor:
     """Returns |x|^2 of the concatenated columns: (batch, heads, tokens, 1)."""
-    squares = [
+    squares = (
         x.square if isinstance(x, Projected) else x.square().sum(dim=-1, keepdim=True)
         for x in columns
-    ]
-    return sum(squares[1:], squares[0])
+    )
+    return functools.reduce(torch.add, squares)
 
 
 class FeatureMap(nn.Module):
@@ -161,9 +168,10 @@ class FeatureMap(nn.Module):
     ) -> None:
         super().__init__()
         name = type(self).__name__.strip("_")
+        projects = self.random or self.learned
         if not self.degrees:
             no_effect(f"in {name}, not a polynomial", degree=degree)
-        if not (self.random or self.learned):
+        if not projects:
             why = f"in {name}, which projects nothing"
             no_effect(why, num_features=num_features, projection=projection)
         rows = NUM_FEATURES if num_features is None else num_features
@@ -171,13 +179,13 @@ class FeatureMap(nn.Module):
         one_of("projection", projection, PROJECTIONS)
         self.dim = dim
         self.heads = heads
-        self.width = self.per_row * rows if self.random or self.learned else dim
+        self.width = self.per_row * rows if projects else dim
         self.projection = None
         if self.random:
             self.projection = PROJECTIONS[projection](heads * self.draws_per_head, rows, dim)
-        self._add(rows, projection)
+        self._make_parameters(rows, projection)
 
-    def _add(self, rows: int, projection: str) -> None:
+    def _make_parameters(self, rows: int, projection: str) -> None:
         """Creates parameters and buffers other than the random projection."""
 
     def redraw_(self, generator: torch.Generator | None = None) -> None:
@@ -239,20 +247,22 @@ class Operand(NamedTuple):
         Slices are avoided, because their gradients would have the size of the whole tensor.
         """
         xs = self.x.split(size, dim=-2)
-        masks = cut(self.mask, size, len(xs), dim=-1)
-        log_weights = cut(self.log_weight, size, len(xs), dim=-1)
+        masks = split_or_repeat(self.mask, size, len(xs), dim=-1)
+        log_weights = split_or_repeat(self.log_weight, size, len(xs), dim=-1)
         columns: Sequence[Columns | None]
         if isinstance(self.columns, Projected):
             products, squares = (x.split(size, dim=-2) for x in self.columns)
             columns = list(map(Projected, products, squares))
         else:
-            columns = cut(self.columns, size, len(xs))
+            columns = split_or_repeat(self.columns, size, len(xs))
         parts = zip(xs, columns, masks, log_weights, strict=True)
         return [Operand(self.feature_map, *part) for part in parts]
 
 
-def cut(x: Tensor | None, size: int, pieces: int, dim: int = -2) -> tuple[Tensor | None, ...]:
-    """Splits x along an axis; if x is None or the axis has size 1, every part is x itself."""
+def split_or_repeat(
+    x: Tensor | None, size: int, pieces: int, dim: int = -2
+) -> tuple[Tensor | None, ...]:
+    """Splits x along an axis; if x is None or the axis has size 1, every piece is x itself."""
     if x is None or (x.shape[dim] == 1 and pieces != 1):
         return (x,) * pieces
     return x.split(size, dim=dim)

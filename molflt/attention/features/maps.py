@@ -12,7 +12,7 @@ from molflt.attention.features.projections import PROJECTIONS
 from molflt.attention.numerics import by_head, rand64, unit
 
 
-def _waves(projected: Tensor) -> Tensor:
+def _sin_cos(projected: Tensor) -> Tensor:
     """Returns [sin(x), cos(x)] / sqrt(m): (..., m) -> (..., 2m)."""
     waves = torch.cat((projected.sin(), projected.cos()), dim=-1)
     return waves * (1 / projected.shape[-1]) ** 0.5
@@ -29,7 +29,7 @@ class _PositiveFeatures(FeatureMap):
 
     def forward(self, *columns: Columns) -> Features:
         shift = _squared_norm(*columns) + math.log(self.width)
-        # A difference would first negate the whole gradient.
+        # Adds -shift / 2, because the gradient of a subtraction is a negated copy.
         return Features(None, self.project(*columns).add_(shift / -2))
 
 
@@ -50,7 +50,7 @@ class _TrigonometricFeatures(FeatureMap):
     per_row = 2
 
     def forward(self, *columns: Columns) -> Features:
-        return Features(_waves(self.project(*columns)), _squared_norm(*columns) / 2)
+        return Features(_sin_cos(self.project(*columns)), _squared_norm(*columns) / 2)
 
 
 class _Favor2020Features(_TrigonometricFeatures):
@@ -64,7 +64,7 @@ class _Favor2020Features(_TrigonometricFeatures):
     per_row = 1
     phase: Tensor
 
-    def _add(self, rows: int, projection: str) -> None:
+    def _make_parameters(self, rows: int, projection: str) -> None:
         self.register_buffer("phase", torch.empty(self.heads, 1, rows))
         self._draw_phase()
 
@@ -159,17 +159,17 @@ class _LearnableExpFeatures(FeatureMap):
     smooth = True
     learned = True
 
-    def _add(self, rows: int, projection: str) -> None:
+    def _make_parameters(self, rows: int, projection: str) -> None:
         drawn = PROJECTIONS[projection](self.heads, rows, self.dim).matrix()
         self.weight = nn.Parameter(drawn.to(torch.get_default_dtype()))
 
-    def product(self, *columns: Columns) -> Tensor:
+    def project(self, *columns: Columns) -> Tensor:
         """Computes W x: (batch, heads, tokens, dim) -> (batch, heads, tokens, m)."""
         x = _joined(*columns)
         return by_head(x, self.weight.to(x.dtype).mT)
 
     def forward(self, *columns: Columns) -> Features:
-        return Features(None, self.product(*columns))
+        return Features(None, self.project(*columns))
 
 
 class _LearnableReluFeatures(_LearnableExpFeatures):
@@ -179,7 +179,7 @@ class _LearnableReluFeatures(_LearnableExpFeatures):
     eps = _GeneralizedFeatures.eps
 
     def forward(self, *columns: Columns) -> Features:
-        return Features(F.relu(self.product(*columns)) + self.eps)
+        return Features(F.relu(self.project(*columns)) + self.eps)
 
 
 class _EluFeatures(FeatureMap):
@@ -214,7 +214,7 @@ class _RfaFeatures(FeatureMap):
     paper = "2103.02143, sec. 3.1"
     random = True
 
-    def _add(self, rows: int, projection: str) -> None:
+    def _make_parameters(self, rows: int, projection: str) -> None:
         self.scale = nn.Parameter(torch.ones(self.heads, 1, self.dim))
 
     def project(self, *columns: Columns) -> Tensor:
@@ -231,7 +231,7 @@ class _RfaGaussianFeatures(_RfaFeatures):
     per_row = 2
 
     def forward(self, *columns: Columns) -> Features:
-        return Features(_waves(self.project(*columns)))
+        return Features(_sin_cos(self.project(*columns)))
 
 
 class _RfaArccosFeatures(_RfaFeatures):

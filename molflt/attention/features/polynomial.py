@@ -8,13 +8,13 @@ directions. The error of the Taylor polynomial at q . k = 0 is 1.5 to 2 times as
 import functools
 import math
 from itertools import combinations_with_replacement
-from typing import cast
 
 import torch
 from torch import Tensor
 
 from molflt.attention.checks import no_effect
 from molflt.attention.features.base import Columns, FeatureMap, Features, _joined, _squared_norm
+from molflt.attention.numerics import to_default
 
 _WIDEST = 2**14  # largest number of features per head; with fewer tokens, softmax is faster
 _TERMS = 6  # levels of the continued fraction
@@ -63,6 +63,7 @@ class _PolynomialFeatures(FeatureMap):
                 f"num_features={num_features} of a polynomial of degree {self.degree} in {dim} "
                 f"dimensions; expected {lower + 1} to {total - 1}; omit it for all {total}"
             )
+        # The base class reads these three attributes.
         self.random = num_features is not None
         self.draws_per_head = self.degree  # the factors of one product must be independent
         self.positive_kernel = self.degree == 2 and not self.random
@@ -74,10 +75,13 @@ class _PolynomialFeatures(FeatureMap):
             )
         super().__init__(dim, heads, width - lower if self.random else None, projection)
         self.width = width
-        exact_degree = self.degree - 1 if self.random else self.degree
-        for power in range(2, exact_degree + 1):
+        for power in self._exact_powers():
             self.register_buffer(f"power_{power}", _monomials(dim, power), persistent=False)
         self.register_load_state_dict_post_hook(_restore)
+
+    def _exact_powers(self) -> range:
+        """Returns the powers above 1 whose monomials are all formed."""
+        return range(2, self.degree if self.random else self.degree + 1)
 
     def forward(self, *columns: Columns) -> Features:
         x, square = _joined(*columns), _squared_norm(*columns)
@@ -92,8 +96,9 @@ class _PolynomialFeatures(FeatureMap):
     def _power(self, power: int, first: Tensor, other: Tensor) -> Tensor:
         """Returns features whose products are (first . first') (other . other')^(power - 1)."""
         if power == self.degree and self.projection is not None:
-            inputs = torch.stack([first] + [other] * (power - 1), dim=2).flatten(1, 2)
-            factors = self.project(inputs).unflatten(1, (self.heads, power)).unbind(2)
+            inputs = torch.stack([first] + [other] * (power - 1), dim=2)  # [b, h, power, n, d]
+            projected = self.project(inputs.flatten(1, 2))  # one projection for each factor
+            factors = projected.unflatten(1, (self.heads, power)).unbind(2)
             scale = factors[0].shape[-1] ** -0.5
         else:
             rows = self.get_buffer(f"power_{power}").to(other.dtype)
@@ -102,12 +107,12 @@ class _PolynomialFeatures(FeatureMap):
         return functools.reduce(torch.mul, factors[1:], factors[0] * scale)
 
 
-def harmonics(square: Tensor, dim: int, degree: int) -> tuple[Tensor, list[Tensor]]:
+def harmonics(rho: Tensor, dim: int, degree: int) -> tuple[Tensor, list[Tensor]]:
     """Expands exp(x . y), where |x|^2 = |y|^2 = rho, in spherical harmonics up to degree 2 or 3.
 
     Returns log_mean, the logarithm of the mean of exp(x . y) over the sphere, and positive weights
     w_0 to w_degree with exp(x . y) ~= exp(log_mean) sum_n w_n (x . y)^n, obtained from Gegenbauer
-    polynomials. `square` contains values of rho and has any shape.
+    polynomials. `rho` may have any shape.
 
     With nu = d / 2 - 1 and r_n = I_(nu + n)(rho) / I_nu(rho), the weights up to degree 3 are w_0 =
     1 - (nu + 2) r_2, w_1 = 2 (nu + 1) (r_1 - (nu + 3) r_3) / rho, w_2 = 2 (nu + 1) (nu + 2) r_2 /
@@ -117,40 +122,46 @@ def harmonics(square: Tensor, dim: int, degree: int) -> tuple[Tensor, list[Tenso
     largest r_3 that satisfy both are used.
     """
     nu, order = dim / 2 - 1, dim / 2 - 1 + _TERMS
-    square = square.square()  # the weights depend only on rho^2
+    rho2 = rho.square()  # the weights depend only on rho^2
     # I_(nu+k) / (rho I_(nu+k-1)) by recursion from k + 1 to k, starting from the asymptotic bound.
-    ratios = [1 / (order - 1 + (square + (order + 1) ** 2).sqrt())]
-    log_mean = _log_mean(square, order - 1)
+    ratios = [1 / (order - 1 + (rho2 + (order + 1) ** 2).sqrt())]
+    log_mean = _log_mean(rho2, order - 1)
     for k in range(_TERMS - 1, 0, -1):
-        ratios.append(1 / (2 * (nu + k) + square * ratios[-1]))
+        ratios.append(1 / (2 * (nu + k) + rho2 * ratios[-1]))
         log_mean = log_mean - (2 * (nu + k) * ratios[-1]).log()
-    first, second, third = ratios[-1], ratios[-2], ratios[-3]
-    r2 = first * second  # r_2 / rho^2
-    weights = [1 - (nu + 2) * square * r2, 2 * (nu + 1) * first, 2 * (nu + 1) * (nu + 2) * r2]
+    third, second, first = ratios[-3:]  # k = 3, 2, 1
+    s2 = first * second  # r_2 / rho^2
+    weights = [1 - (nu + 2) * rho2 * s2, 2 * (nu + 1) * first, 2 * (nu + 1) * (nu + 2) * s2]
     if degree == 3:
         # Above this value, the weight of degree 1 would be negative; rho^2 is then far above 1.
-        largest = (1 - _MARGIN) / ((nu + 3) * square.clamp(min=1.0) * second)
-        r3 = r2 * torch.minimum(third, largest)  # r_3 / rho^3
-        weights[1] = weights[1] - 2 * (nu + 1) * (nu + 3) * square * r3
-        weights.append(4 / 3 * (nu + 1) * (nu + 2) * (nu + 3) * r3)
+        largest = (1 - _MARGIN) / ((nu + 3) * rho2.clamp(min=1.0) * second)
+        s3 = s2 * torch.minimum(third, largest)  # r_3 / rho^3
+        weights[1] = weights[1] - 2 * (nu + 1) * (nu + 3) * rho2 * s3
+        weights.append(4 / 3 * (nu + 1) * (nu + 2) * (nu + 3) * s3)
     smallest = weights[1].square() / (4 * (1 - _MARGIN) * weights[2])
     weights[0] = torch.maximum(weights[0], smallest)
     return log_mean, weights
 
 
-def _log_mean(square: Tensor, order: float) -> Tensor:
-    """Returns log(Gamma(nu + 1) (2 / rho)^nu I_nu(rho)) from two terms of Debye's expansion."""
-    root = (1 + square / order**2).sqrt()
+def _log_mean(rho2: Tensor, order: float) -> Tensor:
+    """Returns log(Gamma(nu + 1) (2 / rho)^nu I_nu(rho)) from two terms of Debye's expansion.
+
+    `rho2` is rho^2, and `order` is nu.
+    """
+    root = (1 + rho2 / order**2).sqrt()
     first = (3 / root - 5 / root**3 + 2) / (24 * order)
     return order * (root - 1 - ((1 + root) / 2).log()) - root.log() / 2 + first
 
 
 def _restore(module: torch.nn.Module, _: object) -> None:
     """Computes buffers that are not saved, and that have no values after use of "meta"."""
-    for name, buffer in list(module.named_buffers(recurse=False)):
+    assert isinstance(module, _PolynomialFeatures)
+    for power in module._exact_powers():
+        name = f"power_{power}"
+        buffer = module.get_buffer(name)
         device = "cpu" if buffer.is_meta else buffer.device
-        rows = _monomials(cast(int, module.dim), int(name[-1]))
-        module.register_buffer(name, rows.to(device, buffer.dtype), persistent=False)
+        rows = _monomials(module.dim, power).to(device, buffer.dtype)
+        module.register_buffer(name, rows, persistent=False)
 
 
 def _monomials(dim: int, power: int) -> Tensor:
@@ -159,5 +170,4 @@ def _monomials(dim: int, power: int) -> Tensor:
     rows = torch.nn.functional.one_hot(factors, dim).double()  # [features, power, dim]
     orders = math.lgamma(power + 1) - torch.lgamma(rows.sum(dim=1) + 1).sum(dim=-1)
     rows[:, 0] *= orders.exp().round()[:, None]  # the number of orderings of the factors
-    rows = rows.permute(1, 2, 0).contiguous()
-    return torch.empty(rows.shape, dtype=torch.get_default_dtype()).copy_(rows)
+    return to_default(rows.permute(1, 2, 0).contiguous())

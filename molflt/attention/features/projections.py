@@ -5,6 +5,7 @@ distribution N(0, I). Dependence between rows affects only the variance. Project
 because some are products of sparse factors, which are applied without forming the matrix.
 """
 
+import functools
 import math
 
 import torch
@@ -12,7 +13,16 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from molflt.attention.checks import at_least_one
-from molflt.attention.numerics import by_head, haar_rotation, options_of, rand64, randn64
+from molflt.attention.numerics import (
+    by_head,
+    ceil_div,
+    haar_rotation,
+    next_power_of_two,
+    options_of,
+    rand64,
+    randn64,
+    to_default,
+)
 
 
 class Projection(nn.Module):
@@ -33,8 +43,7 @@ class Projection(nn.Module):
         self.num_rows = rows
         self.dim = dim
         for name, drawn in self._draw_heads(None).items():
-            dtype = torch.get_default_dtype() if drawn.is_floating_point() else drawn.dtype
-            self.register_buffer(name, torch.empty(drawn.shape, dtype=dtype).copy_(drawn))
+            self.register_buffer(name, to_default(drawn))
 
     def _draw(self, generator: torch.Generator | None) -> dict[str, Tensor]:
         """Draws the buffers of one head, keyed by name, on the CPU; real numbers are in float64."""
@@ -69,22 +78,22 @@ class Projection(nn.Module):
 
 
 class DenseProjection(Projection):
-    """Base class for projections stored as a matrix; subclasses override `_draw_rows`."""
+    """Base class for projections stored as a matrix; subclasses override `draw_rows`."""
 
     rows: Tensor  # (heads, rows, dim)
 
     @staticmethod
-    def _draw_rows(rows: int, dim: int, generator: torch.Generator | None) -> Tensor:
+    def draw_rows(rows: int, dim: int, generator: torch.Generator | None) -> Tensor:
         """Draws the rows of one head: a float64 tensor (rows, dim) on the CPU."""
         raise NotImplementedError
 
     def _draw(self, generator: torch.Generator | None) -> dict[str, Tensor]:
-        return {"rows": self._draw_rows(self.num_rows, self.dim, generator)}
+        return {"rows": self.draw_rows(self.num_rows, self.dim, generator)}
 
     def forward(self, *columns: Tensor) -> Tensor:
         rows = self.rows.to(columns[0].dtype).split([x.shape[-1] for x in columns], dim=-1)
-        products = [by_head(x, row.mT) for x, row in zip(columns, rows, strict=True)]
-        return sum(products[1:], products[0])
+        products = (by_head(x, row.mT) for x, row in zip(columns, rows, strict=True))
+        return functools.reduce(torch.add, products)
 
     def matrix(self) -> Tensor:
         return self.rows.clone()
@@ -96,7 +105,7 @@ class _IidProjection(DenseProjection):
     paper = "2006.03555, sec. 2.3"
 
     @staticmethod
-    def _draw_rows(rows: int, dim: int, generator: torch.Generator | None) -> Tensor:
+    def draw_rows(rows: int, dim: int, generator: torch.Generator | None) -> Tensor:
         return randn64(rows, dim, generator=generator)
 
 
@@ -110,7 +119,7 @@ class OrthogonalProjection(DenseProjection):
     paper = "2006.03555, sec. 2.4"
 
     @staticmethod
-    def _draw_rows(rows: int, dim: int, generator: torch.Generator | None) -> Tensor:
+    def draw_rows(rows: int, dim: int, generator: torch.Generator | None) -> Tensor:
         blocks = [haar_rotation(dim, generator)[: rows - i] for i in range(0, rows, dim)]
         norms = randn64(rows, dim, generator=generator).norm(dim=-1)
         return norms[:, None] * torch.cat(blocks)
@@ -128,7 +137,7 @@ class _SphereProjection(DenseProjection):
     paper = "2106.12566, sec. 4.5"
 
     @staticmethod
-    def _draw_rows(rows: int, dim: int, generator: torch.Generator | None) -> Tensor:
+    def draw_rows(rows: int, dim: int, generator: torch.Generator | None) -> Tensor:
         return math.sqrt(dim) * F.normalize(randn64(rows, dim, generator=generator), dim=-1)
 
 
@@ -141,7 +150,7 @@ class SobolProjection(DenseProjection):
     paper = "1412.8293"
 
     @staticmethod
-    def _draw_rows(rows: int, dim: int, generator: torch.Generator | None) -> Tensor:
+    def draw_rows(rows: int, dim: int, generator: torch.Generator | None) -> Tensor:
         engine = torch.quasirandom.SobolEngine
         seed = int(torch.randint(2**62, (), generator=generator, device="cpu"))
         points = engine(dim, scramble=True, seed=seed).draw(rows, dtype=torch.float64)
@@ -168,7 +177,7 @@ class _FactoredProjection(Projection):
     @property
     def blocks(self) -> int:
         """Number of blocks; the last block may be incomplete."""
-        return -(-self.num_rows // self.size)
+        return ceil_div(self.num_rows, self.size)
 
     def _draw_factors(self, generator: torch.Generator | None) -> dict[str, Tensor]:
         """Draws the buffers that define the factors of all blocks of one head."""
@@ -190,10 +199,10 @@ class _FactoredProjection(Projection):
         x = torch.cat(columns, dim=-1)
         batch, heads, tokens, dim = x.shape
         rotated = self._rotate(x.permute(1, 3, 0, 2).reshape(heads, dim, batch * tokens))
-        rows = rotated.reshape(heads, self.blocks * self.size, batch, tokens)[:, : self.num_rows]
+        rotated = rotated.reshape(heads, self.blocks * self.size, batch, tokens)
+        products = rotated[:, : self.num_rows] * self.norms.to(x.dtype)[..., None, None]
         # Contiguous, like a matrix product, because callers may view it.
-        scaled = rows * self.norms.to(x.dtype)[..., None, None]
-        return scaled.permute(2, 0, 3, 1).contiguous()
+        return products.permute(2, 0, 3, 1).contiguous()
 
 
 class _HadamardProjection(_FactoredProjection):
@@ -212,7 +221,7 @@ class _HadamardProjection(_FactoredProjection):
 
     @property
     def size(self) -> int:
-        return 1 << (self.dim - 1).bit_length()
+        return next_power_of_two(self.dim)
 
     def _draw_factors(self, generator: torch.Generator | None) -> dict[str, Tensor]:
         return {"signs": 2 * rand64(self.blocks, 3, self.size, generator=generator).round() - 1}

@@ -1,13 +1,13 @@
 """Linear attention over many tokens in chunks, without storing the features of all tokens."""
 
+import functools
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-from molflt.attention.features.base import Operand, cut
-from molflt.attention.mixing.sums import Sums, _stable_query
+from molflt.attention.features.base import Operand, split_or_repeat
+from molflt.attention.mixing.sums import Sums, _stable_query, with_ones
 from molflt.attention.numerics import at_least_float32, decided, finite, recomputed
 
 _AT_ONCE = 2**22  # maximum number of elements in a chunk of tokens
@@ -24,7 +24,7 @@ def chunk_size(query: Operand, key: Operand, value: Tensor, columns: int = 0) ->
     keys = key.x.shape[2]
     widths = query.feature_map.width, columns * (value.shape[-1] + 1)
     sizes = (width * n * graphs * heads for width in widths for n in (queries, keys))
-    if all(decided(size < _LONG, True) for size in sizes):
+    if all(decided(size < _LONG, otherwise=True) for size in sizes):
         return 0
     size = max(_LEAST, _AT_ONCE // max(1, graphs * heads * max(widths)))
     return size if max(queries, keys) > size else 0
@@ -41,17 +41,15 @@ def linear_in_chunks(
 
     Features and products of values and kernel are recomputed in the backward pass.
     """
-    left, right = kernel or (None, None)
+    left, right = (None, None) if kernel is None else kernel
     queries, keys, values = query.split(size), key.split(size), value.split(size, dim=-2)
-    total: KeySums | None = None
-    for k, v, r in zip(keys, values, cut(right, size, len(keys)), strict=True):
-        added = recomputed(key_sums, k, v, r)
-        total = added if total is None else total.plus(added)
-    assert total is not None
-    chunks = [
-        recomputed(query_sums, q, total, u)
-        for q, u in zip(queries, cut(left, size, len(queries)), strict=True)
-    ]
+    rights = split_or_repeat(right, size, len(keys))
+    total = functools.reduce(
+        KeySums.plus,
+        (recomputed(key_sums, *part) for part in zip(keys, values, rights, strict=True)),
+    )
+    lefts = split_or_repeat(left, size, len(queries))
+    chunks = [recomputed(query_sums, q, total, u) for q, u in zip(queries, lefts, strict=True)]
     numerators, normalizers, log_scales = zip(*chunks, strict=True)
     scalar = log_scales[0].ndim == 0  # without logarithms, every chunk has the log scale 0
     log_scale = log_scales[0] if scalar else torch.cat(log_scales, dim=-2)
@@ -65,7 +63,8 @@ class KeySums(NamedTuple):
     """
 
     context: Tensor  # (batch, heads, m, dv + 1); (dv + 1) p columns with a positional kernel
-    log_max: Tensor | None  # (b, h, 1, m or 1), -inf if all are masked; None without logs or keys
+    # (b, h, 1, m or 1), -inf if all keys are masked; None if features have no logs, or without keys
+    log_max: Tensor | None
 
     def plus(self, added: "KeySums") -> "KeySums":
         """Returns the sums over the keys of both `self` and `added`."""
@@ -81,7 +80,7 @@ def key_sums(key: Operand, value: Tensor, right: Tensor | None = None) -> KeySum
     """Computes sums over keys; `value` is (batch, heads, keys, dv) and `right` is the factor V."""
     phi = key.features()
     with torch.autocast(value.device.type, enabled=False):
-        value = F.pad(at_least_float32(value), (0, 1), value=1.0)
+        value = with_ones(at_least_float32(value))
         if right is not None:
             value = (right.to(value.dtype)[..., :, None] * value[..., None, :]).flatten(-2)
         if phi.log_scale is None or not phi.tokens:
@@ -99,4 +98,4 @@ def query_sums(query: Operand, keys: KeySums, left: Tensor | None = None) -> Sum
         if left is not None:
             mixed = mixed.unflatten(-1, (left.shape[-1], -1))
             mixed = (left.to(mixed.dtype)[..., None, :] @ mixed).squeeze(-2)
-        return Sums(mixed[..., :-1], mixed[..., -1:], shift)
+        return Sums.of(mixed, shift)

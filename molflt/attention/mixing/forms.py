@@ -4,6 +4,7 @@ Shapes are (batch, heads, tokens, dim) throughout. Other linear-time forms are i
 `mesh`, `causal` and `chunked`.
 """
 
+import functools
 from contextlib import nullcontext
 
 import torch
@@ -14,7 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from molflt.attention.checks import in_transform
 from molflt.attention.features import Features
 from molflt.attention.mixing.pairs import _TRANSIENT, Pairs, SortedPairs, _pair_sums
-from molflt.attention.mixing.sums import Sums, _causal_mask, _per_token, _stabilize
+from molflt.attention.mixing.sums import Sums, _causal_mask, _per_token, _stabilize, with_ones
 from molflt.attention.numerics import decided, finite, recomputed
 
 _COMPILED = 8  # columns per chunk in compiled code
@@ -78,7 +79,8 @@ def joined_bias(
         )
     if log_weight is None:
         return bias
-    return log_weight[:, :, None] + (0.0 if bias is None else bias)
+    log_weight = log_weight[:, :, None]
+    return log_weight if bias is None else log_weight + bias
 
 
 def quadratic(
@@ -123,7 +125,7 @@ def quadratic(
     if kernel is not None:
         weights = weights * kernel.to(weights.dtype)
     if logs and key.tokens:
-        log_scale = sum(logs[1:], logs[0])
+        log_scale = functools.reduce(torch.add, logs)
         row_max = finite(log_scale.detach().amax(dim=-1, keepdim=True))
         weights = weights * (log_scale - row_max).exp()
         shift = shift + row_max
@@ -134,7 +136,7 @@ def quadratic(
 def linear(query: Features, key: Features, value: Tensor) -> Sums:
     """Computes phi(Q) (phi(K)^T V) and phi(Q) (phi(K)^T 1) in O(N m dv); see `quadratic`."""
     phi_q, phi_k, shift = _stabilize(query, key)
-    context = phi_k.transpose(-1, -2) @ value  # [b, h, m, dv]
+    context = phi_k.mT @ value  # [b, h, m, dv]
     total = phi_k.sum(dim=-2).unsqueeze(-1)  # [b, h, m, 1]
     return Sums(phi_q @ context, phi_q @ total, shift)
 
@@ -158,11 +160,11 @@ def linear_with_kernel(
         pairs: w_ij, corrections for individual pairs.
     """
     phi_q, phi_k, shift = _stabilize(query, key)
-    value = torch.cat((value, torch.ones_like(value[..., :1])), dim=-1)
+    value = with_ones(value)
     left, right = (factor.to(value.dtype) for factor in kernel)
     sums = torch.zeros_like(phi_q[..., :1]).expand(*phi_q.shape[:-1], value.shape[-1])
     # Multiplies values by features or by columns, whichever are fewer, and then uses matmul.
-    if decided(left.shape[-1] > phi_q.shape[-1], True):
+    if decided(left.shape[-1] > phi_q.shape[-1], otherwise=True):
         outer_q, outer_k, inner_q, inner_k = phi_q, phi_k, left, right
     else:
         outer_q, outer_k, inner_q, inner_k = left, right, phi_q, phi_k
@@ -174,29 +176,30 @@ def linear_with_kernel(
         sums = sums + recomputed(_grouped, inner_q, inner_k, value, u, v, several=several)
     if pairs is not None:
         sums = sums + _pair_sums(phi_q, phi_k, value, pairs)
-    return Sums(sums[..., :-1], sums[..., -1:], shift)
+    return Sums.of(sums, shift)
 
 
 def _grouped(query: Tensor, key: Tensor, value: Tensor, left: Tensor, right: Tensor) -> Tensor:
     """Returns sum_s left_is query_i . [sum_j key_j right_js v_j]: (batch, heads, queries, dv)."""
     products = (right[..., :, None] * value[..., None, :]).flatten(-2)  # [b, h, key, s dv]
-    mixed = query @ (key.transpose(-1, -2) @ products)
+    mixed = query @ (key.mT @ products)
     left = left.expand(*mixed.shape[:-1], -1)
     return torch.einsum("bhns,bhnsv->bhnv", left, mixed.unflatten(-1, (right.shape[-1], -1)))
 
 
-def cheaper(queries: int, keys: int, features: int, dim: int, columns: int | None = None) -> str:
-    """Returns the faster form of the same sums: "quadratic" or "linear".
+def matrix_is_cheaper(
+    queries: int, keys: int, features: int, dim: int, columns: int | None = None
+) -> bool:
+    """Returns True if `quadratic` takes fewer multiplications than the same sums in linear time.
 
-    Compares the numbers of multiplications for m features, values of width dv and a kernel of p
-    columns (if any): queries * keys * (m + dv + p) for "quadratic", and (queries + keys) * m * dv *
-    p for "linear". The number for "linear" is doubled if p > m, because products are then
-    recomputed in the backward pass.
+    For m features, values of width dv and a kernel of p columns (if any), the numbers are queries *
+    keys * (m + dv + p) and (queries + keys) * m * dv * p. The second number is doubled if p > m,
+    because products are then recomputed in the backward pass. For sizes unknown at compile time,
+    the result is True only with a kernel.
     """
-    has_kernel = columns is not None
-    columns = 1 if columns is None else columns
-    by_matrix = queries * keys * (features + dim + columns)
-    by_sums = (queries + keys) * features * dim * columns
-    if decided(columns > features, True):
+    p = 1 if columns is None else columns
+    by_matrix = queries * keys * (features + dim + p)
+    by_sums = (queries + keys) * features * dim * p
+    if decided(p > features, otherwise=True):
         by_sums *= 2
-    return "quadratic" if decided(by_matrix < by_sums, has_kernel) else "linear"
+    return decided(by_matrix < by_sums, otherwise=columns is not None)

@@ -9,7 +9,7 @@ from torch import Tensor
 from molflt.attention.features import Features
 from molflt.attention.mixing.pairs import Pairs, SortedPairs, _pair_sums
 from molflt.attention.mixing.sparse import Pattern, gather, spread
-from molflt.attention.mixing.sums import Sums, _stabilize
+from molflt.attention.mixing.sums import Sums, _stabilize, with_ones
 from molflt.attention.nodes.mesh import Mesh
 from molflt.attention.numerics import recomputed, uncompiled
 
@@ -37,7 +37,7 @@ class MeshKernel(NamedTuple):
 
     def apply(self, x: Tensor, head: int) -> Tensor:
         """Returns sum_j h(r_i - r_j) x_j over the tokens of each graph: (tokens, channels)."""
-        head = min(head, self.heads - 1)
+        head = 0 if self.heads == 1 else head  # all heads may share a kernel
         weight = self.weight.to(x.dtype)
         grids = spread(weight, x, self.pattern).split([mesh.points for mesh in self.meshes])
         graphs = zip(self.meshes, grids, self.coefficients, strict=True)
@@ -76,24 +76,27 @@ def linear_with_mesh(
     at a time and is recomputed in the backward pass.
     """
     phi_q, phi_k, shift = _stabilize(query, key)
-    value = torch.cat((value, torch.ones_like(value[..., :1])), dim=-1)
+    value = with_ones(value)
     batch, heads, tokens, width = value.shape
     points = sum(mesh.points for mesh in kernel.meshes)
-    features = max(1, min(_CHANNELS, _ON_MESH // max(1, points)) // width)
-    several = heads > 1 or features < phi_q.shape[-1]
+    at_once = max(1, min(_CHANNELS, _ON_MESH // max(1, points)) // width)  # features
+    several = heads > 1 or at_once < phi_q.shape[-1]
     by_head = []
     # without slices, whose gradients would have the size of the whole tensor
     operands = zip(phi_q.unbind(1), phi_k.unbind(1), value.unbind(1), strict=True)
     for head, (q, k, v) in enumerate(operands):
-        chunks = zip(q.split(features, dim=-1), k.split(features, dim=-1), strict=True)
-        sums = (recomputed(_head_sums, *x, v, kernel, head, several=several) for x in chunks)
+        features = zip(q.split(at_once, dim=-1), k.split(at_once, dim=-1), strict=True)
+        sums = (
+            recomputed(_head_sums, phi_i, phi_j, v, kernel, head, several=several)
+            for phi_i, phi_j in features
+        )
         by_head.append(reduce(torch.add, sums))
     out = value.new_zeros(batch * tokens, heads, width)
     out = out.index_copy(0, kernel.rows, torch.stack(by_head, dim=1))
     out = out.unflatten(0, (batch, tokens)).transpose(1, 2)
     if pairs is not None:
         out = out + _pair_sums(phi_q, phi_k, value, pairs)
-    return Sums(out[..., :-1], out[..., -1:], shift)
+    return Sums.of(out, shift)
 
 
 def _head_sums(query: Tensor, key: Tensor, value: Tensor, kernel: MeshKernel, head: int) -> Tensor:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from molflt.attention.features.base import Operand
 from molflt.attention.mixing.sparse import Pattern, correlate, gather, has_sparse_products
-from molflt.attention.mixing.sums import Sums
+from molflt.attention.mixing.sums import Sums, with_ones
 from molflt.attention.numerics import at_least_float32, decided, pieces, products_of_all, recomputed
 
 _TRANSIENT = 2**22  # largest number of elements per chunk of columns or pairs
@@ -25,7 +25,7 @@ class Pairs(NamedTuple):
     exact: tuple[Tensor, Tensor] | None = None
 
     def by_query(self, batch: int, queries: int, keys: int) -> "Pairs | SortedPairs":
-        """Returns the pairs sorted by query, or unchanged where sparse products are not used."""
+        """Returns the pairs sorted by query for sparse products on the CPU, otherwise unchanged."""
         compiling = torch.compiler.is_compiling()
         if compiling or self.weight.device.type != "cpu" or not has_sparse_products(self.weight):
             return self
@@ -105,7 +105,7 @@ def with_exact_pairs(sums: Sums, query: Operand, key: Operand, value: Tensor, pa
     index = row[:, None].expand(-1, heads)
     shift = old_shift[..., 0].scatter_reduce(0, index, logits.detach(), "amax")  # [b n, h]
     weight = (logits - shift[row]).exp() * switch[:, None]
-    value = torch.cat((value, torch.ones_like(value[..., :1])), dim=-1)
+    value = with_ones(value)
     added = value.new_zeros(batch * queries, heads, value.shape[-1])
     parts = pieces(row.shape[0], max(1, _TRANSIENT // (heads * value.shape[-1])))
     several = len(parts) > 1
@@ -133,13 +133,16 @@ def _exact_logits(query: Operand, key: Operand, f: Tensor, pairs: Pairs) -> Tens
 
 
 def _weighted(value: Tensor, weight: Tensor, b: Tensor, j: Tensor) -> Tensor:
+    """Returns w_bj v_bj of pairs for weights (pairs, heads): (pairs, heads, dv)."""
     return weight[..., None] * value[b, :, j]
 
 
 def products(left: Tensor, right: Tensor, pairs: Pairs) -> Tensor:
     """Computes U_i . V_j of pairs from U and V (batch or 1, heads or 1, n, p): (heads, pairs)."""
     batch = max(left.shape[0], right.shape[0])
-    if decided(batch * left.shape[-2] * right.shape[-2] <= 4 * pairs.query.shape[0], True):
+    if decided(
+        batch * left.shape[-2] * right.shape[-2] <= 4 * pairs.query.shape[0], otherwise=True
+    ):
         # For few tokens, this is cheaper than gathering the factors.
         matrix = products_of_all(left, right)
         return matrix.expand(batch, -1, -1, -1)[pairs.batch, :, pairs.query, pairs.key].T
@@ -154,4 +157,5 @@ def products(left: Tensor, right: Tensor, pairs: Pairs) -> Tensor:
 
 
 def _products(left: Tensor, right: Tensor, b: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    """Returns U_i . V_j of pairs (b, i, j) from the gathered factors: (pairs, heads)."""
     return (left[b, :, i] * right[b, :, j]).sum(dim=-1)

@@ -11,20 +11,17 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from molflt.attention.features import Features
 from molflt.attention.mixing.pairs import Pairs, SortedPairs, _pair_sums
-from molflt.attention.mixing.sums import Sums, _stable_query
-from molflt.attention.numerics import finite, recomputed, uncompiled
+from molflt.attention.mixing.sums import Sums, _stable_query, with_ones
+from molflt.attention.numerics import ceil_div, finite, next_power_of_two, recomputed, uncompiled
 
 _BLOCK = 64  # tokens per program
 _FEATURES = 64  # largest number of features per program; half as many for wide values
-_PIECE, _PIECES = 512, 128  # minimum tokens per piece; maximum pieces per graph
+_LEAST_PIECE = 512  # minimum number of tokens per piece, except the last piece of a graph
+_MOST_PIECES = 128  # maximum number of pieces per graph
 _STATE = 2**26  # nodes are summed in chunks if the states of all pieces have more elements
-
-
-_Phases = tuple[Tensor, Tensor, Tensor]  # positions, nodes xi, number of nodes of each graph
 
 
 def expect_triton() -> None:
@@ -53,6 +50,14 @@ class Waves(NamedTuple):
     counts: Tensor | None = None  # (graphs,), nodes of each graph; None if all have r nodes
 
 
+class _Phases(NamedTuple):
+    """Tensors that determine the phases 2 pi xi_s . r_n of tokens."""
+
+    pos: Tensor  # r (tokens, l)
+    xi: Tensor  # (graphs, heads, r, l)
+    counts: Tensor  # (graphs,), nodes of each graph
+
+
 class Ragged(NamedTuple):
     """Tokens of consecutive graphs; rows of `pieces` are (graph, first token, end)."""
 
@@ -70,7 +75,9 @@ class Ragged(NamedTuple):
         """
         counts = [stop - start for start, stop in itertools.pairwise(first)]
         graph = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts, dtype=torch.long))
-        pieces, ends = _cut(first, [max(_PIECE, -(-count // _PIECES)) for count in counts])
+        pieces, ends = _cut(
+            first, [max(_LEAST_PIECE, ceil_div(count, _MOST_PIECES)) for count in counts]
+        )
         blocks, block_ends = _cut(first, [_BLOCK] * len(counts))
         fields = graph, pieces, ends, blocks, block_ends
         return cls(*(x.to(device) for x in fields))
@@ -133,11 +140,10 @@ def ragged(
         sums = sums + recomputed(_node_sums, *inputs, several=several)
     sums = sums[None]
     if pairs is not None:
-        value = F.pad(value, (0, 1), value=1.0)
-        sums = sums + _pair_sums(phi_q, phi_k, value, pairs)
+        sums = sums + _pair_sums(phi_q, phi_k, with_ones(value), pairs)
     shift = shift.expand(1, heads, phi_q.shape[2], 1)
     sums, shift = (x[0].unflatten(1, (batch, -1)).transpose(0, 1) for x in (sums, shift))
-    return Sums(sums[..., :-1], sums[..., -1:], shift)
+    return Sums.of(sums, shift)
 
 
 def _per_graph(waves: Waves, graphs: int, heads: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
@@ -151,6 +157,7 @@ def _per_graph(waves: Waves, graphs: int, heads: int, dtype: torch.dtype) -> tup
 
 
 def _join_rows(features: Features) -> Features:
+    """Joins the rows of a batch, as `_one_row` does."""
     return Features(*(None if x is None else _one_row(x) for x in features))
 
 
@@ -207,15 +214,16 @@ class _State(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(phi, v, pos, xi, counts)
         ctx.tokens = tokens
-        return _graph_sums(phi, v, (pos, xi, counts), tokens, ones=True)
+        return _graph_sums(phi, v, _Phases(pos, xi, counts), tokens, ones=True)
 
     @staticmethod
     def backward(ctx: Any, by_state: Tensor) -> Any:
         _expect_first_derivative()
-        phi, v, pos, xi, counts = ctx.saved_tensors
-        waves, phases = (pos, xi, counts), any(ctx.needs_input_grad[2:4])
-        grads = _token_sums(phi, v, by_state, waves, ctx.tokens, ones=True, phases=phases)
-        by_v, by_phi, by_pos, by_xi = grads
+        phi, v, *phases = ctx.saved_tensors
+        for_phases = any(ctx.needs_input_grad[2:4])
+        by_v, by_phi, by_pos, by_xi = _token_sums(
+            phi, v, by_state, _Phases(*phases), ctx.tokens, ones=True, for_phases=for_phases
+        )
         return by_phi, by_v[..., :-1].to(v.dtype), by_pos, by_xi, None, None
 
 
@@ -228,16 +236,17 @@ class _Output(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(phi, state, pos, xi, counts)
         ctx.tokens = tokens
-        return _token_sums(phi, None, state, (pos, xi, counts), tokens)[0]
+        return _token_sums(phi, None, state, _Phases(pos, xi, counts), tokens)[0]
 
     @staticmethod
     def backward(ctx: Any, by_out: Tensor) -> Any:
         _expect_first_derivative()
-        phi, state, pos, xi, counts = ctx.saved_tensors
-        waves, phases = (pos, xi, counts), any(ctx.needs_input_grad[2:4])
-        grads = _token_sums(phi, by_out, state, waves, ctx.tokens, phases=phases)
-        by_state = _graph_sums(phi, by_out, waves, ctx.tokens)
-        return grads[1], by_state, *grads[2:], None, None
+        phi, state, *saved = ctx.saved_tensors
+        phases, for_phases = _Phases(*saved), any(ctx.needs_input_grad[2:4])
+        _, by_phi, by_pos, by_xi = _token_sums(
+            phi, by_out, state, phases, ctx.tokens, for_phases=for_phases
+        )
+        return by_phi, _graph_sums(phi, by_out, phases, ctx.tokens), by_pos, by_xi, None, None
 
 
 def _expect_first_derivative() -> None:
@@ -249,17 +258,21 @@ def _expect_first_derivative() -> None:
 
 
 def _graph_sums(
-    phi: Tensor, w: Tensor, waves: _Phases, tokens: Ragged, ones: bool = False
+    phi: Tensor, w: Tensor, phases: _Phases, tokens: Ragged, ones: bool = False
 ) -> Tensor:
-    """Returns sums of phi [w, 1] times cos and sin of the phases: (g, h, r, 2, m, width)."""
+    """Returns sums of phi w times cos and sin of the phases: (graphs, heads, r, 2, m, width).
+
+    With `ones`, a column of ones is appended to w.
+    """
     from molflt.attention.mixing import triton_kernels as kernels
 
-    pos, xi, counts = waves
-    width, arguments = w.shape[-1] + ones, _arguments(phi, w, xi, w.shape[-1], ones)
+    pos, xi, counts = phases
+    width = w.shape[-1] + 1 if ones else w.shape[-1]
+    arguments = _arguments(phi, w, xi, w.shape[-1], ones)
     heads, _, m = phi.shape
     out = phi.new_empty(len(tokens.pieces), heads, xi.shape[2], 2, m, width)
     if out.numel():
-        grid = len(out), heads, xi.shape[2] * -(-m // arguments["M"])
+        grid = len(out), heads, xi.shape[2] * ceil_div(m, arguments["M"])
         inputs = {"pos": pos, "counts": counts, "pieces": tokens.pieces}
         kernels.state_kernel[grid](**arguments, **inputs, out=out)
     return _summed(out, tokens.ends)
@@ -269,28 +282,35 @@ def _token_sums(
     phi: Tensor,
     w: Tensor | None,
     state: Tensor,
-    waves: _Phases,
+    phases: _Phases,
     tokens: Ragged,
     ones: bool = False,
-    phases: bool = False,
+    for_phases: bool = False,
 ) -> tuple[Any, ...]:
-    """Returns the output or, with `w`, gradients for w, phi, pos and xi; None if not needed."""
+    """Returns contractions of a state with the factors of each token.
+
+    The function F of `triton_kernels` is linear in w, phi and the phases. Returns its derivatives
+    with respect to w (heads, tokens, width), phi, pos and xi. The derivative with respect to w is
+    None if w is given without `ones`; that with respect to phi is None without w; the last two are
+    None without `for_phases`.
+    """
     from molflt.attention.mixing import triton_kernels as kernels
 
-    pos, xi, counts = waves
+    pos, xi, counts = phases
     (heads, count, m), axes, blocks = phi.shape, pos.shape[1], tokens.blocks
-    width, arguments = state.shape[-1], _arguments(phi, w, xi, state.shape[-1] - ones, ones)
+    width = state.shape[-1]
+    arguments = _arguments(phi, w, xi, width - 1 if ones else width, ones)
     to_w = phi.new_empty(heads, count, width) if w is None or ones else None
     to_phi = None if w is None else phi.new_empty(phi.shape)
     to_pos = to_xi = None
-    if phases:
+    if for_phases:
         to_pos = phi.new_empty(heads, count, axes)
-        to_xi = phi.new_zeros(len(blocks), heads, -(-m // arguments["M"]), xi.shape[2], axes)
+        to_xi = phi.new_zeros(len(blocks), heads, ceil_div(m, arguments["M"]), xi.shape[2], axes)
     if phi.numel():
         out = {"to_w": to_w, "to_phi": to_phi, "to_pos": to_pos, "to_xi": to_xi}
         inputs = {"pos": pos, "counts": counts, "pieces": blocks, "state": state.contiguous()}
         kernels.token_kernel[len(blocks), heads](
-            **arguments, **inputs, **out, all_tokens=count, PHASES=phases
+            **arguments, **inputs, **out, all_tokens=count, PHASES=for_phases
         )
     if to_pos is None or to_xi is None:
         return to_w, to_phi, None, None
@@ -298,22 +318,19 @@ def _token_sums(
 
 
 def _arguments(phi: Tensor, w: Tensor | None, xi: Tensor, n: int, ones: bool) -> dict[str, Any]:
+    """Returns the arguments that `state_kernel` and `token_kernel` share, for w of n columns."""
     arguments: dict[str, Any] = {"xi": xi, "xi_graph": xi.stride(0), "xi_head": xi.stride(1)}
     arguments |= {"xi_node": xi.stride(2), "nodes": xi.shape[2], "axes": xi.shape[3]}
     for name, x in {"phi": phi, "w": w}.items():
         x = x if x is None or x.stride(-1) == 1 else x.contiguous()
         strides = (0, 0) if x is None else x.stride()
         arguments |= {name: x, f"{name}_head": strides[0], f"{name}_token": strides[1]}
-    m, width = phi.shape[-1], max(16, _power(n + ones))
-    features = max(16, _power(min(m, _FEATURES if width <= 64 else _FEATURES // 2)))
+    # `tl.dot` needs blocks of at least 16 rows and columns.
+    m, width = phi.shape[-1], max(16, next_power_of_two(n + 1 if ones else n))
+    features = max(16, next_power_of_two(min(m, _FEATURES if width <= 64 else _FEATURES // 2)))
     arguments |= {"m": m, "n": n, "ONES": ones, "BLOCK": _BLOCK, "M": features, "N": width}
     # With one stage, blocks fit into 99 KiB of shared memory for values of up to 63 columns.
-    return arguments | {"L": _power(xi.shape[3]), "num_stages": 1}
-
-
-def _power(size: int) -> int:
-    """Returns the smallest power of two that is at least `size`."""
-    return 1 << (size - 1).bit_length()
+    return arguments | {"L": next_power_of_two(xi.shape[3]), "num_stages": 1}
 
 
 def _summed(x: Tensor, ends: Tensor) -> Tensor:
@@ -323,5 +340,5 @@ def _summed(x: Tensor, ends: Tensor) -> Tensor:
     out = x.new_empty(len(ends) - 1, *x.shape[1:])
     if out.numel():
         size = out[0].numel()
-        kernels.sum_kernel[len(out), -(-size // 1024)](x, ends, out, size, BLOCK=1024)
+        kernels.sum_kernel[len(out), ceil_div(size, 1024)](x, ends, out, size, BLOCK=1024)
     return out

@@ -9,6 +9,7 @@ from torch.autograd import Function
 from torch.nn import functional as F
 
 from molflt.attention.checks import in_transform
+from molflt.attention.numerics import pieces
 
 _TRANSIENT = 2**22  # largest number of elements per piece in `_plain`
 
@@ -17,10 +18,10 @@ class Pattern(NamedTuple):
     """Row and column of each entry of a sparse matrix, such as a token and a mesh point."""
 
     begin: Tensor  # (rows + 1,) int32, start of each row in `places`
-    places: Tensor  # (n,) int32, columns; a row may contain a column several times
-    order: Tensor  # (n,) int32, indices of the places sorted by column
+    places: Tensor  # (n,) int32, column of each entry; a row may contain a column several times
+    order: Tensor  # (n,) int32, indices of the entries sorted by column
     begin_sorted: Tensor  # (columns + 1,) int32, start of each column in `order`
-    rows_sorted: Tensor  # (n,) int32, rows of the places in that order
+    rows_sorted: Tensor  # (n,) int32, rows of the entries in that order
 
     @classmethod
     def of(cls, row: Tensor, column: Tensor, rows: int, columns: int) -> "Pattern":
@@ -75,9 +76,7 @@ def gather(weight: Tensor, y: Tensor, pattern: Pattern) -> Tensor:
 def _plain(weight: Tensor, x: Tensor, source: Tensor, target: Tensor, size: int) -> Tensor:
     """Adds w_n x_source(n) to row target(n) of the result (size, c), for each entry n."""
     out = x.new_zeros(size, x.shape[1])
-    step = max(1, _TRANSIENT // max(1, x.shape[1]))
-    for start in range(0, len(source), step):
-        part = slice(start, start + step)
+    for part in pieces(len(source), max(1, _TRANSIENT // max(1, x.shape[1]))):
         out = out.index_add(0, target[part], weight[part, None] * x[source[part]])
     return out
 
@@ -126,13 +125,15 @@ class _Product(Function):
 
 
 class _Correlate(Function):
+    """Products of rows of two matrices, one for each entry of a pattern."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, y: Tensor, pattern: Pattern) -> Tensor:
         by_x, by_y = ctx.needs_input_grad[:2]
         ctx.save_for_backward(x if by_y else None, y if by_x else None)
         ctx.pattern = pattern
         with torch.autocast(x.device.type, enabled=False):
-            if len(pattern.places) > len(x) * len(y):  # too many images for sampled_addmm
+            if len(pattern.places) > len(x) * len(y):  # sampled_addmm needs fewer entries
                 return (x @ y.mT)[pattern.rows(), pattern.places]
             places = _sparse(pattern, x.new_ones(len(pattern.places)))
             return torch.sparse.sampled_addmm(places, x, y.mT, beta=0.0).values()

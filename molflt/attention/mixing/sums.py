@@ -8,6 +8,7 @@ from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from molflt.attention.features import Features
 from molflt.attention.numerics import finite
@@ -24,6 +25,11 @@ class Sums(NamedTuple):
     """sum_j A_ij, (batch, heads, queries, 1)"""
     log_scale: Tensor
     """(batch, heads, queries, 1), or a scalar 0"""
+
+    @classmethod
+    def of(cls, sums: Tensor, log_scale: Tensor) -> "Sums":
+        """Splits sums over values from `with_ones`, (batch, heads, queries, dv + 1)."""
+        return cls(sums[..., :-1], sums[..., -1:], log_scale)
 
     def ratio(self, floor: float = 0.0, divisor: "Sums | None" = None) -> Tensor:
         """Returns sum_j A_ij v_j / sum_j A_ij, or 0 without a gradient if the divisor is exactly 0.
@@ -52,6 +58,11 @@ class Sums(NamedTuple):
         return self.numerator * self.log_scale.exp() / retained
 
 
+def with_ones(value: Tensor) -> Tensor:
+    """Appends a column of ones, whose sums are the normalizers: (..., dv) -> (..., dv + 1)."""
+    return F.pad(value, (0, 1), value=1.0)
+
+
 def _stabilize(query: Features, key: Features) -> tuple[Tensor, Tensor, Tensor]:
     """Returns scaled phi_q and phi_k of a whole sequence, and the logarithm of the divisor."""
     # For each feature, the maximum over the valid keys of the sequence is moved to the queries.
@@ -59,19 +70,21 @@ def _stabilize(query: Features, key: Features) -> tuple[Tensor, Tensor, Tensor]:
     # and need no gradients. For positive features, the largest term of a normalizer is exactly 1.
     log_k, key_max = key.log_scale, None
     if log_k is not None and log_k.shape[-2]:
-        key_max = finite(log_k.detach().amax(dim=-2, keepdim=True))  # infinite: no valid key
+        key_max = finite(log_k.detach().amax(dim=-2, keepdim=True))  # -inf without a valid key
     phi_k = key.materialize() if key_max is None else key.shifted(key_max)
     phi_q, query_max = _stable_query(query, key_max)
     return phi_q, phi_k, query_max
 
 
 def _stable_query(query: Features, key_max: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Returns phi_q times the maxima of the keys over its largest scale, and the scale's log."""
+    """Multiplies phi_q by exp(key_max) and divides it by its largest scale for each query.
+
+    Returns the quotient and the logarithm of the divisor, (batch, heads, queries, 1) or a scalar 0.
+    """
     log_q = query.log_scale
     if key_max is not None:
-        log_q = key_max.expand(*key_max.shape[:2], query.tokens, -1) + (
-            0 if log_q is None else log_q
-        )
+        moved = key_max.expand(*key_max.shape[:2], query.tokens, -1)
+        log_q = moved if log_q is None else moved + log_q
     if log_q is None:
         phi_q = query.materialize()
         return phi_q, phi_q.new_zeros(())
@@ -81,7 +94,10 @@ def _stable_query(query: Features, key_max: Tensor | None) -> tuple[Tensor, Tens
 
 
 def _per_token(features: Features) -> tuple[Tensor, Tensor | None]:
-    """Divides features by the largest scale of each token; also returns its log, None for 1."""
+    """Divides features by the largest scale of each token; also returns the log of this scale.
+
+    The log (batch, heads, tokens, 1) is None if the features do not have a scale.
+    """
     if features.log_scale is None:
         return features.materialize(), None
     top = features.log_scale.detach().amax(dim=-1, keepdim=True)

@@ -4,6 +4,7 @@ As in NPRF (arXiv:2106.12566), section 3.2, A_ij = phi(q_i) . phi(k_j) c_(j-i), 
 on an H x W grid. Sums are computed with fast Fourier transforms or from blocks of the matrix.
 """
 
+import functools
 import math
 from typing import NamedTuple
 
@@ -13,8 +14,8 @@ from torch.nn import functional as F
 
 from molflt.attention.checks import one_of, readable
 from molflt.attention.features import Features
-from molflt.attention.mixing.sums import Sums, _per_token, _stabilize
-from molflt.attention.numerics import finite, recomputed
+from molflt.attention.mixing.sums import Sums, _per_token, _stabilize, with_ones
+from molflt.attention.numerics import ceil_div, finite, recomputed
 
 METHODS = ("auto", "fft", "blocks")
 _BLOCK = 128  # queries per block: fastest of 64..512 on a CPU
@@ -58,18 +59,18 @@ def toeplitz(
     layout = _Layout.of(log_kernel, queries, keys)
     if 0 in (queries, keys, len(value)):
         zeros = value.new_zeros(*value.shape[:2], queries, value.shape[-1] + 1)
-        return Sums(zeros[..., :-1], zeros[..., -1:], zeros.new_zeros(()))
+        return Sums.of(zeros, zeros.new_zeros(()))
     if method == "auto":
         method = "blocks" if causal else _faster(layout, query.width, value.shape[-1])
     kernel = layout.cut(log_kernel.to(value.dtype))
     if causal:
         kernel = kernel.masked_fill(layout.future(kernel), -torch.inf)
-    value = F.pad(value, (0, 1), value=1.0)
+    value = with_ones(value)
     if method == "fft":
         sums, log_scale = _by_fft(query, key, value, kernel, layout)
     else:
         sums, log_scale = _by_blocks(query, key, value, kernel, layout, causal)
-    return Sums(sums[..., :-1], sums[..., -1:], log_scale.expand_as(sums[..., -1:]))
+    return Sums.of(sums, log_scale.expand_as(sums[..., -1:]))
 
 
 def dense_log_kernel(log_kernel: Tensor, queries: int, keys: int) -> Tensor:
@@ -88,7 +89,7 @@ def toeplitz_matmul(kernel: Tensor, x: Tensor) -> Tensor:
     columns = x.shape[-2]
     layout = _Layout((kernel.shape[-1] + 1 - columns,), (columns,))
     spectrum = layout.spectrum(kernel)[:, None]
-    return layout.convolve(x.transpose(-1, -2), spectrum).transpose(-1, -2)
+    return layout.convolve(x.mT, spectrum).mT
 
 
 class _Layout(NamedTuple):
@@ -105,7 +106,7 @@ class _Layout(NamedTuple):
         if len(shape) == 2 and shape[0] % 2 and shape[1] % 2:
             height, width = ((size + 1) // 2 for size in shape)
             if max(queries, keys) <= height * width:
-                return cls((-(-queries // width), width), (-(-keys // width), width))
+                return cls((ceil_div(queries, width), width), (ceil_div(keys, width), width))
         raise ValueError(
             f"log_kernel must be (heads, {queries + keys - 1}), or (heads, 2H - 1, 2W - 1) with "
             f"H W at least {max(queries, keys)}; got {tuple(log_kernel.shape)}"
@@ -159,76 +160,101 @@ class _Layout(NamedTuple):
 def _by_fft(
     query: Features, key: Features, value: Tensor, kernel: Tensor, layout: _Layout
 ) -> tuple[Tensor, Tensor]:
+    """Returns sums (batch, heads, queries, dv + 1) and their log scale, by Fourier transforms."""
     phi_q, phi_k, shift = _stabilize(query, key)
     offsets = tuple(range(1, kernel.ndim))
     top = finite(kernel.detach().amax(dim=offsets, keepdim=True))
     spectrum = layout.spectrum((kernel - top).exp())[:, None, None]
-    columns = value.transpose(-1, -2)  # transforms are fastest along the last axis
+    columns = value.mT  # transforms are fastest along the last axis
     limit = _TRANSIENT.get(value.device.type, _TRANSIENT_ELSEWHERE)
-    pairs = max(1, limit // max(1, phi_q[..., 0, 0].numel() * math.prod(layout.lengths)))
-    per_piece = min(pairs, columns.shape[2])
-    step = max(1, pairs // per_piece)
-    several = pairs < phi_q.shape[-1] * columns.shape[2]
-
-    def product(phi_q: Tensor, phi_k: Tensor, columns: Tensor, spectrum: Tensor) -> Tensor:
-        moments = phi_k.transpose(-1, -2)[..., None, :] * columns[:, :, None]  # [b, h, f, dv+1, k]
-        mixed = layout.convolve(moments, spectrum)[..., : phi_q.shape[-2]]
-        return (phi_q.transpose(-1, -2)[..., None, :] * mixed).sum(dim=2).transpose(-1, -2)
-
-    pieces = []
-    for piece in columns.split(per_piece, dim=2):
-        parts = zip(phi_q.split(step, dim=-1), phi_k.split(step, dim=-1), strict=True)
-        products = (recomputed(product, *part, piece, spectrum, several=several) for part in parts)
-        pieces.append(sum(products, columns.new_zeros(())))
-    sums = torch.cat(pieces, dim=-1)
+    # Numbers of pairs of a feature and a column, of columns and of features per transform
+    at_once = max(1, limit // max(1, phi_q[..., 0, 0].numel() * math.prod(layout.lengths)))
+    columns_at_once = min(at_once, columns.shape[2])
+    features_at_once = max(1, at_once // columns_at_once)
+    several = at_once < phi_q.shape[-1] * columns.shape[2]
+    sums = []
+    for some in columns.split(columns_at_once, dim=2):
+        features = (x.split(features_at_once, dim=-1) for x in (phi_q, phi_k))
+        products = (
+            recomputed(_fft_product, q, k, some, spectrum, layout, several=several)
+            for q, k in zip(*features, strict=True)
+        )
+        sums.append(functools.reduce(torch.add, products))
     # Transforms leave rounding noise in empty sums. The terms of each row are therefore counted in
     # float64, where rounding errors stay below 1/2.
     valid = (phi_k.detach() != 0).any(dim=-1).double()
     visible = layout.spectrum((kernel.detach() > -torch.inf).double())
     terms = layout.convolve(valid, visible)[..., : phi_q.shape[-2], None]
-    return sums.masked_fill(terms < 0.5, 0.0), shift + top.view(1, -1, 1, 1)
+    empty = terms < 0.5
+    return torch.cat(sums, dim=-1).masked_fill(empty, 0.0), shift + top.view(1, -1, 1, 1)
+
+
+def _fft_product(
+    phi_q: Tensor, phi_k: Tensor, columns: Tensor, spectrum: Tensor, layout: _Layout
+) -> Tensor:
+    """Returns the sums over some features for some columns: (batch, heads, queries, columns)."""
+    moments = phi_k.mT[..., None, :] * columns[:, :, None]  # [b, h, feature, column, key]
+    mixed = layout.convolve(moments, spectrum)[..., : phi_q.shape[-2]]
+    return (phi_q.mT[..., None, :] * mixed).sum(dim=2).mT
 
 
 def _by_blocks(
     query: Features, key: Features, value: Tensor, kernel: Tensor, layout: _Layout, causal: bool
 ) -> tuple[Tensor, Tensor]:
+    """Returns sums (batch, heads, queries, dv + 1) and their log scale, from blocks of the matrix.
+
+    A block has the queries of some rows of the grid (single tokens in one dimension).
+    """
     queries, keys = query.tokens, key.tokens
     query, key = (query.bounded(), key.bounded()) if causal else _move_maximum(query, key)
     phi_q, query_log = _per_token(query)
     phi_k, key_log = _per_token(key)
     rows, width = layout.query[0], layout.width
-    step = max(1, _BLOCK // width)
-    one_scale = _share_scale(kernel, key_log)
+    rows_at_once = max(1, _BLOCK // width)
+    one_scale = _one_scale_suffices(kernel, key_log)
     if one_scale:
         kernel = kernel.exp()
         if key_log is not None:
             phi_k, key_log = phi_k * key_log.exp(), None
-
-    def product(
-        phi_q: Tensor, phi_k: Tensor, key_log: Tensor | None, value: Tensor, window: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        n, k = phi_q.shape[-2], phi_k.shape[-2]
-        grid = (-(-k // width), *layout.key[1:]) if len(layout.key) == 2 else (k,)
-        scale, row_max = _reversed(window, grid)[:, -n:, :k], window.new_zeros(())
-        if not one_scale:
-            scale = scale if key_log is None else scale + key_log.mT
-            row_max = finite(scale.detach().amax(dim=-1, keepdim=True))
-            scale = (scale - row_max).exp()
-        weights = (phi_q.flip(2) @ phi_k.mT) * scale
-        return (weights @ value).flip(2), row_max.expand(*weights.shape[:-1], 1).flip(2)
-
-    parts = []
-    for start in range(0, rows, step):
-        stop = min(start + step, rows)
+    blocks = []
+    for start in range(0, rows, rows_at_once):
+        stop = min(start + rows_at_once, rows)
         # Uses at least one key; for queries before all keys, the kernel is 0.
         visible = min(keys, max(1, stop * width + keys - queries)) if causal else keys
-        window = kernel[:, rows - stop : rows - 1 - start - (-visible // width)]
+        # The first row of the kernel is the offset 1 - rows.
+        window = kernel[:, rows - stop : rows - 1 - start + ceil_div(visible, width)]
         block = phi_q[:, :, start * width : stop * width]
         logs = None if key_log is None else key_log[:, :, :visible]
         inputs = block, phi_k[:, :, :visible], logs, value[:, :, :visible], window
-        parts.append(recomputed(product, *inputs, several=step < rows))
-    sums, log_scale = (torch.cat(part, dim=2) for part in zip(*parts, strict=True))
+        several = rows_at_once < rows
+        blocks.append(recomputed(_block_product, *inputs, layout, one_scale, several=several))
+    sums, log_scale = (torch.cat(parts, dim=2) for parts in zip(*blocks, strict=True))
     return sums, log_scale if query_log is None else log_scale + finite(query_log)
+
+
+def _block_product(
+    phi_q: Tensor,
+    phi_k: Tensor,
+    key_log: Tensor | None,
+    value: Tensor,
+    window: Tensor,
+    layout: _Layout,
+    one_scale: bool,
+) -> tuple[Tensor, Tensor]:
+    """Returns the sums of one block and the log scale of each row.
+
+    `window` contains the offsets of the block: factors if `one_scale`, and otherwise logarithms.
+    """
+    queries, keys = phi_q.shape[-2], phi_k.shape[-2]
+    key_grid = ceil_div(keys, layout.width), *layout.key[1:]
+    scale = _reversed(window, key_grid)[:, -queries:, :keys]  # [h, reversed queries, keys]
+    row_max = window.new_zeros(())
+    if not one_scale:
+        scale = scale if key_log is None else scale + key_log.mT
+        row_max = finite(scale.detach().amax(dim=-1, keepdim=True))
+        scale = (scale - row_max).exp()
+    weights = (phi_q.flip(2) @ phi_k.mT) * scale
+    return (weights @ value).flip(2), row_max.expand(*weights.shape[:-1], 1).flip(2)
 
 
 def _faster(layout: _Layout, m: int, dv: int) -> str:
@@ -244,7 +270,7 @@ def _faster(layout: _Layout, m: int, dv: int) -> str:
     return "fft" if by_fft < by_blocks else "blocks"
 
 
-def _share_scale(kernel: Tensor, key_log: Tensor | None) -> bool:
+def _one_scale_suffices(kernel: Tensor, key_log: Tensor | None) -> bool:
     """Returns True if rows do not need separate scales; False if unknown, as in compiled code."""
     if not readable(kernel):
         return False

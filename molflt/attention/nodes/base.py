@@ -40,16 +40,6 @@ class Nodes(nn.Module):
 
     def check(self, spectrum: Spectrum) -> None:
         """Raises ValueError if these nodes cannot sample the spectrum."""
-        if spectrum.on_shells and self.normalized:
-            radii, shells = spectrum.get_buffer("radius"), self.get_buffer("shell_radius")
-            alike = radii.shape == shells.shape
-            if alike and not (radii.is_meta or shells.is_meta):
-                alike = torch.allclose(radii, shells.to(radii))
-            if not alike:
-                raise ValueError(
-                    f"ShellWeights must have the {len(shells)} radii of the shells; got "
-                    f"{len(radii)} radii"
-                )
         if spectrum.on_shells != self.normalized:
             raise ValueError(
                 "ShellWeights require ShellNodes with normalized=True, and vice versa; got "

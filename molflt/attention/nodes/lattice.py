@@ -36,18 +36,22 @@ class Lattice(NamedTuple):
                     "extent is required for nonperiodic axes; got None; use free_extent(...)"
                 )
             extent = torch.zeros_like(rows[..., 0])
-        elif not torch.compiler.is_compiling() and (
-            extent.shape != pbc.shape or not bool((extent >= 0).all())
-        ):
-            raise ValueError(
-                f"extent must be non-negative, of shape {tuple(pbc.shape)}; got {extent.tolist()}; "
-                "use free_extent(...)"
-            )
+        if not torch.compiler.is_compiling():
+            _check_extent(extent, pbc)
         vectors = rows * torch.where(periodic, 1.0, extent.to(rows.dtype) + reach)[..., None]
-        cross, (a, b, c) = torch.linalg.cross, vectors.unbind(1)
+        a, b, c = vectors.unbind(1)
+        cross = torch.linalg.cross
         normals = torch.stack((cross(b, c), cross(c, a), cross(a, b)), dim=1)
         volume = (normals[:, 0] * a).sum(dim=-1)
         return cls(vectors, normals / volume[:, None, None], volume.abs())
+
+
+def _check_extent(extent: Tensor, pbc: Tensor) -> None:
+    if extent.shape != pbc.shape or not bool((extent >= 0).all()):
+        raise ValueError(
+            f"extent must be non-negative, of shape {tuple(pbc.shape)}; got {extent.tolist()}; "
+            "use free_extent(...)"
+        )
 
 
 def free_extent(
@@ -74,7 +78,7 @@ def free_extent(
         span = _largest(along, graph, rows.shape[0]) + _largest(-along, graph, rows.shape[0])
         return torch.where(no_extent, 0.0, span)
     span = torch.zeros_like(no_extent, dtype=along.dtype)
-    for sign in (1.0, -1.0):
+    for sign in (1.0, -1.0):  # adds log(mean exp(sign * s x)) / s for the sharpness s
         scaled = sign * _SHARPNESS * along
         top = finite(_largest(scaled.detach(), graph, rows.shape[0]))
         terms = (scaled - top[graph]).exp()
@@ -97,6 +101,8 @@ def _sorted_rows(cell: Tensor, pbc: Tensor) -> tuple[Tensor, Tensor]:
     periodic = pbc.gather(1, order)
     from_cell = periodic[..., None]
     first = torch.where(from_cell[:, 0], cell[:, 0], cell.new_tensor([1.0, 0.0, 0.0]))
+    # The first normal is perpendicular to the Cartesian axis along which `first` is smallest. The
+    # bias `tie` prefers x to y and y to z if rounding would decide.
     size = first.detach().abs()
     tie = size.amax(dim=1, keepdim=True) * size.new_tensor([0.0, 1e-3, 2e-3])
     axis = F.one_hot((size + tie).argmin(dim=1), 3).to(first.dtype)
@@ -113,14 +119,14 @@ def _sorted_rows(cell: Tensor, pbc: Tensor) -> tuple[Tensor, Tensor]:
 def _reduced(cell: Tensor, pbc: Tensor) -> Tensor:
     """Shortens lattice vectors by Gauss reduction; sets the rows of nonperiodic axes to 0."""
     rows = cell.masked_fill(~pbc[..., None], 0.0)
-    combination, dependent = _reduction(rows.detach().double())
+    combination, dependent = _gauss_reduction(rows.detach().double())
     # Elementwise products and sums leave a reduced cell bitwise unchanged.
     reduced = (combination.to(rows.dtype)[..., None] * rows[:, None]).sum(dim=2)
     return reduced.masked_fill(dependent[..., None], 0.0)
 
 
 @opaque(lambda cell: (torch.empty_like(cell), cell.new_empty(cell.shape[:2], dtype=torch.bool)))
-def _reduction(cell: Tensor) -> tuple[Tensor, Tensor]:
+def _gauss_reduction(cell: Tensor) -> tuple[Tensor, Tensor]:
     """Returns the combinations (b, 3, 3) of rows that are short, and a mask (b, 3) of zeros."""
     combination = torch.eye(3, dtype=torch.float64, device=cell.device)
     combination = combination.repeat(len(cell), 1, 1)
@@ -128,9 +134,9 @@ def _reduction(cell: Tensor) -> tuple[Tensor, Tensor]:
     for _ in range(_MOST_REDUCTIONS):
         shortened = False
         for i, j in itertools.permutations(range(3), 2):
-            product = (short[:, i] * short[:, j]).sum(dim=-1) / short[:, j].square().sum(dim=-1)
+            ratio = (short[:, i] * short[:, j]).sum(dim=-1) / short[:, j].square().sum(dim=-1)
             # Rounding 1/2 would not shorten the vector. NaN, from zero vectors, fails.
-            times = torch.where(product.abs() > 0.501, product.round(), 0.0)[:, None]
+            times = torch.where(ratio.abs() > 0.501, ratio.round(), 0.0)[:, None]
             if bool((times != 0).any()):
                 shortened = True
                 for x in (short, combination):
@@ -143,6 +149,7 @@ def _reduction(cell: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _check_rows(rows: Tensor, periodic: Tensor) -> None:
+    """Raises ValueError if rows from `_sorted_rows` are not finite and linearly independent."""
     first, second, third = F.normalize(rows.double(), dim=-1).unbind(1)
     volume = (torch.linalg.cross(first, second) * third).sum(dim=-1).abs()
     bad = ~(volume > _DEGENERATE)  # NaN is also bad

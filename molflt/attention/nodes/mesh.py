@@ -34,9 +34,10 @@ class Mesh(NamedTuple):
     """Mesh of one graph and its reciprocal vectors."""
 
     sides: tuple[int, ...]  # points along each lattice vector
-    # exp(-2 pi i m n / side) as real matrices, with real and imaginary parts: for the first axis,
-    # m = 0 ... bound, from (side,) to (m, 2); for others, m = -bound ... bound, (2, side) to (m, 2)
-    waves: tuple[Tensor, ...]
+    # Fourier transforms along each axis as real matrices, (2a, n1), (2b, 2 n2) and (2c, 2 n3), for
+    # n_i points and a, b, c frequencies; the factors 2 are real and imaginary parts. The first axis
+    # has no negative frequencies, because the values on the mesh are real.
+    transforms: tuple[Tensor, ...]
     inside: Tensor  # (a, b, c) bool, True for triples m below the end of the spectrum
     xi: Tensor  # (r, 3), frequencies of these triples, in cycles/Å
     # (r,), in 1/Å^3: taper / V, divided by the transforms of the splines; m and -m are combined
@@ -51,18 +52,20 @@ class Mesh(NamedTuple):
         """Builds the mesh of one graph for frequencies below `max_frequency` (cycles/Å)."""
         dual, volume = lattice.dual[graph], lattice.volume[graph]
         length = lattice.vectors[graph].detach().double().norm(dim=-1)
-        bounds = [int(n) for n in (max_frequency * length).floor()]
-        fine = 2 * OVERSAMPLING[order] * max_frequency * length
-        sides = [max(order, 2 * m + 1, math.ceil(n)) for m, n in zip(bounds, fine, strict=True)]
+        bounds = [int(n) for n in (max_frequency * length).floor()]  # largest |m| of each axis
+        fine = (2 * OVERSAMPLING[order] * max_frequency * length).ceil().int().tolist()
+        # At least the points of one spline, and the points that distinguish all frequencies.
+        sides = [max(order, 2 * m + 1, n) for m, n in zip(bounds, fine, strict=True)]
         if math.prod(sides) > _MOST_POINTS:
             raise ValueError(
                 f"too many mesh points below {max_frequency} cycles/Å; expected at most "
                 f"{_MOST_POINTS:,}; got {math.prod(sides):,} for graph {graph} with sides of "
                 f"{length.tolist()} Å; reduce max_frequency"
             )
+        lows = 0, -bounds[1], -bounds[2]
         ranges = [
-            torch.arange(-m * (axis > 0), m + 1, device=dual.device)
-            for axis, m in enumerate(bounds)
+            torch.arange(low, bound + 1, device=dual.device)
+            for low, bound in zip(lows, bounds, strict=True)
         ]
         triple = torch.stack(torch.meshgrid(*ranges, indexing="ij"), dim=-1)  # [a, b, c, 3]
         # Not a matrix product, for the reason given in `reciprocal_nodes`.
@@ -70,12 +73,14 @@ class Mesh(NamedTuple):
         x = distances(xi) / max_frequency
         inside = x.detach() < 1
         side = torch.tensor(sides, device=dual.device)
-        splines = sinc(triple.to(dual.dtype) / side).prod(dim=-1) ** (2 * order)
-        twice = torch.where(triple[..., 0] > 0, 2.0, 1.0)
-        weights = twice * _TAPERS["positive"](x) / splines / volume
-        first, *others = (_waves(m, n).to(dual) for m, n in zip(ranges, sides, strict=True))
-        waves = first[:, :, 0].flatten(0, 1), *(x.flatten(2).flatten(0, 1) for x in others)
-        return cls(tuple(sides), waves, inside, xi[inside], weights[inside])
+        of_splines = sinc(triple.to(dual.dtype) / side).prod(dim=-1) ** (2 * order)
+        multiplicity = torch.where(triple[..., 0] > 0, 2.0, 1.0)
+        weights = multiplicity * _TAPERS["positive"](x) / of_splines / volume
+        first, second, third = (
+            _fourier_matrix(m, n).to(dual) for m, n in zip(ranges, sides, strict=True)
+        )
+        first = first[:, : sides[0]]  # the values on the mesh do not have an imaginary part
+        return cls(tuple(sides), (first, second, third), inside, xi[inside], weights[inside])
 
     def stencil(self, fractional: Tensor, order: int) -> tuple[Tensor, Tensor]:
         """Returns the indices and weights of the p^3 mesh points around each token.
@@ -98,17 +103,18 @@ class Mesh(NamedTuple):
 
         `coefficients` (r,) are g(xi) times `weights`.
         """
-        first, second, third = (wave.to(grid.dtype) for wave in self.waves)
-        (n, _, last), (a, b, c) = self.sides, self.inside.shape
-        # Each product leaves the axes in the order that the next product needs.
-        x = (first @ grid.view(n, -1)).view(a, 2 * self.sides[1], -1)
-        y = (second @ x).view(a * b, 2 * last, -1)
-        z = (third @ y).view(a * b, c, 2, -1)
+        first, second, third = (matrix.to(grid.dtype) for matrix in self.transforms)
+        (n1, n2, n3), (a, b, c) = self.sides, self.inside.shape
+        # Each product leaves the axes in the order that the next product needs; the factor 2 of an
+        # axis contains the real and the imaginary part.
+        x = first @ grid.view(n1, -1)  # [2a, n2 n3 channels]
+        y = second @ x.view(a, 2 * n2, -1)  # [a, 2b, n3 channels]
+        z = third @ y.view(a * b, 2 * n3, -1)  # [a b, 2c, channels]
         box = coefficients.new_zeros(a, b, c).masked_scatter(self.inside, coefficients)
-        z = z * box.to(grid.dtype).view(a * b, c, 1, 1)
-        y = (third.mT @ z.flatten(1, 2)).view(a, 2 * b, -1)
-        x = (second.mT @ y).view(2 * a, -1)
-        return (first.mT @ x).view(self.points, -1)
+        z = z.view(a * b, c, 2, -1) * box.to(grid.dtype).view(a * b, c, 1, 1)
+        y = third.mT @ z.flatten(1, 2)
+        x = second.mT @ y.view(a, 2 * b, -1)
+        return (first.mT @ x.view(2 * a, -1)).view(self.points, -1)
 
 
 def splines(t: Tensor, order: int) -> Tensor:
@@ -125,9 +131,13 @@ def splines(t: Tensor, order: int) -> Tensor:
     return torch.stack(w, dim=-1)
 
 
-def _waves(m: Tensor, side: int) -> Tensor:
-    """Returns exp(-2 pi i m n / side) as real matrices, a float64 tensor (len(m), 2, 2, side)."""
+def _fourier_matrix(m: Tensor, side: int) -> Tensor:
+    """Returns exp(-2 pi i m n / side) as a real float64 matrix (2 len(m), 2 side).
+
+    Rows are (m, part) and columns are (part, n), where the parts are real and imaginary.
+    """
     n = torch.arange(side, device=m.device)
     phase = 2 * math.pi / side * ((m[:, None] * n) % side).double()
     cos, sin = phase.cos(), phase.sin()
-    return torch.stack((torch.stack((cos, sin), 1), torch.stack((-sin, cos), 1)), 1)
+    real, imaginary = torch.cat((cos, sin), dim=1), torch.cat((-sin, cos), dim=1)
+    return torch.stack((real, imaginary), dim=1).flatten(0, 1)

@@ -81,7 +81,7 @@ class _StructuredNodes(GaussianNodes):
     _rows: type[DenseProjection]
 
     def _draw(self, generator: torch.Generator | None) -> Tensor:
-        rows = self._rows._draw_rows
+        rows = self._rows.draw_rows
         return torch.stack([rows(self.num_nodes, self.dim, generator) for _ in self.eps])
 
 

@@ -27,6 +27,12 @@ from molflt.attention.spectra import Spectrum
 # Largest number of candidates for nodes in a batch; more suggest a wrong cell or frequency.
 _MOST_CANDIDATES = 2**20
 
+# Factors of g as functions of x = |G| / max_frequency in [0, 1]; see `reciprocal_nodes`.
+_TAPERS: dict[str, Callable[[Tensor], Tensor]] = {
+    "step": lambda x: fade((x - 0.8) / 0.2),
+    "positive": lambda x: (1 - x).clamp(min=0.0) ** 4 * (1 + 4 * x),
+}
+
 
 def reciprocal_nodes(
     cell: Tensor,
@@ -65,14 +71,14 @@ def reciprocal_nodes(
     """
     positive(max_frequency=max_frequency)
     one_of("taper", taper, _TAPERS)
-    lattice, dual, volume = Lattice.of(cell, pbc, extent, reach)
-    index, valid = _indices(lattice.detach(), dual.detach(), max_frequency)
+    vectors, dual, volume = Lattice.of(cell, pbc, extent, reach)
+    index, valid = _indices(vectors.detach(), dual.detach(), max_frequency)
     # Unlike matrix products, these sums are bitwise independent of other graphs in the batch.
     nodes = (index.to(dual.dtype)[..., None] * dual[:, None]).sum(dim=2)
     weights = _TAPERS[taper](distances(nodes) / max_frequency) / volume[:, None]
     weights = torch.where(valid, weights, 0.0)
-    multiplicity = 1 + (torch.arange(nodes.shape[1], device=nodes.device) > 0)
-    return nodes, weights * multiplicity
+    is_origin = torch.arange(nodes.shape[1], device=nodes.device) == 0
+    return nodes, weights * torch.where(is_origin, 1, 2)
 
 
 def tapered_mask(
@@ -86,9 +92,9 @@ def tapered_mask(
     """
     # `index` gives a fixed number even if a compiler treats module attributes as variables.
     count = operator.index(16 + math.ceil(8 * max_frequency * farthest))
-    x, steps = torch.tensor(gauss_rule(count), dtype=torch.float64, device=distance.device)
+    x, step = torch.tensor(gauss_rule(count), dtype=torch.float64, device=distance.device)
     radius = max_frequency * x
-    measure = steps * (2 * math.pi * max_frequency) * radius**2
+    measure = step * (4 * math.pi * max_frequency) * radius**2
     measure = (measure * _TAPERS[taper](x)).to(distance.dtype)
     radius = radius.to(distance.dtype)
     xi = F.pad(radius[None, :, None], (0, 2))
@@ -99,52 +105,47 @@ def tapered_mask(
 
 def _half_space_indices(bounds: Tensor) -> tuple[Tensor, Tensor]:
     """Returns graphs (t,) and triples (t, 3) with |n_i| <= bound_i, 0 first, one of n and -n."""
-    sides = 2 * bounds + 1
-    # In this order, n and -n are equally far from 0, which is in the middle; take the second half.
+    sides = 2 * bounds + 1  # [b, 3]
+    # In row-major order, n and -n are equally far from 0, which is in the middle of the box. Each
+    # graph has the triples from the middle, number `half`, to the end.
     half = sides.prod(dim=1) // 2
     graph = torch.arange(len(bounds), device=bounds.device).repeat_interleave(half + 1)
-    begin = (half + 1).cumsum(0) - (half + 1)
+    begin = (half + 1).cumsum(0) - (half + 1)  # of each graph in the result
     number = torch.arange(len(graph), device=bounds.device) - (begin - half)[graph]
-    sides = sides[graph]
-    third = number % sides[:, 2]
-    number = number // sides[:, 2]
-    index = torch.stack((number // sides[:, 1], number % sides[:, 1], third), dim=1)
+    _, second_side, third_side = sides[graph].unbind(dim=1)
+    row, third = number // third_side, number % third_side
+    index = torch.stack((row // second_side, row % second_side, third), dim=1)
     return graph, index - bounds[graph]
 
 
-def _unknown_indices(lattice: Tensor, dual: Tensor, max_frequency: float) -> tuple[Tensor, Tensor]:
+def _unknown_indices(vectors: Tensor, dual: Tensor, max_frequency: float) -> tuple[Tensor, Tensor]:
+    """Returns tensors with the shapes of the results of `_indices`, for the compiler."""
     width = torch.library.get_ctx().new_dynamic_size()
-    index = lattice.new_empty(lattice.shape[0], width, 3, dtype=torch.long)
-    return index, index.new_empty(lattice.shape[0], width, dtype=torch.bool)
+    index = vectors.new_empty(vectors.shape[0], width, 3, dtype=torch.long)
+    return index, index.new_empty(vectors.shape[0], width, dtype=torch.bool)
 
 
 @opaque(_unknown_indices)
 @torch.no_grad()
-def _indices(lattice: Tensor, dual: Tensor, max_frequency: float) -> tuple[Tensor, Tensor]:
+def _indices(vectors: Tensor, dual: Tensor, max_frequency: float) -> tuple[Tensor, Tensor]:
     """Returns triples n (b, r, 3) with |n . dual| < max_frequency, and a mask (b, r) of these."""
-    lattice, dual = lattice.double(), dual.double()
-    bounds = (max_frequency * lattice.norm(dim=-1)).floor()  # n_i = G . a_i
+    vectors, dual = vectors.double(), dual.double()
+    bounds = (max_frequency * vectors.norm(dim=-1)).floor()  # n_i = G . a_i
     candidates = (2 * bounds + 1).prod(dim=1) / 2
     if not float(candidates.sum()) <= _MOST_CANDIDATES:  # or NaN
         largest = int(candidates.argmax())
         raise ValueError(
             f"too many reciprocal lattice vectors below {max_frequency} cycles/Å; got sides "
-            f"{lattice[largest].norm(dim=-1).tolist()} Å of graph {largest}; reduce max_frequency, "
+            f"{vectors[largest].norm(dim=-1).tolist()} Å of graph {largest}; reduce max_frequency, "
             "set pbc to False along axes with vacuum, or train a potential with far_field=False"
         )
     graph, index = _half_space_indices(bounds.long())
     square = (index[..., None] * dual[graph]).sum(dim=1).square().sum(dim=-1)
     below = square < max_frequency**2
     graph, index = graph[below], index[below]
-    counts = counts_of(graph, len(lattice))
+    counts = counts_of(graph, len(vectors))
     width = int(counts.max()) if len(counts) else 0
     column = torch.arange(len(graph), device=graph.device) - (counts.cumsum(0) - counts)[graph]
-    padded = index.new_zeros(len(lattice), width, 3)
+    padded = index.new_zeros(len(vectors), width, 3)
     padded[graph, column] = index
     return padded, torch.arange(width, device=graph.device) < counts[:, None]
-
-
-_TAPERS: dict[str, Callable[[Tensor], Tensor]] = {
-    "step": lambda x: fade((x - 0.8) / 0.2),
-    "positive": lambda x: (1 - x).clamp(min=0.0) ** 4 * (1 + 4 * x),
-}

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from molflt.attention.checks import at_least_one, no_effect, one_of, positive
 from molflt.attention.nodes.base import Nodes, hermitian
-from molflt.attention.numerics import gauss_rule
+from molflt.attention.numerics import gauss_rule, to_default
 from molflt.attention.spectra import Spectrum
 
 # Degrees of Lebedev's rules. Degrees 13, 25 and 27 are omitted: some of their weights are negative,
@@ -40,8 +40,9 @@ def _directions(dim: int, degree: int) -> tuple[Tensor, Tensor]:
 
     points, weights = (torch.from_numpy(array) for array in lebedev_rule(known[0]))
     points = torch.where(points.T.abs() < 1e-9, 0.0, points.T)  # [n, 3]
-    sign = torch.tensor([9.0, 3.0, 1.0], **_DOUBLE) @ points.sign().T
-    return points[sign > 0], weights[sign > 0] / (2 * math.pi)
+    # The first nonzero coordinate of a point decides the sign of this sum; its antipode has -sum.
+    half = torch.tensor([9.0, 3.0, 1.0], **_DOUBLE) @ points.sign().T > 0
+    return points[half], weights[half] / (2 * math.pi)
 
 
 class ShellNodes(Nodes):
@@ -96,27 +97,28 @@ class ShellNodes(Nodes):
         at_least_one(num_shells=num_shells)
         if degrees is not None and len(degrees) != num_shells:
             raise ValueError(f"degrees must be {num_shells}, one per shell; got {len(degrees)}")
+        radial = radial or ("gauss" if dim == 2 else "trapezoid")
         radius, measure = shells(max_frequency, num_shells, dim, radial)
         if degrees is None:
             degrees = [int(0.8 * x + 3) for x in (2 * math.pi * diameter * radius).tolist()]
-        parts = [_directions(dim, degree) for degree in degrees]
+        directions = [_directions(dim, degree) for degree in degrees]
         if normalized:
             measure = torch.ones_like(measure)
-        elif dim == 1 and radial in (None, "trapezoid"):
-            parts = [(torch.zeros(1, 1, **_DOUBLE), torch.ones(1, **_DOUBLE)), *parts]
+        elif dim == 1 and radial == "trapezoid":  # the origin is the first point of the rule
+            directions = [(torch.zeros(1, 1, **_DOUBLE), torch.ones(1, **_DOUBLE)), *directions]
             radius = torch.cat((radius.new_zeros(1), radius))
             measure = torch.cat((measure[:1] / 2, measure))
         self.dim = dim
         self.normalized = normalized
-        units, shares = zip(*parts, strict=True)
-        count = torch.tensor([len(share) for share in shares], device="cpu")
-        self.num_nodes = int(count.sum())
-        shell = torch.arange(len(parts), device="cpu").repeat_interleave(count)
-        xi = radius[shell, None] * torch.cat(units)
-        weights = measure[shell] * torch.cat(shares)
-        self.register_buffer("shell", torch.empty(shell.shape, dtype=shell.dtype).copy_(shell))
-        for name, x in (("xi", xi[None]), ("weights", weights[None]), ("shell_radius", radius)):
-            self.register_buffer(name, torch.empty(x.shape).copy_(x))
+        units, unit_weights = zip(*directions, strict=True)
+        counts = torch.tensor([len(unit) for unit in units], device="cpu")
+        self.num_nodes = int(counts.sum())
+        shell = torch.arange(len(units), device="cpu").repeat_interleave(counts)
+        xi = radius[shell, None] * torch.cat(units)  # [r, l]
+        weights = measure[shell] * torch.cat(unit_weights)  # [r]
+        buffers = {"shell": shell, "xi": xi[None], "weights": weights[None], "shell_radius": radius}
+        for name, value in buffers.items():
+            self.register_buffer(name, to_default(value))
 
     def forward(self) -> tuple[Tensor, Tensor]:
         return self.xi, self.weights
@@ -124,27 +126,37 @@ class ShellNodes(Nodes):
     def sample(self, spectrum: Spectrum) -> tuple[Tensor, Tensor]:
         return self.xi, self.weights * hermitian(spectrum, self.xi)
 
+    def check(self, spectrum: Spectrum) -> None:
+        super().check(spectrum)
+        if not spectrum.on_shells:
+            return
+        radii, shells = spectrum.get_buffer("radius"), self.shell_radius
+        alike = radii.shape == shells.shape
+        if alike and not (radii.is_meta or shells.is_meta):
+            alike = torch.allclose(radii, shells.to(radii))
+        if not alike:
+            expected = f"the {len(shells)} radii of the shells"
+            raise ValueError(f"ShellWeights must have {expected}; got {len(radii)} radii")
+
     @classmethod
     def sizes(cls, spectrum: Spectrum, num_nodes: int | None) -> dict[str, object]:
         no_effect("with nodes='shells'", num_nodes=num_nodes)
         return {"dim": spectrum.dim}
 
 
-def shells(
-    max_frequency: float, count: int, dim: int = 3, radial: str | None = None
-) -> tuple[Tensor, Tensor]:
+def shells(max_frequency: float, count: int, dim: int, radial: str) -> tuple[Tensor, Tensor]:
     """Returns the radii k and measures S_l k^(l-1) dk of `ShellNodes`, as float64 (count,)."""
     if dim not in (1, 2, 3):
         raise ValueError(f"dim must be 1, 2 or 3; got {dim}; use 'sobol' nodes in more dimensions")
-    radial = radial or ("gauss" if dim == 2 else "trapezoid")
     one_of("radial", radial, ("trapezoid", "midpoint", "gauss"))
     if radial != "gauss" and dim == 2:
         raise ValueError(f"radial must be 'gauss' in two dimensions; got {radial!r}")
     if radial == "gauss":
         points, weights = (torch.tensor(x, **_DOUBLE) for x in gauss_rule(count))
-        radius, step = max_frequency * points, max_frequency * weights / 2
+        radius, step = max_frequency * points, max_frequency * weights
     else:
         index = torch.arange(1, count + 1, **_DOUBLE)
         radius = max_frequency / count * (index - (0.5 if radial == "midpoint" else 0.0))
         step = torch.full_like(index, max_frequency / count)
+    # S_l = 2 pi^(l/2) / Gamma(l/2)
     return radius, step * 2 * math.pi ** (dim / 2) / math.gamma(dim / 2) * radius ** (dim - 1)

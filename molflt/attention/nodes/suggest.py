@@ -11,6 +11,8 @@ from molflt.attention.checks import positive
 from molflt.attention.nodes.shells import _DEGREES, _DOUBLE, ShellNodes, _directions, shells
 from molflt.attention.numerics import gauss_rule
 
+_MOST_RULES = 12  # radial rules whose degrees are searched, those with the fewest nodes
+
 
 class _SuggestedNodes(NamedTuple):
     """Suggested rule, and its error at the width where it is largest."""
@@ -51,115 +53,133 @@ def suggest_nodes(
     if not tol >= 1e-6:
         raise ValueError(f"tol must be at least 1e-6; got {tol}")
     ratio = 2 * radius / width
-    distance, share = _ball_pairs(ratio)
-    without_nodes = ((-distance.square()).exp() @ share).sqrt().item()
+    distance, weight = _ball_pairs(ratio)
+    without_nodes = ((-distance.square()).exp() @ weight).sqrt().item()  # root mean square of f
     if tol > 0.5 * without_nodes:
         raise ValueError(
             f"tol must be at most half of {without_nodes:.2g}, the error without nodes; got {tol:g}"
         )
     num_widths = 1 if widest == width else 2 + int(math.log2(widest / width))
     widths = torch.logspace(0, math.log10(widest / width), num_widths, **_DOUBLE)[:, None]
-    radial_rules = _radial_candidates(ratio, widths, tol)
-    rules = [_prune(ratio, widths, tol, *radial) for radial in radial_rules]
-    if not any(rules):
+    rules = [_raise_degrees(ratio, widths, tol, each) for each in _radial_rules(ratio, widths, tol)]
+    found = [rule for rule in rules if rule is not None]
+    if not found:
         raise ValueError(f"no shells reach tol={tol:g} for 2 radius / width = {ratio:.3g}")
-    best = min(filter(None, rules), key=lambda rule: (rule.size, rule.error))
-    end, degrees = best.max_frequency / width, best.degrees
-    nodes = ShellNodes(2 * radius, end, len(degrees), radial=best.radial, degrees=degrees)
+    best = min(found, key=lambda rule: (rule.size, rule.error))
+    end, num_shells, radial = best.radial
+    nodes = ShellNodes(2 * radius, end / width, num_shells, radial=radial, degrees=best.degrees)
     return _SuggestedNodes(nodes, best.error)
 
 
-_Radial = Literal["trapezoid", "midpoint"]
+class _Radial(NamedTuple):
+    """Radii of a rule; frequencies are in cycles per width of the narrowest Gaussian."""
 
-
-class _Pruned(NamedTuple):
-    """Rule and its error; frequencies are in cycles per width of the narrowest Gaussian."""
-
-    size: int
-    error: float
     max_frequency: float
+    num_shells: int
+    rule: Literal["trapezoid", "midpoint"]
+
+
+class _Directions(NamedTuple):
+    """Rule for the directions of one shell."""
+
+    degree: int
+    size: int  # number of nodes
+    mask: Tensor  # (w, n), contribution of the shell to the mask of each width at each difference
+
+
+class _Rule(NamedTuple):
+    """Radii, degrees of the shells, total number of nodes, and error at the worst width."""
+
     radial: _Radial
     degrees: list[int]
+    size: int
+    error: float
 
 
 def _ball_pairs(ratio: float) -> tuple[Tensor, Tensor]:
     """Returns distances of random points in a ball, in units of the width, and their weights."""
-    share, weights = torch.tensor(gauss_rule(24), **_DOUBLE)  # fractions of the diameter
-    density = 24 * share**2 * (1 - 1.5 * share + 0.5 * share**3)
-    return ratio * share, density * weights / 2
+    x, weight = torch.tensor(gauss_rule(24), **_DOUBLE)  # fractions of the diameter
+    density = 24 * x**2 * (1 - 1.5 * x + 0.5 * x**3)
+    return ratio * x, density * weight
 
 
-def _radial_candidates(
-    ratio: float, widths: Tensor, tol: float
-) -> list[tuple[float, int, _Radial]]:
-    """Returns (maximum frequency, radii, rule) with small errors, sorted by number of nodes."""
-    distance, share = _ball_pairs(ratio)
+def _radial_rules(ratio: float, widths: Tensor, tol: float) -> list[_Radial]:
+    """Returns radii with small errors for exact directions, sorted by the number of nodes."""
+    distance, weight = _ball_pairs(ratio)
     exact = (-0.5 * (distance / widths).square()).exp()  # [w, n]
     candidates = []
-    rules: tuple[_Radial, ...] = ("trapezoid", "midpoint")
+    rules: tuple[Literal["trapezoid", "midpoint"], ...] = ("trapezoid", "midpoint")
+    # At the last frequency, 0.99 cycles per width, the spectrum has fallen by a factor of 4e-9.
     for max_frequency in (0.03 * step for step in range(5, 34)):
         if 2 * math.pi * max_frequency * ratio > _DEGREES[-1]:
             break
         most = 2 + int(max_frequency * (ratio + 8 * widths[-1].item()))  # images are 8 widths away
-        for count, radial in itertools.product(range(1, most), rules):
-            radius, measure = shells(max_frequency, count, 3, radial)
+        for count, rule in itertools.product(range(1, most), rules):
+            radius, measure = shells(max_frequency, count, 3, rule)
             waves = torch.sinc(2 * distance[:, None] * radius)
             error = measure * _density(radius, widths) @ waves.T - exact
-            if (error.square() @ share).max().sqrt() < 0.8 * tol:  # the rest is for directions
-                guess = (2 * math.pi * 0.7 * radius * ratio + 3).square().sum().item()
-                candidates.append((guess, max_frequency, count, radial))
-    return [rule[1:] for rule in sorted(candidates)[:12]]
+            if (error.square() @ weight).max().sqrt() < 0.8 * tol:  # the rest is for directions
+                size = (2 * math.pi * 0.7 * radius * ratio + 3).square().sum().item()  # estimate
+                candidates.append((size, _Radial(max_frequency, count, rule)))
+    return [radial for _, radial in sorted(candidates)[:_MOST_RULES]]
 
 
-def _prune(
-    ratio: float, widths: Tensor, tol: float, max_frequency: float, count: int, radial: _Radial
-) -> _Pruned | None:
+def _raise_degrees(ratio: float, widths: Tensor, tol: float, radial: _Radial) -> _Rule | None:
     """Raises the degrees of shells until the error is at most `tol`; returns None if this fails.
 
     Each step changes the shell and the degree that remove the most error per additional node.
     """
-    distance, share = _ball_pairs(ratio)
+    distance, weight = _ball_pairs(ratio)
     per_distance = 64
     # With the same directions for all distances, the degrees would be fitted to these directions.
     unit = _even_directions(per_distance * len(distance)).unflatten(0, (per_distance, -1))
-    z = (distance[:, None] * unit).flatten(0, 1)
-    share = share.repeat(per_distance) / per_distance
+    z = (distance[:, None] * unit).flatten(0, 1)  # [n, 3]
+    weight = weight.repeat(per_distance) / per_distance
+    choices = _direction_choices(ratio, widths, z, radial)
+    chosen = [rules[0] for rules in choices]
     error = -(-0.5 * z.square().sum(dim=-1) / widths.square()).exp()  # [w, n]
-    radius, measure = shells(max_frequency, count, 3, radial)
-    choices: list[list[tuple[int, int, Tensor]]] = []  # degree, number of nodes, values
-    for k, weight in zip(radius, (measure * _density(radius, widths)).T, strict=True):
-        of_shell = []
-        for degree in (1, *_DEGREES):
-            unit, shares = _directions(3, degree)
-            values = weight[:, None] * ((2 * math.pi * k * z @ unit.T).cos() @ shares)
-            of_shell.append((degree, len(unit), values))
-            if degree > 2 * math.pi * k * ratio + 6:  # exact in practice
-                break
-        choices.append(of_shell)
-        error = error + of_shell[0][2]
-    chosen = [0] * count
-    while (excess := _excess(error, share, tol)) > 0:
+    for rule in chosen:
+        error = error + rule.mask
+    while (excess := _excess(error, weight, tol)) > 0:
         steps = []
-        for j, of_shell in enumerate(choices):
-            _, nodes, values = of_shell[chosen[j]]
-            for i, (_, more_nodes, new_values) in enumerate(of_shell):
-                if i > chosen[j]:
-                    removed = excess - _excess(error + new_values - values, share, tol)
-                    steps.append((removed / (more_nodes - nodes), j, i))
-        gain, j, i = max(steps, default=(0.0, 0, 0))
+        for shell, (old, rules) in enumerate(zip(chosen, choices, strict=True)):
+            for new in rules:
+                if new.degree > old.degree:
+                    removed = excess - _excess(error + new.mask - old.mask, weight, tol)
+                    steps.append((removed / (new.size - old.size), shell, new))
+        if not steps:
+            return None
+        gain, shell, new = max(steps)
         if gain <= 0:
             return None
-        error = error + choices[j][i][2] - choices[j][chosen[j]][2]
-        chosen[j] = i
-    final = [of_shell[i] for of_shell, i in zip(choices, chosen, strict=True)]
-    size = sum(nodes for _, nodes, _ in final)
-    largest = (error.square() @ share).max().sqrt().item()
-    return _Pruned(size, largest, max_frequency, radial, [degree for degree, _, _ in final])
+        error = error + new.mask - chosen[shell].mask
+        chosen[shell] = new
+    largest = (error.square() @ weight).max().sqrt().item()
+    size = sum(rule.size for rule in chosen)
+    return _Rule(radial, [rule.degree for rule in chosen], size, largest)
 
 
-def _excess(error: Tensor, share: Tensor, tol: float) -> float:
+def _direction_choices(
+    ratio: float, widths: Tensor, z: Tensor, radial: _Radial
+) -> list[list[_Directions]]:
+    """Returns rules of increasing degree for each shell; the last rule is exact in practice."""
+    radius, measure = shells(radial.max_frequency, radial.num_shells, 3, radial.rule)
+    choices = []
+    for k, density in zip(radius, (measure * _density(radius, widths)).T, strict=True):
+        rules = []
+        for degree in (1, *_DEGREES):
+            unit, weights = _directions(3, degree)
+            mask = density[:, None] * ((2 * math.pi * k * z @ unit.T).cos() @ weights)
+            rules.append(_Directions(degree, len(unit), mask))
+            if degree > 2 * math.pi * k * ratio + 6:
+                break
+        choices.append(rules)
+    return choices
+
+
+def _excess(error: Tensor, weight: Tensor, tol: float) -> float:
     """Returns the amount by which mean square errors exceed tol^2, summed over the widths."""
-    return (error.square() @ share - tol**2).clamp(min=0.0).sum().item()
+    return (error.square() @ weight - tol**2).clamp(min=0.0).sum().item()
 
 
 def _even_directions(count: int) -> Tensor:

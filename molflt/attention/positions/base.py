@@ -53,18 +53,19 @@ class Position(nn.Module):
         """
         raise NotImplementedError(f"{type(self).__name__} must override forward")
 
-    def check(self, mixing: str, causal: bool, gate: bool, **sizes: int) -> None:
+    def check(self, mixing: str, causal: bool, gate: bool, heads: int, head_dim: int) -> None:
         """Raises ValueError if attention with these choices and sizes cannot use the encoding.
 
-        `sizes` are heads and head_dim; an encoding that depends on them stores them. An encoding of
-        one head is shared by all heads.
+        An encoding that depends on `heads` or `head_dim` has the number as an attribute. All heads
+        share an encoding of one head.
         """
         name = type(self).__name__
-        for size, actual in sizes.items():
-            expected = getattr(self, size, actual)
-            if expected != actual and (size, expected) != ("heads", 1):
+        allowed = {"heads": (heads, 1), "head_dim": (head_dim,)}
+        for size, numbers in allowed.items():
+            own = getattr(self, size, numbers[0])
+            if own not in numbers:
                 raise ValueError(
-                    f"{name} was built for {size}={expected}; got attention with {size}={actual}; "
+                    f"{name} was built for {size}={own}; got attention with {size}={numbers[0]}; "
                     "use the same number"
                 )
         if mixing not in self.mixings:
@@ -127,6 +128,7 @@ class Positioned(nn.Module):
     def _evaluate(
         self, mixing: str, x: Tensor, positions: Tensor | None, key_positions: Tensor | None
     ) -> Encoding | None:
+        """Evaluates the position for tokens x, or returns None if the module has no position."""
         check_width(self.dim, x=x)
         tensors(positions=positions, key_positions=key_positions)
         position, name = self.position, type(self).__name__.lower()

@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from molflt.attention.checks import at_least_one
+from molflt.attention.checks import at_least_one, interval
 from molflt.attention.encodings import Bias, Encoding
 from molflt.attention.numerics import at_least_float32, distances
 from molflt.attention.positions.base import Position, differences
@@ -41,12 +41,8 @@ class GaussianBias(Position):
         mean_range: tuple[float, float] = (0.0, 3.0),
         std_range: tuple[float, float] = (0.1, 3.0),
     ) -> None:
-        (low, high), (least, most) = (x if len(x) == 2 else (1, 0) for x in (mean_range, std_range))
-        if not (low <= high and 0 < least <= most):
-            raise ValueError(
-                "mean_range and std_range must be two numbers, smallest first, and std_range above "
-                f"0; got {mean_range} and {std_range}"
-            )
+        interval("mean_range", mean_range)
+        interval("std_range", std_range, above=0)
         super().__init__()
         hidden_dim = num_gaussians if hidden_dim is None else hidden_dim
         at_least_one(heads=heads, num_gaussians=num_gaussians, dim=dim, hidden_dim=hidden_dim)
@@ -70,6 +66,6 @@ class GaussianBias(Position):
         out: Tensor = self.mlp(psi.to(self.mean.dtype))
         return out.movedim(-1, 1)
 
-    def radial_profile(self, distances: Tensor) -> Tensor:
+    def radial_profile(self, distance: Tensor) -> Tensor:
         """Computes f at the given distances, in units of length, for plots: (n,) -> (heads, n)."""
-        return self.bias(distances[None, :, None])[0]
+        return self.bias(distance[None, :, None])[0]

@@ -51,26 +51,27 @@ class ToeplitzPosition(Position):
     ) -> None:
         super().__init__()
         one_of("method", method, METHODS)
+        at_least_one(heads=heads, max_tokens=max_tokens)
+        if shape is not None and (len(shape) != 2 or min(shape) < 1):
+            raise ValueError(f"shape must be the two sides of a grid, at least 1; got {shape}")
         self.heads, self.method = heads, method
         self.shape = (max_tokens,) if shape is None else tuple(shape)
         self.dim = len(self.shape)
-        if shape is not None and self.dim != 2:
-            raise ValueError(f"shape must be the two sides of a grid; got {shape}")
-        at_least_one(heads=heads, **{"max_tokens or a side of shape": min(self.shape)})
         self.longest = max(self.shape)
         self.table = nn.Parameter(std * torch.randn(heads, *(2 * n - 1 for n in self.shape)))
 
     def forward(self, mixing: str, positions: Tensor, key_positions: Tensor) -> Encoding:
         if mixing == "softmax":
             return Bias(self.bias(positions, key_positions))
-        _expect_grid(self, positions, key_positions, *self.shape[1:])
+        width = None if self.dim == 1 else self.shape[1]
+        _expect_grid(self, positions, key_positions, width)
         queries, keys = positions.shape[1], key_positions.shape[1]
-        capacity = math.prod(self.shape)
-        if (tokens := max(queries, keys)) > capacity:
+        tokens, capacity = max(queries, keys), math.prod(self.shape)
+        if tokens > capacity:
             raise ValueError(f"{tokens} tokens exceed {capacity} places; raise max_tokens or shape")
         if self.dim == 2:
             return Toeplitz(self.table, self.method)
-        start = capacity - queries
+        start = capacity - queries  # entry of the offset 1 - queries
         table = self.table[:, start : start + max(0, queries + keys - 1)]
         return Toeplitz(table, self.method)
 

@@ -3,7 +3,7 @@
 import math
 import warnings
 from inspect import signature
-from typing import ClassVar, Literal, NamedTuple, Self, TypeVar
+from typing import Any, ClassVar, Literal, NamedTuple, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -91,9 +91,10 @@ class SpectralPosition(Position):
         family = SPECTRA[spectrum]
         name = nodes or family.nodes
         one_of("nodes", name, NODES)
-        arguments = signature(cls).parameters
-        position_options = {key: options.pop(key) for key in list(options) if key in arguments}
-        node_options = {key: options.pop(key) for key in list(options) if key.startswith("node_")}
+        arguments, given = signature(cls).parameters, options.items()
+        position_options: dict[str, Any] = {key: x for key, x in given if key in arguments}
+        node_options = {key: x for key, x in given if key.startswith("node_")}
+        g_options = {key: x for key, x in given if key not in position_options | node_options}
         if family.on_shells:  # the shells are built first
             if name != "shells" or num_nodes is not None:
                 raise ValueError(
@@ -101,9 +102,9 @@ class SpectralPosition(Position):
                     f"expected nodes='shells' and num_nodes=None; got {name!r}, {num_nodes}"
                 )
             shells = _make_part(ShellNodes, node_options, "node_", dim=dim, normalized=True)
-            g = _make_part(family, options, heads=heads, dim=dim, radii=shells.shell_radius)
+            g = _make_part(family, g_options, heads=heads, dim=dim, radii=shells.shell_radius)
             return cls(g, shells, **position_options)
-        g = _make_part(family, options, heads=heads, dim=dim)
+        g = _make_part(family, g_options, heads=heads, dim=dim)
         if not sampled:
             why = "for softmax, which uses the exact mask, or where nodes come with each batch"
             no_effect(why, nodes=nodes, num_nodes=num_nodes, **node_options)
@@ -152,12 +153,12 @@ class SpectralPosition(Position):
             nodes: nodes of each graph, used instead of the module's nodes.
         """
         with torch.autocast(positions.device.type, enabled=False):
-            xi, product, floor = self._sampled(nodes)
-            # a b = product for any a; a = sqrt|product| minimizes the norms of both factors.
-            magnitude = (product.abs() + floor)[..., None, :]
+            xi, coefficients, floor = self._sampled(nodes)
+            # a b = c for any a; a = sqrt|c| minimizes the norms of both factors.
+            magnitude = (coefficients.abs() + floor)[..., None, :]  # [..., h, 1, r]; 0 for padding
             left = magnitude.where(magnitude > 0, 1.0).sqrt()
-            right = product[..., None, :] / left
-            left = left * (magnitude > 0)
+            right = coefficients[..., None, :] / left
+            left = left.where(magnitude > 0, 0.0)
             cos, sin = _waves(positions, xi)
             same = key_positions is positions  # the usual case, except with images
             key_cos, key_sin = (cos, sin) if same else _waves(key_positions, xi)
@@ -171,7 +172,10 @@ class SpectralPosition(Position):
             return query_factors, torch.cat((key_cos, key_sin), dim=-1)
 
     def _sampled(self, nodes: GraphNodes | None) -> tuple[Tensor, Tensor, Tensor | float]:
-        """Returns frequencies, coefficients c_s g(xi_s), and the amount to add to |c_s g(xi_s)|."""
+        """Returns frequencies, coefficients c_s g(xi_s), and the amount to add to |c_s g(xi_s)|.
+
+        Shapes are (heads or 1, r, l) and (heads, r), after (batch,) for nodes of each graph.
+        """
         if nodes is None:
             if self.nodes is not None:
                 return *self.nodes.sample(self.spectrum), self.floor
@@ -189,9 +193,9 @@ class SpectralPosition(Position):
         g = hermitian(self.spectrum, xi.reshape(1, graphs * r, -1))  # [h, b r]
         return weights[:, None] * g.unflatten(-1, (graphs, r)).transpose(0, 1)
 
-    def radial_profile(self, distances: Tensor) -> Tensor:
+    def radial_profile(self, distance: Tensor) -> Tensor:
         """Computes the exact mask along a line, for plots: distances (n,) -> (heads, n)."""
-        return self.bias(F.pad(distances[None, :, None], (0, self.dim - 1)))[0]
+        return self.bias(F.pad(distance[None, :, None], (0, self.dim - 1)))[0]
 
     def redraw_(self, generator: torch.Generator | None = None) -> None:
         if self.nodes is not None:
@@ -201,7 +205,7 @@ class SpectralPosition(Position):
 def _waves(positions: Tensor, nodes: Tensor) -> tuple[Tensor, Tensor]:
     """Returns cos and sin of 2 pi xi_s . r_i for xi of `_sampled`: (batch, heads or 1, n, r)."""
     positions = _real(positions)[:, None]
-    phase = 2 * math.pi * positions @ nodes.to(positions.dtype).transpose(-1, -2)
+    phase = 2 * math.pi * positions @ nodes.to(positions.dtype).mT
     return phase.cos(), phase.sin()
 
 

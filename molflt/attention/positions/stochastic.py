@@ -155,24 +155,25 @@ class SineSPE(_StochasticPosition):
 
     def _code(self, positions: Tensor, query: bool) -> _Code:
         positions = positions.to(torch.promote_types(positions.dtype, torch.float32))
-        return functools.partial(self._waves, positions, query)
+        return functools.partial(self._multiply, positions, query)
 
-    def _waves(self, positions: Tensor, query: bool, x: Tensor) -> Tensor:
+    def _multiply(self, positions: Tensor, query: bool, x: Tensor) -> Tensor:
+        """Multiplies x by Qbar or Kbar at positions (b, n)."""
         gain = F.softplus(self.gain).to(x.dtype)
         scaled = self.noise.to(x.dtype) * torch.cat((gain, gain), dim=-1)[..., None]
-        pulse = 2 * math.pi * self.max_frequency * self.frequency.sigmoid()
+        angular = 2 * math.pi * self.max_frequency * self.frequency.sigmoid()
         out = x.new_zeros(())
         # One wave at a time takes (b, h, n, d) numbers instead of K times as many.
         for k in range(self.num_sines):
             offset = self.offset[:, None, :, k] if query else None
             cos_noise, sin_noise = scaled[:, :, k], scaled[:, :, self.num_sines + k]
-            wave = (positions, pulse[:, None, :, k], offset, cos_noise, sin_noise)
+            wave = (positions, angular[:, None, :, k], offset, cos_noise, sin_noise)
             out = out + recomputed(_wave, x, *wave, several=self.num_sines > 1)
         return out
 
     def _position_kernel(self, lags: Tensor) -> Tensor:
-        pulse = 2 * math.pi * self.max_frequency * self.frequency.sigmoid()
-        phase = lags[:, None] * pulse[:, :, None] + self.offset[:, :, None]  # [h, d, m, k]
+        angular = 2 * math.pi * self.max_frequency * self.frequency.sigmoid()
+        phase = lags[:, None] * angular[:, :, None] + self.offset[:, :, None]  # [h, d, m, k]
         return (F.softplus(self.gain).square()[:, :, None] * phase.cos()).sum(dim=-1)
 
 
@@ -238,15 +239,15 @@ class ConvSPE(_StochasticPosition):
         return torch.einsum("hdnpr,hdp->hdnr", windows, full)
 
     def _by_row(self, index: Tensor, kernel: Tensor, noise: Tensor | None, x: Tensor) -> Tensor:
-        # One row of the batch at a time, because the noise of a row is (h, d, n, R).
-        def product(index: Tensor, kernel: Tensor, noise: Tensor | None, x: Tensor) -> Tensor:
-            return _product(self._noise_at(index, kernel, noise), x)
-
+        """Multiplies one row of the batch at a time, because its noise is (h, d, n, R)."""
         rows = [x.new_zeros(0, *x.shape[1:-1], self.num_realizations)]
         for b, i in enumerate(index):
             row = x[b : b + 1]
-            rows.append(recomputed(product, i, kernel, noise, row, several=len(index) > 1))
+            rows.append(recomputed(self._row, i, kernel, noise, row, several=len(index) > 1))
         return torch.cat(rows)
+
+    def _row(self, index: Tensor, kernel: Tensor, noise: Tensor | None, x: Tensor) -> Tensor:
+        return _product(self._noise_at(index, kernel, noise), x)
 
     def _position_kernel(self, lags: Tensor) -> Tensor:
         last = self.kernel_size - 1
@@ -259,10 +260,15 @@ class ConvSPE(_StochasticPosition):
 
 
 def _wave(
-    x: Tensor, positions: Tensor, pulse: Tensor, offset: Tensor | None, cos_z: Tensor, sin_z: Tensor
+    x: Tensor,
+    positions: Tensor,
+    angular: Tensor,
+    offset: Tensor | None,
+    cos_z: Tensor,
+    sin_z: Tensor,
 ) -> Tensor:
     """Multiplies x (b, h, n, d) by one wave of noise (h, d, R), evaluated at positions (b, n)."""
-    phase = positions[:, None, :, None] * pulse
+    phase = positions[:, None, :, None] * angular
     if offset is not None:
         phase = phase + offset
     phase = phase.to(x.dtype)

@@ -12,7 +12,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from molflt.attention.checks import at_least_one
+from molflt.attention.checks import at_least_one, interval
 from molflt.attention.numerics import options_of
 
 
@@ -54,9 +54,6 @@ class Spectrum(nn.Module):
 
 def _log_spaced(name: str, bounds: tuple[float, float], count: int) -> Tensor:
     """Returns `count` evenly spaced numbers between the logarithms of the bounds."""
-    if len(bounds) != 2 or not 0 < bounds[0] <= bounds[1] < math.inf:
-        raise ValueError(
-            f"{name} must be two positive finite numbers, smallest first; got {bounds}"
-        )
+    interval(name, bounds, above=0)
     low, high = map(math.log, bounds)
     return torch.linspace(low, high, count)

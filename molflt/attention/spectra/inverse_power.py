@@ -43,18 +43,21 @@ class InversePower(Spectrum):
         For p < 3, g diverges at 0, and its finite part is returned there, as if a uniform
         background made the mean of 1 / r^p vanish.
         """
-        s = math.pi / self.sharpness * distances(xi)  # k / 2a
+        s = math.pi / self.sharpness * distances(xi)  # k / 2a for the wave number k = 2 pi |xi|
         zero = s == 0
-        t = torch.where(zero, 1.0, s)  # avoids a division by 0
-        falls, tail = (-(s**2)).exp(), math.sqrt(math.pi) * s * torch.special.erfc(s)
-        shape, at_zero = {
-            1: lambda: (falls / t**2, -1.0),
-            2: lambda: (math.sqrt(math.pi) * torch.special.erfc(s) / t, -2.0),
-            4: lambda: (2 * (falls - tail), 2.0),
-            6: lambda: ((falls * (1 - 2 * s**2) + 2 * s**2 * tail) / 3, 1 / 3),
-        }[self.power]()
-        volume = (math.pi if self.power == 1 else math.pi**1.5) * self.sharpness ** (self.power - 3)
-        return volume * torch.where(zero, at_zero, shape)
+        divisor = torch.where(zero, 1.0, s)
+        gaussian = (-(s**2)).exp()
+        tail = math.sqrt(math.pi) * s * torch.special.erfc(s)
+        if self.power == 1:
+            g, at_zero = gaussian / divisor**2, -1.0
+        elif self.power == 2:
+            g, at_zero = math.sqrt(math.pi) * torch.special.erfc(s) / divisor, -2.0
+        elif self.power == 4:
+            g, at_zero = 2 * (gaussian - tail), 2.0
+        else:
+            g, at_zero = (gaussian * (1 - 2 * s**2) + 2 * s**2 * tail) / 3, 1 / 3
+        factor = math.pi if self.power == 1 else math.pi**1.5
+        return factor * self.sharpness ** (self.power - 3) * torch.where(zero, at_zero, g)
 
     def mask(self, delta: Tensor) -> Tensor:
         return self.smooth(delta.square().sum(dim=-1))[:, None]
@@ -63,18 +66,20 @@ class InversePower(Spectrum):
         """Computes f, in units of length^-p, from squared distances of any shape; analytic at 0."""
         x, half = self.sharpness**2 * square, self.power / 2
         low = x < 1
+        # Each form receives a harmless number where the other one is used.
         small, large = torch.where(low, x, 0.5), torch.where(low, 1.0, x)
         series = torch.zeros_like(x)
-        for n in reversed(range(_SERIES)):  # Horner: gamma(s, x) / x^s = sum (-x)^n / n! (s + n)
+        # Horner's scheme for gamma(p/2, x) / x^(p/2) = sum_n (-x)^n / (n! (p/2 + n))
+        for n in reversed(range(_SERIES)):
             series = series * -small + 1 / (math.factorial(n) * (half + n))
-        closed = large**-half * (1 - self._share(large))
+        closed = large**-half * (1 - self._upper_gamma(large))
         return self.sharpness**self.power * torch.where(low, series / math.gamma(half), closed)
 
     def at_zero(self) -> float:
         """Returns f(0), the self-interaction of a charge, in units of length^-p."""
         return self.sharpness**self.power / math.gamma(self.power / 2 + 1)
 
-    def _share(self, x: Tensor) -> Tensor:
+    def _upper_gamma(self, x: Tensor) -> Tensor:
         """Returns Gamma(p/2, x) / Gamma(p/2), which falls from 1 to 0."""
         if self.power == 1:
             return torch.special.erfc(x.sqrt())

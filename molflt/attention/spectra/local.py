@@ -66,7 +66,8 @@ class SmoothLocal(Spectrum):
         one_of("combine", combine, ("sum", "product"))
         self.order = order
         self.combine = combine
-        self._peak = _spline_at_zero(order)
+        at_zero = _truncated_powers(torch.zeros((), dtype=torch.float64, device="cpu"), order)
+        self._peak = at_zero.item() / math.factorial(order - 1)  # M_k(0)
         radius = _log_spaced("radius_range", radius_range, num_boxes)
         axes = dim if per_axis else 1
         self.log_radius = nn.Parameter(radius[:, None].expand(heads, num_boxes, axes).clone())
@@ -83,15 +84,12 @@ class SmoothLocal(Spectrum):
         return self._combine(self._profile(distance, self.log_radius.exp())).movedim(-1, 1)
 
     def _profile(self, distance: Tensor, radius: Tensor) -> Tensor:
-        """Computes B(z / 2 v) from truncated powers with knots at z > 0: (..., heads, t, l)."""
-        end = 0.5 * self.order - distance / (2 * radius)
-        terms = (
-            (-1) ** j * math.comb(self.order, j) * (end - j).clamp(min=0) ** (self.order - 1)
-            for j in range((self.order + 1) // 2)
-        )
-        return functools.reduce(torch.add, terms) / (math.factorial(self.order - 1) * self._peak)
+        """Computes B(z / 2 v): distances |z| (..., 1, 1, l) -> (..., heads, t, l)."""
+        powers = _truncated_powers(distance / (2 * radius), self.order)
+        return powers / (math.factorial(self.order - 1) * self._peak)
 
     def _combine(self, factors: Tensor) -> Tensor:
+        """Combines B or S_t of all axes, as `combine` says: (..., heads, t, l) -> (..., heads)."""
         if self.combine == "sum":
             return (_product(factors) * self.amplitude).sum(dim=-1)
         return _product((factors * self.amplitude[..., None]).sum(dim=-2))
@@ -134,10 +132,11 @@ def _product(factors: Tensor) -> Tensor:
     return functools.reduce(torch.mul, factors.unbind(dim=-1))
 
 
-def _spline_at_zero(order: int) -> float:
-    """Returns M_k(0) of the B-spline with unit knot spacing: 1, 1, 3/4, 2/3 for k = 1 to 4."""
+def _truncated_powers(distance: Tensor, order: int) -> Tensor:
+    """Returns (k - 1)! M_k at distances |z| of any shape, from powers with knots at z > 0."""
+    end = 0.5 * order - distance
     terms = (
-        (-1) ** j * math.comb(order, j) * (0.5 * order - j) ** (order - 1)
+        (-1) ** j * math.comb(order, j) * (end - j).clamp(min=0) ** (order - 1)
         for j in range((order + 1) // 2)
     )
-    return sum(terms) / math.factorial(order - 1)
+    return functools.reduce(torch.add, terms)
