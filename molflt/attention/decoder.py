@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from molflt.attention.checks import known_names, no_effect
 from molflt.attention.features.base import Operand
-from molflt.attention.keys import check_width, without_masked
+from molflt.attention.keys import check_mask, check_width, without_masked
 from molflt.attention.layer import Attention
 from molflt.attention.mixing.causal import DecodeState, KeyValues
 from molflt.attention.mixing.chunked import KeySums, key_sums, query_sums
@@ -44,6 +44,7 @@ class CrossAttention(Attention):
             context_mask: (batch, keys) bool, True where a token exists.
         """
         check_width(self.dim, context=context)
+        check_mask(context_mask, context.shape[:2], "context_mask")
         _, source = without_masked(context, context_mask)
         key = self.scaling(self._project(self.to_key, source))
         value = self._project(self.to_value, source)
@@ -138,6 +139,8 @@ class Decoder(nn.Module):
             positions: (batch, tokens, l), for the encoding of self-attention, if any.
             context_mask: (batch, keys) bool, True where a token of the other sequence exists.
         """
+        check_width(self.stack.dim, context=context)
+        check_mask(context_mask, context.shape[:2], "context_mask")
         encoding = self.stack._evaluate(self.stack._encoded_for, x, positions, None)
         for block, cross, norm in self._layers():
             mixed = block.attention(block._normalized(x, block.attention_norm), encoding=encoding)

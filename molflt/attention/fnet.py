@@ -52,8 +52,7 @@ class Mixer(nn.Module):
         why = f"with mixing={self.mixing!r}, which uses neither positions nor keys"
         no_effect(why, positions=positions, encoding=encoding, **keys)
         check_width(self.dim, x=x)
-        if key_mask is not None:
-            check_mask(key_mask, x.shape[:2])
+        check_mask(key_mask, x.shape[:2])
         with torch.autocast(x.device.type, enabled=False):
             full = at_least_float32(x)
             if key_mask is None:

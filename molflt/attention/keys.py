@@ -32,10 +32,10 @@ def check_width(dim: int, **tokens: Tensor | None) -> None:
             raise ValueError(f"{name} must have shape (batch, tokens, {dim}); got {tuple(x.shape)}")
 
 
-def check_mask(mask: Tensor, shape: torch.Size, name: str = "key_mask") -> None:
-    """Raises TypeError or ValueError unless a mask is a bool tensor of the given shape."""
+def check_mask(mask: Tensor | None, shape: torch.Size, name: str = "key_mask") -> None:
+    """Raises TypeError or ValueError unless a mask is None or a bool tensor of this shape."""
     tensors(**{name: mask})
-    if mask.dtype is not torch.bool or mask.shape != shape:
+    if mask is not None and (mask.dtype is not torch.bool or mask.shape != shape):
         raise ValueError(
             f"{name} is wrong; expected bool of shape {tuple(shape)}; got {mask.dtype} of "
             f"{tuple(mask.shape)}; pass True where a token exists"

@@ -1,5 +1,6 @@
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -254,6 +255,10 @@ ROWS = [
     refused(lambda: Decoder(16, 2, 2, refinements=2), "refinements", "remove", "2"),
     refused(lambda: Decoder(16, 2, 2, causal=True), "causal", "remove", "True"),
     refused(lambda: Decoder(16, 2, 2, mixer="fourier"), "mixer", "all tokens", "'fourier'"),
+    *(
+        refused(lambda f=f: f(X, context_mask=MASK[:, :3]), "context_mask", "(1, 5)", "(1, 3)")
+        for f in (partial(Decoder(DIM, HEADS, 1), X), Decoder(DIM, HEADS, 1).remember)
+    ),
     refused(lambda: GaussianBias(2, 8, std_range=(-1.0, 3.0)), "std_range", "above 0", "-1.0"),
     cells("max_frequency", "reduce", "graph", max_frequency=1e4),
     cells("pbc", "linearly independent", "graph 1", cell=FLAT),
