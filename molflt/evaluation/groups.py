@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from molflt.evaluation.results import results_table, write_csv
 
 _SIZE_RANGES = 6
-_PRINTED = 12
+_PRINTED = 12  # groups in a printed table; the CSV file contains all
 
 
 class GroupError(NamedTuple):

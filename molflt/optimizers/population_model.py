@@ -25,7 +25,7 @@ from molflt.attention.stack import Redrawn
 
 _TINY = 1e-150  # smallest spread whose square does not underflow
 _WIDTHS = (0.2, 2.0)  # widths of the mask, in units of the population's radius
-_FEATURES = 16
+_FEATURES = 16  # entries of a member's token; see `_tokens`
 _START = (0.7, 0.0, 1.0, 0.1, 0.2)  # initial a, b, c, e, g
 _PRESSURE = 4.0  # initially, the best member weighs exp(4) times as much as the worst
 _KEPT = 0.8  # decay of the averaged movement per generation

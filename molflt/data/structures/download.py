@@ -27,7 +27,7 @@ GAME_NET = _Archive(
     md5="e1e8f964e5634df436e9a5ecbd616fae",
 )
 
-_CHUNK = 1 << 20
+_CHUNK = 1 << 20  # bytes copied at once
 _ATTEMPTS = 5  # maximum number of consecutive connections without progress
 _TIMEOUT = 60.0  # s
 _SPLITS = ["10k/train", *VAL_SPLITS]

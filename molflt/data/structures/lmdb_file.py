@@ -22,7 +22,7 @@ _NODE = struct.Struct("<HHHH")  # two parts of a size or page number, flags, siz
 _BRANCH, _LEAF, _OVERFLOW, _META_PAGE = 1, 2, 4, 8
 _DIRTY = 0x10  # flag that writers may leave on a page
 _BIG = 1  # flag: the value of a node is in separate pages
-_DEEPEST = 32
+_DEEPEST = 32  # levels of a tree, LMDB's own limit (CURSOR_STACK in mdb.c)
 _NO_PAGE = 2**64 - 1
 
 

@@ -27,7 +27,7 @@ SOURCES: dict[str, type[Structures]] = {
 }
 _VASP = ("poscar", "contcar", "outcar", "xdatcar", "vasprun")  # files of one calculation
 _LIKE_SPLITS = re.compile("train|val|test|dev|eval|hold", re.IGNORECASE)
-_LISTED = 12
+_LISTED = 12  # maximum number of names in a message
 
 
 def source_of(path: Path) -> type[Structures]:
