@@ -81,10 +81,11 @@ def get(server, directory, splits=("10k/train", "val_id"), **options):
 
 
 def test_only_wanted_splits_are_unpacked_and_readable(server, tmp_path, capsys):
-    target = tmp_path / "oc20"
+    target = tmp_path / "oc 20"
     words = ["data", "download", "oc20-is2re", str(target), "--splits", "10k/train", "val_id"]
     out = printed(capsys, *words, "--base_url", server.url, "--md5", md5(server.content)).out
     assert "0 bytes of it already downloaded" in out and f"free in {target}" in out
+    assert f"data convert '{target}/is2re/10k/train/data.lmdb' FILE" in out
     files = sorted(str(p.relative_to(target)) for p in target.rglob("*") if p.is_file())
     assert files == ["is2re/10k/train/data.lmdb", "is2re/all/val_id/data.lmdb"]
     assert [r.sid for r in open_dataset(split_path(target, "train"))] == [1000, 1001]

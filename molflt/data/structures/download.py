@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shlex
 import shutil
 import tarfile
 import time
@@ -68,7 +69,7 @@ def download(
             archive, md5 = directory / GAME_NET.name, (md5 or GAME_NET.md5).lower()
             print(f"{archive.name}: md5 {md5}; license MIT, (c) 2022 iciq-tcc / nlopez-group")
             _get(archive, base_url or GAME_NET.base_url, md5, 0)
-            print(f"next: python scripts/game_net.py {archive} {directory / 'fg'}")
+            print("next: python scripts/game_net.py", shlex.join([str(archive), f"{directory}/fg"]))
             return
         missing = [name for name in wanted if not _target(directory, name).is_file()]
         if not missing:
@@ -82,7 +83,8 @@ def download(
             archive.unlink()
     for path in (_target(directory, name) for name in missing):
         print(f"{path}: {readable_size(path.stat().st_size)}")
-    print(f"next: molflt data convert {_target(directory, missing[0])} FILE.safetensors")
+    first = shlex.quote(str(_target(directory, missing[0])))
+    print(f"next: molflt data convert {first} FILE.safetensors")
 
 
 def _target(directory: Path, name: str) -> Path:
