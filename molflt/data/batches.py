@@ -38,7 +38,8 @@ class SizeBucketedBatchSampler(Sampler[list[int]]):
         natoms: number of atoms in each structure, of shape (structures,).
         batch_size: maximum number of structures in a batch.
         max_atoms: limit on the number of structures in a batch times the number of atoms in its
-            largest structure, which bounds the memory of models that pad; None for no limit.
+            largest structure, which bounds the memory of models that pad; None for no limit. A
+            structure with more atoms forms a batch.
         shuffle: draw new batches for every epoch.
         bucket: number of random batches that are pooled, sorted by size and divided again, if
             `shuffle` is set; 1 keeps random batches. Larger values reduce padding, but make
@@ -64,12 +65,6 @@ class SizeBucketedBatchSampler(Sampler[list[int]]):
         self.sizes = np.asarray(self.natoms, dtype=np.int64)
         if self.batch_size < 1:
             raise ValueError(f"batch_size must be at least 1; got {self.batch_size}")
-        if self.max_atoms is not None and self.sizes.max() > self.max_atoms:
-            index = int(self.sizes.argmax())
-            raise ValueError(
-                f"expected at most data.max_atoms={self.max_atoms} atoms in a structure; got "
-                f"{self.sizes[index]} in structure {index}; increase data.max_atoms"
-            )
 
     def batches(self, epoch: int = 0) -> list[_Indices]:
         """Returns the batches of all ranks in one epoch, as arrays of indices."""

@@ -110,7 +110,6 @@ def pictures(read: Call, content: bytes | None = None) -> Call:
 
 ROWS = [
     # batches
-    refused(lambda: SizeBucketedBatchSampler([10, 90], 4, 80), "max_atoms", "80", "90"),
     refused(lambda: SizeBucketedBatchSampler([10], 0), "batch_size", "at least 1", "0"),
     # vocabularies
     refused(lambda: Vocabulary.from_json(b"{", "v.json"), "v.json", "JSON"),

@@ -121,6 +121,7 @@ NEW: list[tuple[str, Prepare | None, str, str, str]] = [
     (f"--task.redraw_every=2 {PLAIN}", None, "task.redraw_every", "random features", "2"),
     ('--task.lr_factors={{"reedout.*":2}}', None, "task.lr_factors", "readout.*", "reedout.*"),
     ('--task.lr_factors={{"*":2,"readout.*":3}}', None, "task.lr_factors", "earlier", "readout.*"),
+    ("--data.max_atoms=9", None, "train.safetensors: sid", "max_atoms=9", "got"),
     ("--data.train_split=absent", None, "split", "", "'absent'"),
     ("--run={run}", None, "contains checkpoints", "--resume", ""),
     ("", foreign, "new/config.yaml", "empty or new folder", ""),

@@ -133,7 +133,13 @@ class IS2REData(BatchedData[Structures]):
                     f"got 0 ({len(dataset.bad)} skipped as invalid{reason})"
                 )
             self.datasets[use] = dataset
-            self._sampler(use)
+            largest = int(dataset.natoms.argmax())
+            if self.max_size is not None and dataset.natoms[largest] > self.max_size:
+                raise ValueError(
+                    f"{dataset.path}: sid {int(dataset[largest].sid)}: expected at most "
+                    f"data.max_atoms={self.max_size} atoms; got {dataset.natoms[largest]}; "
+                    "increase data.max_atoms"
+                )
         for text in dict.fromkeys(dataset.skipped() for dataset in self.datasets.values()):
             if text:
                 warnings.warn(text, stacklevel=3)
