@@ -305,6 +305,8 @@ def test_all_ways_to_translate_agree(tmp_path, capsys) -> None:
     (tmp_path / "in.txt").write_text("\n".join(lines) + "\n")
     words = ["generate", str(run), "--file", str(tmp_path / "in.txt")]
     assert printed(capsys, *words).out.splitlines() == expected
+    (tmp_path / "in.txt").write_text(f"{lines[0]}\n\n")
+    assert f"{tmp_path / 'in.txt'}: " in (line := error_of(capsys, *words)) and "line 2" in line
     assert main(["export", str(run), str(tmp_path / "out"), "--about", "de-en"]) == 0
     words = ["generate", str(tmp_path / "out"), "--prompt", lines[0], "--beam", "5"]
     assert printed(capsys, *words).out.strip() == expected[0]

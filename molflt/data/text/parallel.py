@@ -149,6 +149,11 @@ def read_lines(path: str) -> list[str]:
     found = [line.strip() for line in _lines(path)]
     if not found:
         raise ValueError(f"{path}: the file is empty; expected a sentence in each line")
+    if "" in found:
+        raise ValueError(
+            f"{path}: expected a sentence in each line; got an empty line {found.index('') + 1:,}; "
+            "remove it, in a parallel text from both files"
+        )
     return found
 
 
@@ -162,12 +167,6 @@ def read_parallel(name: str, source: str, target: str) -> ParallelText:
             f"{len(sides[0]):,} and {len(sides[1]):,}; line i of one must be the translation of "
             "line i of the other"
         )
-    for path, side in zip(files, sides, strict=True):
-        if "" in side:
-            raise ValueError(
-                f"{path}: expected a sentence in each line; got an empty line "
-                f"{side.index('') + 1:,}; remove it from both files"
-            )
     return ParallelText(*sides, files)
 
 
