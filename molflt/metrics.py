@@ -68,6 +68,8 @@ def locality(
     Returns:
         The means over the queries, of shape (...).
     """
+    if not 0 < fraction <= 1:
+        raise ValueError(f"fraction must be in (0, 1]; got {fraction}")
     probability = np.asarray(weights, dtype=np.float64)
     distance = np.asarray(distances, dtype=np.float64)
     queries, keys = probability.shape[-2:]

@@ -62,6 +62,7 @@ ROWS = [
     refused(lambda: named_sources(DATA, ["val"], Path("x")), "--splits", "--data", "both"),
     Refusal(systems, "systems.csv", "as the header"),
     Refusal(classes, "classes.json", "2", "1 classes"),
+    refused(lambda: locality(EYE, APART, fraction=10), "fraction", "(0, 1]", "10"),
     local(2 * EYE, APART, "sum to 1", "2.0"),
     local(EYE, APART + np.diag([np.inf, 0, 0]), "unmasked", "0.0"),
 ]
