@@ -33,6 +33,7 @@ from molflt.data.structures.store import BASELINE, write_store
 from molflt.data.structures.summary import summarize
 from molflt.evaluation.ensemble import load_ensemble
 from molflt.graph import EnergyRegressor
+from molflt.lock import FolderLock
 
 pytestmark = pytest.mark.usefixtures("undrawn")
 OFFSET = 0.1  # label minus baseline, eV per adsorbate atom
@@ -293,6 +294,8 @@ def test_command_continues_from_its_table(oxygen, tmp_path, capsys):
     np.testing.assert_allclose(computed(oxygen, out), [7.5, *whole[1:]])
     words = ["data", "baseline", str(oxygen), str(out), "--calculator", "ase.calculators.emt:EMT"]
     assert "30 steps" in error_of(capsys, *words, "--relax_steps=30")
+    with FolderLock(tmp_path, "", ".lock.out.safetensors").held():
+        assert "is computing out.safetensors" in error_of(capsys, *words)
     moved = read(oxygen, ":")
     moved[1].positions[-1, 2] += 0.5
     write(other := oxygen.with_name("other.extxyz"), moved)

@@ -31,6 +31,7 @@ from molflt.data.structures.store import BASELINE, write_store
 from molflt.evaluation.relaxation import relax_atoms
 from molflt.evaluation.results import write_csv
 from molflt.files import add_row, csv_rows, expect_ending, expect_writable, warn
+from molflt.lock import FolderLock
 from molflt.pretrained.calculator import calculator_named, is_class
 from molflt.training.checkpoint import find_weights, weights_digest
 
@@ -98,19 +99,18 @@ def baseline(
     label = f"{calculator} {_version(calculator)}, {relax_steps} steps"
     label += f" to {fmax:g} eV/Å" if relax_steps else ""
     label += "" if subtract_adsorbate else ", adsorbates not subtracted"
-    rows = _finished(table, dataset, label)
-    subtracted = ("slab", "adsorbate") if subtract_adsorbate else ("slab",)
-    compute = partial(_row, subtracted, fmax, relax_steps)
-    jobs = _jobs(dataset, [i for i in range(len(dataset)) if i not in rows])
-    with tqdm(initial=len(rows), total=len(dataset), unit=" structures", disable=None) as bar:
-        computed = (
-            map(compute, jobs) if workers == 1 else _in_processes(workers, make, compute, jobs)
-        )
-        for row in computed:
-            row["calculator"] = label
-            add_row(table, row, first=not rows)
-            rows[int(row["index"])] = row
-            bar.update()
+    doing = f"is computing {dst.name}; wait for it, or choose another DST"
+    with FolderLock(dst.parent, doing, f".lock.{dst.name}").held():
+        rows = _finished(table, dataset, label)
+        subtracted = ("slab", "adsorbate") if subtract_adsorbate else ("slab",)
+        compute = partial(_row, subtracted, fmax, relax_steps)
+        jobs = _jobs(dataset, [i for i in range(len(dataset)) if i not in rows])
+        with tqdm(initial=len(rows), total=len(dataset), unit=" structures", disable=None) as bar:
+            for row in _computed(workers, make, compute, jobs):
+                row["calculator"] = label
+                add_row(table, row, first=not rows)
+                rows[int(row["index"])] = row
+                bar.update()
     _cache.clear()
     energies = [float(rows[i]["baseline_eV"] or math.nan) for i in range(len(dataset))]
     if absent := [rows[i] for i in range(len(dataset)) if not rows[i]["baseline_eV"]]:
@@ -200,10 +200,13 @@ def _jobs(dataset: Structures, indices: Sequence[int]) -> Iterator[_Job]:
         yield {"index": str(index), "sid": sid, "digest": _digest(atoms)}, atoms
 
 
-def _in_processes(
+def _computed(
     workers: int, make: Callable[[], Any], compute: Callable[[_Job], _Row], jobs: Iterator[_Job]
 ) -> Iterator[_Row]:
-    """Computes rows in several processes."""
+    """Computes rows, in several processes unless `workers` is 1."""
+    if workers == 1:
+        yield from map(compute, jobs)
+        return
     _cache.clear()  # each process loads its own calculator
     threads = max(1, torch.get_num_threads() // workers)
     spawn = multiprocessing.get_context("spawn")
