@@ -45,6 +45,9 @@ def test_folders_are_classes_in_order(tmp_path: Path) -> None:
     assert len(flat.datasets["train"]) == 4
     for i in range(4):
         assert torch.equal(flat.datasets["train"][i][0], below.datasets["train"][i][0])
+    (exif := Image.Exif())[0x112] = 6  # a photograph to be turned clockwise
+    Image.fromarray(expected.astype(np.uint8)).save(root / "dog" / "z.png", exif=exif)
+    assert torch.equal(open_images(root)[8][0], image.rot90(-1, (1, 2)))
     Image.new("RGB", (9, 8)).save(root / "dog" / "1.png")
     with pytest.raises(ValueError, match=r"dog/1.png: .*3, 8, 8.*3, 8, 9"):
         open_images(root)[5]

@@ -214,13 +214,14 @@ def _decode(path: str, mode: str | None, size: int | None = None) -> Tensor:
     `mode` is L or RGB; None keeps gray images gray. JPEG files can be decoded at a reduced size of
     at least `size` pixels. Raises ValueError for gray images of more than 8 bits.
     """
-    from PIL import Image
+    from PIL import Image, ImageOps
 
     try:
         with Image.open(path, formats=_FORMATS) as image:
             if size is not None:
                 image.draft(mode, (size, size))
             image.load()
+            ImageOps.exif_transpose(image, in_place=True)  # photographs may be stored sideways
     except Exception as error:  # decoders raise many kinds of errors
         raise ValueError(
             f"{path}: expected an image; it cannot be decoded ({error}); replace or remove it"
