@@ -82,6 +82,12 @@ def test_negative_metrics_are_inside_the_axes(tmp_path: Path, figures) -> None:
     assert low < -2.0 and high > -1.0
 
 
+def test_runs_without_finite_values_have_no_curves(tmp_path: Path) -> None:
+    diverged = {"step": np.arange(2.0), "val_mae_eV": np.full(2, np.nan)}
+    metrics = {"val_mae_eV": IS2RETask.metrics["mae_eV"]}
+    assert not plots.overlaid_curves({"run": diverged}, metrics, tmp_path / "none.png")
+
+
 def test_parity(tmp_path: Path, figures) -> None:
     target = np.linspace(-4.0, 1.0, 500)
     energy = target + 0.25

@@ -137,7 +137,5 @@ def _draw(runs: Sequence[Run], out: Path) -> list[Path]:
     validated = metrics[measure]._replace(label=f"validation {metrics[measure].label}")
     panels = {"train_loss": Metric("training loss", scale="log"), f"val_{measure}": validated}
     curves = {run.name: run.columns for run in runs if "step" in run.columns}
-    if not any(column in columns for columns in curves.values() for column in panels):
-        return []
-    overlaid_curves(curves, panels, out / "curves.png")
-    return [out / "curves.png"]
+    file = out / "curves.png"
+    return [file] if overlaid_curves(curves, panels, file) else []

@@ -120,17 +120,19 @@ def _log_if_wide(axes: Axes) -> None:
 
 def overlaid_curves(
     runs: Mapping[str, Mapping[str, _Array]], metrics: Mapping[str, Metric], file: Path
-) -> None:
+) -> bool:
     """Plots columns of several metrics.csv files against the step, with one panel per metric.
 
     `runs` contains the columns of each run, including `step`; empty cells are NaN. Metrics without
-    values are omitted.
+    values are omitted. Returns False, without a file, if all metrics are.
     """
     shown = [
         name
         for name in metrics
         if any(np.isfinite(columns.get(name, [])).any() for columns in runs.values())
     ]
+    if not shown:
+        return False
     sizes = (7.0, 2.4), (0.0, 0.8 + 0.1 * len(runs))
     with panels_of(file, len(shown), 1, *sizes, sharex=True) as (figure, rows):
         last = max(float(np.nanmax(columns["step"], initial=1.0)) for columns in runs.values())
@@ -151,6 +153,7 @@ def overlaid_curves(
         lines = {str(line.get_label()): line for axes in rows for line in axes.lines}
         options: dict[str, Any] = {"loc": "outside lower center", "ncols": min(len(runs), 3)}
         figure.legend([*lines.values()], [*lines], **options)
+    return True
 
 
 def loss_curves(tasks: Mapping[str, Mapping[str, _Array]], file: Path, steps: int) -> None:
