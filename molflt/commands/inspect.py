@@ -68,7 +68,7 @@ def _inspect_folder(path: Path, json: bool, inspected: Callable[[Path], Inspecte
     for name, source in sources.items():
         try:
             by_split[name] = inspected(source)
-        except ValueError as error:
+        except (ValueError, OSError) as error:
             print(f"molflt: warning: {error}; skipped", file=sys.stderr)
     if not by_split:
         raise ValueError(f"{path}: cannot read any of {', '.join(sources)}")

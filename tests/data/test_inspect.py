@@ -74,6 +74,9 @@ def test_structures_that_are_there_twice(tmp_path, capsys):
     text = "\n".join(splits["train"]["warnings"])
     assert "repeated structures: 1 of 3 systems have the elements" in text
     (warning,) = splits["val_id"]["warnings"]
+    (tmp_path / "test_id.extxyz").symlink_to(tmp_path / "absent")
+    told = printed(capsys, "data", "inspect", tmp_path)
+    assert f"{tmp_path}/test_id.extxyz: no such file" in told.err and "val_id" in told.out
     assert "two splits: 1 with" in warning and f"train, for instance sid {two.sid}" in warning
 
 
