@@ -371,6 +371,7 @@ def test_wandb_offline(data, tmp_path, monkeypatch):
     (file,) = (run / "wandb").glob("offline-run-*/run-*.wandb")
     content = file.read_bytes()
     assert b"val_mae_eV" in content and b"train_loss" in content
+    run = run.rename(tmp_path / "moved")
     assert resume(run, "--trainer.max_steps=6") == 0
     files = list((run / "wandb").glob("offline-run-*/run-*.wandb"))
     assert len({file.name for file in files}) == 1  # one run to wandb

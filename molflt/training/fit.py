@@ -152,6 +152,7 @@ def _loggers(name: LoggerName, folder: RunFolder) -> Iterator[list[Logger]]:
     else:
         versions = (folder.path / "versions.json").read_bytes()
         key = hashlib.sha256(str(folder.path.resolve()).encode() + versions).hexdigest()[:16]
+        key = folder.provenance["wandb"] = folder._stored().get("wandb", key)  # it may have moved
         project = os.environ.get("WANDB_PROJECT", "molflt")
         wandb = WandbLogger(
             folder.path.resolve().name, save_dir=folder.path, project=project, id=key

@@ -55,8 +55,8 @@ Provenance = dict[str, Any]
 """Information about a run, stored in its checkpoints under the key "molflt".
 
 Keys: config; data (fingerprints by use); machine (settings that affect rounding); seconds; initial
-(content of domain.json of the initial weights); and, only after early stopping, stopped (step;
-since, the number of validations since the best; metric; best, its best value; best_step).
+(content of domain.json of the initial weights); wandb (id of the run there); and, only after early
+stopping, stopped (step; since, the validations since the best; metric; best, its value; best_step).
 """
 
 
