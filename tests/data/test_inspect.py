@@ -3,6 +3,7 @@ from itertools import product
 
 import ase.io
 import numpy as np
+import pytest
 import torch
 from ase import Atoms
 from ase.calculators.singlepoint import SinglePointCalculator
@@ -111,7 +112,7 @@ def test_forces_and_stress_are_counted(tmp_path, capsys):
 
 def test_other_properties_are_not_judged_as_energies(tmp_path, capsys):
     path, draw = tmp_path / "gaps.extxyz", np.random.default_rng(0)
-    gaps = [7.5, 9.0, 25.0, 0.5]
+    gaps = [0.5, 1.5, 25.0, 0.5]
     frames = [Atoms("H2", draw.normal(size=(2, 3)), info={"gap": gap}) for gap in gaps]
     ase.io.write(path, frames)
     found = inspected(capsys, path, "--energy_key", "gap")
@@ -119,11 +120,16 @@ def test_other_properties_are_not_judged_as_energies(tmp_path, capsys):
     assert found["energies_look_like"] == "unknown" and found["energies_per_atom_eV"] is None
     assert not [text for text in found["warnings"] if "energies" in text or "forces" in text]
     told = printed(capsys, "data", "inspect", path, "--energy_key", "gap").out
-    assert "label: gap" in told and "min: 0.5, mean: 10.5, median: 8.25, max: 25.0" in told
+    assert "label: gap" in told and "min: 0.5, mean: 6.875, median: 1.0, max: 25.0" in told
     words = ("convert", path, tmp_path / "gaps.safetensors", "--energy_key", "gap")
     assert ": 4 structures" in printed(capsys, "data", *words).out
     words = ("inspect", tmp_path / "gaps.safetensors", "--energy_key", "y_baseline")
     assert "energy_key=y_baseline" in error_of(capsys, "data", *words)  # it is not read
+    for atoms in frames:
+        atoms.info["dft"] = atoms.info.pop("gap")
+    ase.io.write(tmp_path / "dft.extxyz", frames)
+    with pytest.raises(ValueError, match="sid 2: .* 25.000 eV; expected at most 20 eV"):
+        IS2REData(tmp_path / "dft.extxyz", energy_key="dft").setup()
     data = IS2REData(path, energy_key="gap", val_fraction=0.5)  # not limited to 20
     data.refuse_totals()
     assert sum(map(len, data.datasets.values())) == 4

@@ -30,6 +30,11 @@ _KINDS = {  # patterns for the names of labels, by kind
     "forces": re.compile("force|gradient|^f$", re.IGNORECASE),
     "stress": re.compile("stress|virial", re.IGNORECASE),
 }
+_QUANTITIES = re.compile(  # other than energies, which --energy_key can also name
+    "gap|homo|lumo|fermi|work_?function|affinity|ioni[sz]|dipole|polari[sz]|moment|magnet|charge|"
+    "volume|area|densit|modul|distance|length|angle|frequenc|temperature|pressure",
+    re.IGNORECASE,
+)
 _MOST_KEYS = 12  # maximum number of names in a message
 # Arrays that .traj files store
 _IN_TRAJ = {
@@ -254,8 +259,8 @@ def named_options(names: Iterable[str], kind: str) -> str:
 
 
 def is_energy(key: str | None) -> bool:
-    """Returns True if `energy_key` names an energy or is None (the default)."""
-    return key is None or key.startswith("y_") or _kind(key) == "energy"
+    """Returns True unless `energy_key` names another quantity, such as a gap; None is an energy."""
+    return key is None or _kind(key) == "energy" or not _QUANTITIES.search(key)
 
 
 def text_sid(atoms: Atoms) -> str | None:
