@@ -14,7 +14,7 @@ from molflt.attention.numerics import at_least_float32
 from molflt.attention.positions.base import MixingName
 from molflt.attention.stack import Redrawn
 from molflt.graph.encoding import GraphEncoding, GraphPositionName, _encode, _make_encoding
-from molflt.graph.geometry import Geometry
+from molflt.graph.geometry import Geometry, _refuse_order
 from molflt.graph.periodic import Open
 
 
@@ -64,8 +64,7 @@ class GraphAttention(Redrawn):
         super().__init__()
         known_names(GraphAttention, attention, Attention)
         at_least_one(dim=dim, heads=heads)
-        if attention.get("causal") or attention.get("gate"):
-            raise ValueError("atoms are not ordered; got causal or gate; remove them")
+        _refuse_order(attention)
         kernel = dict[str, Any](mixing=mixing, feature_map=feature_map, num_features=num_features)
         encoding_options: dict[str, Any] = {
             "position_options": position_options,

@@ -1,6 +1,6 @@
 """Positions, cells and batch indices of a PyG batch, checked and converted to a uniform format."""
 
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -313,3 +313,10 @@ def _expect_all(values: Tensor | None, name: str, expected: float, why: str) -> 
             f"{name} of this model must be {expected:g}; got {float(values[graph]):g} of graph "
             f"{graph}; remove it, because {why}"
         )
+
+
+def _refuse_order(options: dict[str, Any]) -> None:
+    """Removes options for ordered tokens; raises ValueError for the first that is set."""
+    for name in ("causal", "gate", "mixer", "mixer_options", "attention_layers"):
+        if options.pop(name, None):
+            raise ValueError(f"atoms are not ordered; got {name}; remove it")

@@ -70,6 +70,7 @@ LAYERS: list[tuple[dict[str, Any], *Words]] = [
 # options of EnergyRegressor, option, expected, got
 REGRESSORS: list[tuple[dict[str, Any], *Words]] = [
     ({"neighbor_cutoff": NAN}, "neighbor_cutoff", "positive", "nan"),
+    ({"causal": True}, "causal", "not ordered"),
     ({"message_pairs": "all"}, "message_pairs", "without messages"),
     (
         {"messages": 1, "message_pairs": "adsorbate", "readout": "all"},
