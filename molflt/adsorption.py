@@ -146,10 +146,11 @@ def placements(
         adsorbate = molecule(adsorbate)
     results: list[Atoms] = []
     for number, slab in enumerate([slabs] if isinstance(slabs, Atoms) else slabs):
-        placed = _placed_on(_prepared(slab), adsorbate, np.arange(0, 359.99, rotation))
+        name = f"slab {number}, {slab.symbols}"
+        placed = _placed_on(_prepared(slab, name), adsorbate, np.arange(0, 359.99, rotation))
         if not placed:
             raise ValueError(
-                f"{adsorbate.symbols}: too large for the cell of slab {number}, {slab.symbols}; "
+                f"{adsorbate.symbols}: too large for the cell of {name}; "
                 "expected space between its images and above it; repeat the slab, or add vacuum"
             )
         tags = _slab_tags(slab.get_tags(), placed[0], share)
@@ -269,8 +270,8 @@ def _upright(points: _Array, up: _Array, first: _Array | None = None) -> _Array:
     return points @ np.array([axis, np.cross(up, axis), up]).T
 
 
-def _prepared(slab: Atoms) -> Atoms:
-    """Returns a slab in one piece, periodic along all axes, with fixed atoms."""
+def _prepared(slab: Atoms, name: str) -> Atoms:
+    """Returns a slab in one piece, periodic along all axes, with fixed atoms; checks the slab."""
     whole, vacuum = slab.copy(), 0.0
     if slab.cell.rank == 3 and slab.pbc[:2].all():
         vacuum, lowest = _gap(slab, axis=2)
@@ -278,7 +279,7 @@ def _prepared(slab: Atoms) -> Atoms:
         whole.positions -= turns[:, None] * slab.cell.array[2]
     if vacuum < MIN_VACUUM:
         raise ValueError(
-            f"{slab.symbols}: not a slab; expected atoms that are periodic along the first two "
+            f"{name}: not a slab; expected atoms that are periodic along the first two "
             f"cell vectors, with vacuum of at least {MIN_VACUUM} Å along the third; cut a facet, "
             "or add vacuum"
         )
@@ -289,14 +290,14 @@ def _prepared(slab: Atoms) -> Atoms:
         whole.set_constraint([*whole.constraints, lower])
     elif not fixed.all() and heights[fixed].max() > heights[~fixed].max() + 0.1:
         raise ValueError(
-            f"{slab.symbols}: expected free atoms on the side to which the third cell vector "
+            f"{name}: expected free atoms on the side to which the third cell vector "
             "points, where molecules are placed; got fixed atoms there; turn the slab over"
         )
     tags, layers = whole.get_tags(), tags_look_like(whole) == "ase"
     extreme, adsorbate = (tags.min(), 0) if layers else (tags.max(), int(Tag.ADSORBATE))
     if extreme == adsorbate:  # higher tags than 2 are layers
         raise ValueError(
-            f"{slab.symbols}: expected a clean slab; got atoms with tag {adsorbate} "
+            f"{name}: expected a clean slab; got atoms with tag {adsorbate} "
             "(adsorbate); remove these atoms, or their tags if they belong to the slab"
         )
     return whole
