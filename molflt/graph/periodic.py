@@ -27,7 +27,7 @@ _FADE = 1.0  # distance before the cutoff, in Å, over which an image fades out
 _MOST_PAIRED = 1000  # all pairs are computed in molecules with up to this number of atoms
 _MOST_BY_NODES = 1000  # `Auto` uses a mesh if atoms and vectors both exceed this number
 _ALONE = 200.0  # Å of vacuum beyond which the kernel of an image is below 1e-8
-_IN_PLANE = [(a, b, 0) for a, b in itertools.product((-1, 0, 1), repeat=2) if (a, b) != (0, 0)]
+_NEAREST = [step for step in itertools.product((-1, 0, 1), repeat=3) if any(step)]
 
 
 class Open:
@@ -93,6 +93,7 @@ class Images(Open):
 
     With tags, this is 3D-Graphormer's recipe (arXiv:2203.04810): it adds copies of substrate atoms
     in the 8 neighboring cells of the surface plane that are within the cutoff of an adsorbate atom.
+    The plane is that of the periodic axes, or of a and b if all axes are periodic.
     In a graph without an adsorbate, copies of any atom near any atom are added.
 
     The weight of an image is 1 - prod_c (1 - s(d_c)), with a product over the atoms c near which
@@ -143,7 +144,7 @@ class Images(Open):
     def images(self, geometry: Geometry) -> Tensor:
         expect_lattice(geometry)  # checked here, where errors can refer to graphs
         if geometry.tags is not None:
-            return torch.full_like(geometry.ptr[1:], len(_IN_PLANE))
+            return torch.full_like(geometry.ptr[1:], 8)  # in the plane
         inverse_heights = torch.linalg.pinv(geometry.cell.detach()).norm(dim=1)
         most = (1 + self.image_cutoff * inverse_heights).floor() * geometry.pbc
         return (2 * most + 1).prod(dim=1) - 1
@@ -183,7 +184,10 @@ def _images(
     """
     graphs, size = mask.shape
     if in_plane:
-        steps = torch.as_tensor(_IN_PLANE, device=mask.device)
+        steps = torch.as_tensor(_NEAREST, device=mask.device)
+        normal = pbc.all(dim=1, keepdim=True) & (torch.arange(3, device=mask.device) == 2)
+        pbc = pbc & ~normal  # for three periodic axes, the surface is along a and b
+        steps = steps[((steps == 0) | pbc[:, None]).all(dim=-1).any(dim=0)]
     else:
         steps = _steps(positions, mask, cell, pbc, cutoff)
     shifts = steps.to(positions.dtype) @ cell  # [g, k, 3]

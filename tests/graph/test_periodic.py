@@ -143,6 +143,13 @@ def test_images_equal_brute_force():
         assert torch.equal(dense.key_index[0][real], atoms[nearest])
 
 
+def test_images_of_surfaces_along_any_two_axes():
+    slab = structure(9, 3)
+    turned = changed(slab, cell=slab.cell[:, [2, 0, 1]], pbc=torch.tensor([[False, True, True]]))
+    dense = [Images(7.0).dense(Geometry.of_data(data)) for data in (slab, turned)]
+    torch.testing.assert_close(dense[0].key_positions, dense[1].key_positions, rtol=0, atol=1e-12)
+
+
 def same_under_autocast(compute, *arguments) -> None:
     """Asserts that all tensors of a result are bitwise equal under autocast."""
     expected = compute(*arguments)
