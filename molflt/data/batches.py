@@ -313,8 +313,8 @@ def held_out(labels: Tensor, fraction: float, source: Path, items: str) -> Tenso
     held = torch.zeros(len(labels), dtype=torch.bool)
     for label in labels.unique():
         members = (labels == label).nonzero()[:, 0]
-        first = len(members) - int(fraction * len(members))
-        held[members[first:]] = True
+        count = int(round(fraction * len(members), 6))  # 0.29 * 100 is 28.999999999999996
+        held[members[len(members) - count :]] = True
     if not bool(held.any()) or bool(held.all()):
         raise ValueError(
             f"{source}: expected a data.val_fraction that leaves {items} for training and for "

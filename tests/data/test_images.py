@@ -213,6 +213,7 @@ def test_batches_of_idx_files(tmp_path: Path) -> None:
 def test_val_fraction_holds_out_the_last_of_each_class(tmp_path: Path) -> None:
     held = held_out(torch.tensor([0, 0, 0, 0, 1, 1, 1, 2]), 0.5, tmp_path, "images")
     assert held.nonzero()[:, 0].tolist() == [2, 3, 6]
+    assert held_out(torch.zeros(100), 0.29, tmp_path, "images").sum() == 29
     data = ImageData(write_folder(tmp_path / "set"), val_fraction=0.25)
     data.setup()
     train, val = data.datasets["train"], data.datasets["val"]
