@@ -244,7 +244,7 @@ REFUSED = {
     "images.xsd": ('<Atom3d ImageOf="3"/>', "ignores 'ImageOf"),
     "aenet.xsf": ("# total energy = -3.0 eV\nATOMS\nCu 0 0 0 0.1 0 0\n", "ignores '# total"),
     "POSCAR_free": (POSCAR.replace("Cart", "Selective\nCart").replace(" F", " f f f"), "1 f f f"),
-    "POSCAR_4": (POSCAR.replace("C O Cu\n", "").replace("x\n", "CO on Cu\n"), "3 elements"),
+    "POSCAR_4": (POSCAR.replace("C O Cu\n", "").replace("x\n", "CO on Cu\n"), "3 elem.*POTCAR"),
     "drawing.mol": (SDF.replace("  made by hand", "  RDKit             2D"), "2D"),
     "triplet.gjf": (JOB.replace("-1 1", "0 3"), "multiplicity must be 1.*3"),
     "more.xyz": (xyz(SPECIES, "Cu 0 0 0 0.1 0.2 0.3"), "7 columns; expected 4"),

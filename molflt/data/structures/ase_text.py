@@ -110,7 +110,8 @@ def _expect_counts_of_poscar(file: IO[str]) -> None:
         has_symbols = all(re.fullmatch("[A-Z][a-z]?", word) for word in title)
         symbols, counts = title if has_symbols else [], symbols
     if len(symbols) != len(counts):
-        raise ValueError(f"expected {len(counts)} elements in line 6 or 1; got {len(symbols)}")
+        got = f"got {len(symbols)}; insert the elements, in the order of POTCAR, as line 6"
+        raise ValueError(f"expected {len(counts)} elements in line 6 or 1; {got}")
 
 
 def _expect_elements_of_pdb(file: IO[str]) -> None:
