@@ -8,7 +8,7 @@ Families and metals, in alphabetical order, are assigned to the groups in turn. 
 excludes the families and metals of one group. Every system is thus tested with a new family and
 with a new metal, or with both new if they are in one group. Kernel ridge regression and the median
 are fitted to the same training systems. Writes held_out.md and held_out.csv (a line per prediction)
-when all training runs have succeeded. After an interruption, the same command continues.
+for groups whose runs have all succeeded. After an interruption, the same command continues.
 """
 
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 from game_net import convert, read
 from kit.rows import Row, Rows, by_group, markdown, mean_sd, names, pick, write_csv
-from kit.runs import job_of, on_data, publish, read_energies, system_rows, work_all
+from kit.runs import finished, job_of, on_data, publish, read_energies, system_rows, work_all
 from kit.systems import SYSTEMS
 from kit.words import guarded, parsed, trainings
 from peers_kit.models import FITS
@@ -123,10 +123,10 @@ def main(words: list[str] | None = None) -> int:
         job = job_of(options, str(options.config), seed)
         for folder in folders:
             jobs[options.out / folder.name / f"seed{seed}"] = on_data(job, folder)
-    if code := work_all(jobs, options):
-        return code
-    write(options.out, folders, options.seeds)
-    return 0
+    code = work_all(jobs, options)
+    if done := [f for f in folders if all(finished(r) for r in jobs if r.parent.name == f.name)]:
+        write(options.out, done, options.seeds)
+    return code
 
 
 if __name__ == "__main__":

@@ -245,6 +245,12 @@ def test_each_system_is_new_once_by_family_and_once_by_metal(monkeypatch, tmp_pa
     assert text.endswith((tmp_path / "out" / "held_out.md").read_text())
     rows = table(tmp_path / "out" / "held_out.csv")
     assert {row["model"] for row in rows} == {"molflt", "kernel-ridge", "median"}
+    (tmp_path / "out" / "1-of-2" / "seed1" / "results.json").unlink()
+    failing = SimpleNamespace(run=lambda *_, **__: SimpleNamespace(returncode=1))
+    monkeypatch.setattr("kit.runs.subprocess", failing)
+    assert HELD_OUT.main([*words, "--groups", "2", "--seeds", "0", "1"]) == 1
+    rows = table(tmp_path / "out" / "held_out.csv")
+    assert {row["group"] for row in rows} == {"0-of-2"}
 
 
 # --- learned optimizers ---------------------------------------------------------------------------
