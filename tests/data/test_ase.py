@@ -622,6 +622,8 @@ def test_pyg_data_are_taken_in_any_form() -> None:
     own = StructuresInMemory(data)[0]
     assert own.atomic_numbers.tolist() == [1, 1] and not own.pbc.any()
     assert own.pos.dtype == torch.float32 and torch.isnan(own.y_relaxed).all()
+    data.sid = "mp-1"
+    assert StructuresInMemory([data]).name(0, 0) == "mp-1"
     data.y_relaxed = torch.tensor([float("nan")])  # NaN counts as a missing label
     assert len(StructuresInMemory([data])) == 1
     data.total_charge = torch.tensor([-1.0], dtype=torch.bfloat16, requires_grad=True)

@@ -108,7 +108,7 @@ class Converter:
                 pbc=atoms.pbc,
                 tags=tags,
                 fixed=fixed_atoms(atoms),
-                sid=info.get("sid", number) if text_sid(atoms) is None else number,
+                sid=info.get("sid", number) if text_sid(info) is None else number,
                 pos_relaxed=relaxed,
                 charge=total_charge(atoms),
                 **labels,
@@ -263,9 +263,9 @@ def is_energy(key: str | None) -> bool:
     return key is None or _kind(key) == "energy" or not _QUANTITIES.search(key)
 
 
-def text_sid(atoms: Atoms) -> str | None:
-    """Returns the sid of a structure if the sid is non-numeric text; otherwise None."""
-    sid = _entries(atoms).get("sid")
+def text_sid(entries: _Entries | Data) -> str | None:
+    """Returns the sid among named values if the sid is non-numeric text; otherwise None."""
+    sid = entries.get("sid")
     return sid if isinstance(sid, str) and not re.fullmatch(r"\s*[+-]?[0-9]+\s*", sid) else None
 
 

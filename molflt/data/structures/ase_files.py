@@ -18,7 +18,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 
-from molflt.data.structures.ase_fields import Converter, text_sid
+from molflt.data.structures.ase_fields import Converter, _entries, text_sid
 from molflt.data.structures.ase_text import check_text
 from molflt.data.structures.base import LoadedStructures, Reading
 from molflt.data.structures.lmdb_file import LmdbFile
@@ -100,7 +100,7 @@ class AseStructures(LoadedStructures):
                 added = self.add(f"{file}: frame {frame}", partial(converter.record, atoms, sid))
                 if isinstance(atoms, ValueError) or not added:
                     continue
-                if (name := text_sid(atoms)) is not None:
+                if (name := text_sid(_entries(atoms))) is not None:
                     self.names[len(self) - 1] = name
                 self._files.append(file)
                 if converter.reading.keep_atoms:

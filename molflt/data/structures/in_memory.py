@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 import numpy as np
 import torch
 
-from molflt.data.structures.ase_fields import Converter, charge_in, text_sid
+from molflt.data.structures.ase_fields import Converter, _entries, charge_in, text_sid
 from molflt.data.structures.base import AS_IT_IS, LoadedStructures, Reading
 from molflt.data.structures.records import make_record
 
@@ -43,12 +43,14 @@ class StructuresInMemory(LoadedStructures):
             where = f"{self.path}: structure {index}"
             if _is_atoms(structure):
                 self.add(where, partial(converter.record, structure, index))
-                if (name := text_sid(structure)) is not None:
-                    self.names[index] = name
+                name = text_sid(_entries(structure))
             elif _is_data(structure):
                 self.add(where, partial(_record, structure, index))
+                name = text_sid(structure)
             else:
                 raise TypeError(f"{where}: {_EXPECTED}; got {type(structure).__name__}")
+            if name is not None:
+                self.names[index] = name
         converter.warn(str(self.path))
 
     def to_atoms(self, index: int) -> Atoms:
@@ -111,7 +113,7 @@ def _record(data: Data, default_sid: int) -> Data:
     return make_record(
         pos=data.pos,
         atomic_numbers=numbers,
-        sid=default_sid if data.get("sid") is None else data.sid,
+        sid=default_sid if data.get("sid") is None or text_sid(data) is not None else data.sid,
         charge=data.get("charge") if charge is None else charge,
         **energies,
         **others,
