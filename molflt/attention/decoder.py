@@ -43,7 +43,7 @@ class CrossAttention(Attention):
             context: (batch, keys, dim).
             context_mask: (batch, keys) bool, True where a token exists.
         """
-        check_width(self.dim, context=context)
+        check_width(self.dim, self.to_key, context=context)
         check_mask(context_mask, context.shape[:2], "context_mask")
         _, source = without_masked(context, context_mask)
         key = self.scaling(self._project(self.to_key, source))

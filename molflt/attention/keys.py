@@ -3,7 +3,7 @@
 from typing import TypedDict
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from molflt.attention.checks import readable, tensors, whole
 from molflt.attention.numerics import at_least_float32, finite
@@ -24,12 +24,19 @@ class Keys(TypedDict, total=False):
     Periodic images of an atom are keys with the index of the atom but with separate positions."""
 
 
-def check_width(dim: int, **tokens: Tensor | None) -> None:
-    """Raises TypeError or ValueError unless arguments are None or tensors (batch, tokens, dim)."""
+def check_width(dim: int, layer: nn.Module | None = None, **tokens: Tensor | None) -> None:
+    """Raises an error unless arguments are None or (batch, tokens, dim) in the dtype of `layer`."""
     tensors(**tokens)
+    weight = None if layer is None else next(layer.parameters(), None)
     for name, x in tokens.items():
         if x is not None and (x.ndim != 3 or x.shape[-1] != dim):
             raise ValueError(f"{name} must have shape (batch, tokens, {dim}); got {tuple(x.shape)}")
+        if x is None or weight is None or torch.is_autocast_enabled(x.device.type):
+            continue
+        if x.dtype != weight.dtype and weight.is_floating_point():  # not quantized
+            raise ValueError(
+                f"{name} must be {weight.dtype}, as the weights; got {x.dtype}; convert one of them"
+            )
 
 
 def check_mask(mask: Tensor | None, shape: torch.Size, name: str = "key_mask") -> None:

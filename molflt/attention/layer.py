@@ -317,7 +317,7 @@ class Attention(Positioned):
             raise ValueError(
                 "context needs its own positions; pass key_positions, (batch, keys, l)"
             )
-        check_width(self.dim, x=x, context=context)
+        check_width(self.dim, self.to_query, x=x, context=context)
         heads = self._split(x, context, **keys)  # first, because it checks the mask
         positions, key_positions = finite_positions(positions, key_positions, keys)
         return heads, self._encode(x, encoding, positions, key_positions)

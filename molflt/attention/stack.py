@@ -86,7 +86,7 @@ class Block(nn.Module):
         **keys: Unpack[Keys],
     ) -> Tensor:
         """Applies the block; see `Attention.forward` for the arguments and the result."""
-        check_width(self.attention.dim, x=x)
+        check_width(self.attention.dim, self.ffn, x=x)
         normalized = self._normalized(x, self.attention_norm)
         mixed = self.attention(normalized, positions, encoding=encoding, **keys)
         return self._feed_forward(self._residual(x, mixed, self.attention_norm))
@@ -106,7 +106,7 @@ class Block(nn.Module):
                 f"{type(self.attention).__name__} mixes all tokens at once and cannot decode; use "
                 "causal attention"
             )
-        check_width(self.attention.dim, x=x)
+        check_width(self.attention.dim, self.ffn, x=x)
         normalized = self._normalized(x, self.attention_norm)
         mixed, state = self.attention.decode(
             normalized, positions, state, encoding=encoding, key_positions=key_positions

@@ -158,6 +158,8 @@ ROWS = [
     refused(lambda: decoded_again("linear", "softmax"), "state", "another layer"),
     refused(lambda: decoded_again("linear", "linear", normalize="unmasked"), "another layer"),
     refused(lambda: layer()(X.tolist()), "x", "torch.as_tensor", "list", error=TypeError),
+    refused(lambda: layer()(X.double()), "x", "torch.float32", "torch.float64"),
+    refused(lambda: stack()(X.half()), "x", "torch.float32", "torch.float16"),
     refused(lambda: stack()(X[0]), "x", "(batch, tokens, 16)", "(5, 16)"),
     refused(lambda: stack(position=P)(X, R[:, :4]), "positions", "(1, 5)", "(1, 4)"),
     refused(lambda: Attention(-4, 2), "dim=-4", "above 0"),
