@@ -72,7 +72,8 @@ def test_suggested_shells_have_the_stated_error(ratio, tol, scale):
     """The error is measured on pairs that the search does not use, in any unit of length."""
     with torch.device("meta"):  # the search does not use the default device
         assert suggest_nodes(ratio * scale / 2, scale, tol).nodes.xi.is_meta
-    nodes, error = suggest_nodes(ratio * scale / 2, scale, tol)
+    nodes, error, options = suggest_nodes(ratio * scale / 2, scale, tol)
+    assert torch.equal(SpectralPosition.build(2, **options).nodes.xi, nodes.xi)
     kernel = unit_gaussian()
     with torch.no_grad():
         kernel.log_length.fill_(math.log(scale))

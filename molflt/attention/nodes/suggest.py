@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,10 +15,11 @@ _MOST_RULES = 12  # radial rules whose degrees are searched, those with the fewe
 
 
 class _SuggestedNodes(NamedTuple):
-    """Suggested rule, and its error at the width where it is largest."""
+    """Suggested rule, its error at the width where it is largest, and the options to build it."""
 
     nodes: ShellNodes
     error: float
+    position_options: dict[str, Any]
 
 
 def suggest_nodes(
@@ -27,10 +28,12 @@ def suggest_nodes(
     """Finds a small shell rule for the masks of a molecule or cluster by measuring errors.
 
     Returns `nodes` and their `error`, the root-mean-square error of f(z) = exp(-|z|^2 / 2 width^2)
-    for pairs of points distributed uniformly in a ball. The search varies the number of radii and
-    the maximum frequency, and then raises the degree of one shell at a time. Wider Gaussians need
-    more closely spaced shells; for a Gaussian basis, pass both the smallest and the largest width.
-    The table lists the number of nodes and, in parentheses, the error for a single width:
+    for pairs of points distributed uniformly in a ball, and `position_options`, with which
+    `GraphAttention`, `EnergyRegressor` and `make_position` build these nodes. The search varies the
+    number of radii and the maximum frequency, and then raises the degree of one shell at a time.
+    Wider Gaussians need more closely spaced shells; for a Gaussian basis, pass both the smallest
+    and the largest width. The table lists the number of nodes and, in parentheses, the error for a
+    single width:
 
     | diameter / width | tol = 0.03 | 0.01 | 0.003 | 0.001 |
     |---|---|---|---|---|
@@ -67,8 +70,15 @@ def suggest_nodes(
         raise ValueError(f"no shells reach tol={tol:g} for 2 radius / width = {ratio:.3g}")
     best = min(found, key=lambda rule: (rule.size, rule.error))
     end, num_shells, radial = best.radial
-    nodes = ShellNodes(2 * radius, end / width, num_shells, radial=radial, degrees=best.degrees)
-    return _SuggestedNodes(nodes, best.error)
+    options: dict[str, Any] = {
+        "diameter": 2 * radius,
+        "max_frequency": end / width,
+        "num_shells": num_shells,
+        "radial": radial,
+        "degrees": best.degrees,
+    }
+    by_name = {"nodes": "shells"} | {f"node_{name}": value for name, value in options.items()}
+    return _SuggestedNodes(ShellNodes(**options), best.error, by_name)
 
 
 class _Radial(NamedTuple):
