@@ -16,7 +16,7 @@ from torch import nn
 from molflt import plots
 from molflt.data.structures import Structures
 from molflt.data.structures.base import AS_TRAINED, Tags
-from molflt.data.structures.labels import EnergyKind, kind_of_key, label_faults, limit_in
+from molflt.data.structures.labels import label_faults, limit_in
 from molflt.data.structures.splits import OC20_FILES, TEST_SPLITS
 from molflt.evaluation import groups
 from molflt.evaluation.calibration import assess, check_calibration_split
@@ -101,7 +101,7 @@ def evaluate(
     adds_baseline = source.own.reading.baseline_key is not None
     results: Results = {}
     for split, part in found.items():
-        _warn_of_labels(split, part, datasets[split], kind_of_key(source.own.reading.energy_key))
+        _warn_of_labels(split, part, datasets[split])
         results[split] = _metrics(part, median, adds_baseline)
         results[split] |= {**spreads.get(split, {}), **relaxations.get(split, {})}
     group_errors = _errors_by_group(found)
@@ -121,16 +121,14 @@ def evaluate(
     return Evaluation(results, "\n\n".join(filter(None, tables)) + "\n")
 
 
-def _warn_of_labels(
-    split: str, part: Predictions, dataset: Structures, kind: EnergyKind | None
-) -> None:
+def _warn_of_labels(split: str, part: Predictions, dataset: Structures) -> None:
     missing, count = int((~part.labeled).sum()), len(part.energy)
     if missing == count:
         warn(f"{split}: no labels; errors are not computed")
     elif missing:
         warn(f"{split}: {missing} of {count} systems have no label; errors ignore them")
     limits = partial(limit_in, dataset)
-    faults = label_faults(part.target, part.natoms, required=False, kind=kind, limits=limits)
+    faults = label_faults(part.target, part.natoms, False, bool(dataset.quantity), limits=limits)
     warn_of_labels(split, dataset, faults)
 
 

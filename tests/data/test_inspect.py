@@ -130,9 +130,10 @@ def test_other_properties_are_not_judged_as_energies(tmp_path, capsys):
     ase.io.write(tmp_path / "dft.extxyz", frames)
     with pytest.raises(ValueError, match="sid 2: .* 25.000 eV; expected at most 20 eV"):
         IS2REData(tmp_path / "dft.extxyz", energy_key="dft").setup()
-    data = IS2REData(path, energy_key="gap", val_fraction=0.5)  # not limited to 20
-    data.refuse_totals()
-    assert sum(map(len, data.datasets.values())) == 4
+    for root, key in ((path, "gap"), (tmp_path / "gaps.safetensors", None)):
+        data = IS2REData(root, energy_key=key, val_fraction=0.5)  # not limited to 20
+        data.refuse_totals()
+        assert sum(map(len, data.datasets.values())) == 4
 
 
 def distances(pos: np.ndarray, cell: np.ndarray, pbc: np.ndarray) -> np.ndarray:

@@ -30,11 +30,7 @@ _KINDS = {  # patterns for the names of labels, by kind
     "forces": re.compile("force|gradient|^f$", re.IGNORECASE),
     "stress": re.compile("stress|virial", re.IGNORECASE),
 }
-_QUANTITIES = re.compile(  # other than energies, which --energy_key can also name
-    "gap|homo|lumo|fermi|work_?function|affinity|ioni[sz]|dipole|polari[sz]|moment|magnet|charge|"
-    "volume|area|densit|modul|distance|length|angle|frequenc|temperature|pressure",
-    re.IGNORECASE,
-)
+_LEVELS = re.compile("dft|pbe|beef", re.IGNORECASE)  # also energies, if --energy_key names them
 _MOST_KEYS = 12  # maximum number of names in a message
 # Arrays that .traj files store
 _IN_TRAJ = {
@@ -66,10 +62,12 @@ class Converter:
         if reading.tags not in get_args(AnyTags):
             known = ", ".join(get_args(AnyTags))
             raise ValueError(f"tags={reading.tags!r} is unknown; expected one of {known}")
-        self.reading = reading
+        self.reading, key = reading, reading.energy_key
+        is_energy = key is None or key.startswith("y_") or _kind(key) == "energy"
+        self.quantity = "" if is_energy or _LEVELS.search(key) else key
         self._keys = {  # names of entries that are set by options, by label
-            "y_relaxed": reading.energy_key,
-            "energy": reading.energy_key,
+            "y_relaxed": key,
+            "energy": key,
             "forces": reading.forces_key,
             "stress": reading.stress_key,
         }
@@ -256,11 +254,6 @@ def named_options(names: Iterable[str], kind: str) -> str:
         else f"--data.{kind}_key {shlex.quote(key)} reads {key}"
         for key in keys[:_MOST_KEYS]
     )
-
-
-def is_energy(key: str | None) -> bool:
-    """Returns True unless `energy_key` names another quantity, such as a gap; None is an energy."""
-    return key is None or _kind(key) == "energy" or not _QUANTITIES.search(key)
 
 
 def text_sid(entries: _Entries | Data) -> str | None:

@@ -109,7 +109,7 @@ class AseStructures(LoadedStructures):
             converter.check(str(self.path))
         elif not self.bad:
             raise ValueError(f"{self.path}: no structures; expected at least one")
-        self.hint, self.labels = converter.hint, converter.labels
+        self.hint, self.labels, self.quantity = converter.hint, converter.labels, converter.quantity
         converter.warn(str(self.path))
 
     @classmethod

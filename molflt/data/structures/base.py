@@ -113,6 +113,7 @@ class Structures(Dataset["Data"], ABC):
         hint: advice about missing labels, based on the structures read so far.
         labels: fields of records, by the names of labels in the file; None for unread labels.
         baseline: calculator and options of y_baseline in a compact store; "" if unknown.
+        quantity: name of the quantity in y_relaxed; "" for energies.
         is_checked: True if structures are valid, and reading them does not raise an error.
         options: names of the fields of :class:`Reading` that the constructor accepts.
         joins_files: True if the constructor accepts several `files`.
@@ -133,7 +134,7 @@ class Structures(Dataset["Data"], ABC):
         self.bad: list[tuple[str, str]] = []
         self.hint = ""
         self.labels: dict[str, str | None] = {}
-        self.baseline = ""
+        self.baseline = self.quantity = ""
 
     @property
     def unused(self) -> list[str]:

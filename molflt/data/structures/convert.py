@@ -13,7 +13,7 @@ from tqdm import tqdm
 from molflt.data.structures import Reading, Structures, open_dataset
 from molflt.data.structures.base import Tags, grouped
 from molflt.data.structures.force_units import MOST_FRAMES, unit_fault
-from molflt.data.structures.labels import kind_of_key, label_faults, most_adsorption, point_fault
+from molflt.data.structures.labels import label_faults, most_adsorption, point_fault
 from molflt.data.structures.overlaps import atoms_coincide, overlaps_of
 from molflt.data.structures.sources import Paths, files_of, is_one_source, is_same, sources_in
 from molflt.data.structures.splits import SPLITS_IN_ORDER
@@ -113,9 +113,8 @@ def _convert(src: Paths, dst: Path, limit: int | None, skip_bad: bool, reading: 
 
     def left_out(sids: np.ndarray, energies: np.ndarray, natoms: np.ndarray) -> Collection[int]:
         required = skip_bad and bool(np.isfinite(energies).any())  # test splits have no labels
-        at_pos, kind = bool(with_forces), kind_of_key(reading.energy_key)
-        faults = label_faults(energies, natoms, required, at_pos, kind, limits.__getitem__)
-        faults = point_faults | faults
+        at_pos, at = bool(with_forces or dataset.quantity), limits.__getitem__
+        faults = point_faults | label_faults(energies, natoms, required, at_pos, limits=at)
         bad = [(f"{dataset.path}: sid {sids[i]}", reason) for i, reason in faults.items()]
         if bad and not skip_bad:
             raise ValueError(f"{': '.join(bad[0])}; --skip-bad skips it ({len(bad)} structures)")
@@ -125,7 +124,8 @@ def _convert(src: Paths, dst: Path, limit: int | None, skip_bad: bool, reading: 
         return faults
 
     source = dataset.path.name + (f"{BASELINE}{dataset.baseline}" if dataset.baseline else "")
-    count = write_store(dst, records(), source=source, left_out=left_out)
+    options = {"source": source, "quantity": dataset.quantity}
+    count = write_store(dst, records(), **options, left_out=left_out)
     _report(dataset, dst, count)
     if overlapping:
         warn(overlaps_of(str(dataset.path), [*overlapping.values()], count))

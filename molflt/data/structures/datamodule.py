@@ -17,17 +17,16 @@ import numpy as np
 from molflt.atoms import symbol
 from molflt.data.batches import BatchedData, Fingerprint
 from molflt.data.structures import Reading, Structures
-from molflt.data.structures.ase_fields import is_energy
 from molflt.data.structures.base import Tags, with_bar
 from molflt.data.structures.data_set import DataSet
 from molflt.data.structures.domain import DOMAIN, Domain
 from molflt.data.structures.labels import (
     ElementEnergies,
+    EnergyKind,
     beyond_rounding,
     energy_kind,
     expect_elements,
     fit_element_energies,
-    kind_of_key,
     label_faults,
     limit_in,
     other_kind,
@@ -173,7 +172,7 @@ class IS2REData(BatchedData[Structures]):
         energies = {split: part.y_relaxed for split, part in opened.items() if len(part)}
         natoms = {split: opened[split].natoms for split in energies}
         labeled = dict(opened)
-        kind = kind_of_key(self.reading.energy_key)
+        kind: EnergyKind | None = "unknown" if next(iter(opened.values())).quantity else None
         is_one_file = len({part.path for part in opened.values()}) == 1
         if kind is None and energies and is_one_file:
             kind = energy_kind(np.hstack([*energies.values()]), np.hstack([*natoms.values()]))
@@ -303,7 +302,7 @@ class IS2REData(BatchedData[Structures]):
         minus, advice = "", "check the unit, subtract the energies of slab and molecule, or "
         if key := self.reading.baseline_key:
             minus, advice = f" minus {key}", "check the baseline's tags and calculator, or "
-        if is_energy(self.reading.energy_key) and energy_kind(energies, natoms) == "total":
+        if not dataset.quantity and energy_kind(energies, natoms) == "total":
             raise ValueError(
                 f"{dataset.path}: y_relaxed{minus} looks like total energies, with a median of "
                 f"{per_atom(energies, natoms):.1f} eV per atom; expected adsorption energies, in "

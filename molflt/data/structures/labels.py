@@ -10,7 +10,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from molflt.atoms import MAX_ATOMIC_NUMBER, Tag, symbol
-from molflt.data.structures.ase_fields import is_energy
 from molflt.data.structures.base import Structures, with_bar
 from molflt.data.structures.molecules import adsorbates
 from molflt.files import shown
@@ -43,11 +42,6 @@ def per_atom(energies: NDArray[np.float64], natoms: NDArray[np.int64]) -> float:
     """Returns the median magnitude of the known energies, in eV per atom."""
     known = np.isfinite(energies)
     return float(np.median(np.abs(energies[known]) / natoms[known]))
-
-
-def kind_of_key(energy_key: str | None) -> EnergyKind | None:
-    """Returns "unknown" for other properties, which have no limit; None for names of energies."""
-    return None if is_energy(energy_key) else "unknown"
 
 
 def energy_kind(energies: NDArray[np.float64], natoms: NDArray[np.int64]) -> EnergyKind:
@@ -111,7 +105,7 @@ def label_faults(
         energies: y_relaxed in eV, of shape (systems,); NaN if missing.
         natoms: number of atoms in each system, of shape (systems,).
         required: treat missing labels as invalid.
-        at_pos: True for single-point energies, which have no limit.
+        at_pos: True for single-point energies and other quantities, which have no limit.
         kind: kind of the energies; None to determine it from the energies.
         limits: returns the largest plausible magnitude, in eV, of the adsorption energy of a system
             beyond 20 eV; see `most_adsorption`.

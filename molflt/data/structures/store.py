@@ -64,6 +64,7 @@ def write_store(
     records: Iterable[Data],
     *,
     source: str = "",
+    quantity: str = "",
     left_out: Callable[[np.ndarray, np.ndarray, np.ndarray], Collection[int]] | None = None,
 ) -> int:
     """Writes structures to a compact store atomically and returns their number.
@@ -73,6 +74,7 @@ def write_store(
         records: structures as :func:`molflt.data.structures.records.make_record` returns them,
             optionally with a `name`, which replaces the sid in tables.
         source: origin of the structures, stored in the header.
+        quantity: name of the quantity in y_relaxed if it is not an energy, stored in the header.
         left_out: function that takes the sids, y_relaxed (in eV) and natoms of all structures, each
             of shape (structures,), and returns the indices of structures to leave out.
     """
@@ -103,6 +105,7 @@ def write_store(
             del columns[name]
     named = {i: name for i, name in enumerate(compress(names, kept)) if name is not None}
     header = {"names": json.dumps(named)} if named else {}
+    header |= {"quantity": quantity} if quantity else {}
     header |= {"format": STORE, "version": _VERSION, "source": source}
     clear_parts(path.parent, path.name)  # other machines may be writing other stores
     save_tensors(path, columns, header)
@@ -139,6 +142,7 @@ class StructureStore(Structures):
         self.source = header.get("source", "")
         """origin of the structures, as stored by the writer"""
         self.baseline = self.source.partition(BASELINE)[2]
+        self.quantity = header.get("quantity", "")
         names = json.loads(header.get("names", "{}"))
         self.names = {int(i): str(name) for i, name in names.items()}
         self.is_checked = "sha256" in header

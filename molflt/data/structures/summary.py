@@ -10,7 +10,7 @@ import numpy as np
 
 from molflt.atoms import MAX_ATOMIC_NUMBER, Tag, symbol
 from molflt.data.structures import AS_IT_IS, Reading, open_dataset
-from molflt.data.structures.ase_fields import is_energy, named_options
+from molflt.data.structures.ase_fields import named_options
 from molflt.data.structures.convert import one_pass
 from molflt.data.structures.force_units import MOST_FRAMES, unit_fault
 from molflt.data.structures.labels import (
@@ -75,8 +75,7 @@ def summarize(
         seen(record)
     labels = dict(zip(_LABELS, np.array(seen.labels).T, strict=True))
     natoms = np.array(seen.natoms)
-    other_property = None if is_energy(reading.energy_key) else reading.energy_key
-    if recipe is None and other_property is None and _are_single_points(seen, labels["energy"]):
+    if recipe is None and not dataset.quantity and _are_single_points(seen, labels["energy"]):
         recipe = "potential"
     label = "energy" if recipe == "potential" else "y_relaxed"
     energies = labels[label]
@@ -90,7 +89,7 @@ def summarize(
     summary: Summary = {
         "path": str(named(path)),
         "recipe": recipe or "is2re",
-        "label": other_property or label,
+        "label": dataset.quantity or label,
         "systems": len(natoms),
         "atoms_total": int(natoms.sum()),
         "atoms_per_system": _statistics([natoms]),
@@ -102,8 +101,8 @@ def summarize(
         "elements": {symbol(z): int(seen.compositions[z]) for z in seen.compositions.nonzero()[0]},
         "tags": {tag.name.lower(): seen.tags[tag] for tag in Tag},
         "energies_eV": {name: _statistics([labels[name]]) for name in names},
-        "energies_per_atom_eV": None if other_property else _statistics([energies / natoms]),
-        "energies_look_like": "unknown" if other_property else kind,
+        "energies_per_atom_eV": None if dataset.quantity else _statistics([energies / natoms]),
+        "energies_look_like": "unknown" if dataset.quantity else kind,
         "displacements_A": _statistics(seen.displacements),
         "forces_eV_per_A": _statistics(seen.forces),
         "stress_eV_per_A3": _statistics(seen.stress),
