@@ -30,7 +30,7 @@ _KINDS = {  # patterns for the names of labels, by kind
     "forces": re.compile("force|gradient|^f$", re.IGNORECASE),
     "stress": re.compile("stress|virial", re.IGNORECASE),
 }
-_LEVELS = re.compile("dft|pbe|beef", re.IGNORECASE)  # also energies, if --energy_key names them
+_ALSO_ENERGIES = re.compile("^y_|dft|pbe|beef", re.IGNORECASE)  # if --energy_key names them
 _MOST_KEYS = 12  # maximum number of names in a message
 # Arrays that .traj files store
 _IN_TRAJ = {
@@ -63,8 +63,8 @@ class Converter:
             known = ", ".join(get_args(AnyTags))
             raise ValueError(f"tags={reading.tags!r} is unknown; expected one of {known}")
         self.reading, key = reading, reading.energy_key
-        is_energy = key is None or key.startswith("y_") or _kind(key) == "energy"
-        self.quantity = "" if is_energy or _LEVELS.search(key) else key
+        is_energy = not key or _kind(key) == "energy" or _ALSO_ENERGIES.search(key)
+        self.quantity = "" if key is None or is_energy else key
         self._keys = {  # names of entries that are set by options, by label
             "y_relaxed": key,
             "energy": key,
