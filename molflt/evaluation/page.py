@@ -132,7 +132,10 @@ def _overview(page: Page) -> list[_Part]:
         ("parameters", f"{run.parameters:,}" if run.parameters else "unknown"),
         ("steps", f"{steps} of {run.config['trainer']['max_steps']:,}"),
         ("time of training", run.time if run.seconds is not None else "unknown"),
-        ("best validation", f"{measure.shown(best[0])} at step {best[1]:,}" if best else "none"),
+        (
+            "best validation",
+            f"{measure.shown(best.value)} at step {best.step:,}" if best else "none",
+        ),
     ]
     return _table(("property", "value"), rows, "Summary of the run.", 2)
 
