@@ -61,11 +61,13 @@ def evaluate(
         unigram_accuracy_percent.
     """
     vocabulary = common.vocabulary_of(run, model.vocabulary)
-    length, train = int(str(config["data"]["length"])), str(config["data"]["train"])
+    length, train = config["data"]["length"], config["data"]["train"]
     residues = None
     if vocabulary.level == "protein":  # the unigram model also predicts ends of records
         possible = np.ones(len(vocabulary), dtype=bool)
-        residues = Residues(train, lambda: read_blocks(train, vocabulary, length).ids, possible)
+        residues = Residues(
+            train, lambda: read_blocks(train, vocabulary, length).ids, possible, vocabulary.ids
+        )
     texts = {  # all texts are read before the first is evaluated
         split: read_blocks(source, vocabulary, length)
         for split, source in common.named_sources(config["data"], **which).items()
@@ -73,23 +75,25 @@ def evaluate(
     results: Results = {}
     curves: dict[str, NDArray[np.float64]] = {}
     for split, blocks in texts.items():
-        correct: list[NDArray[np.bool_]] | None = None if residues is None else []
-        curves[split] = token_losses(model, blocks, batch_size, split, correct)
+        curves[split], correct = token_losses(
+            model, blocks, batch_size, split, predict=residues is not None
+        )
         is_token = np.isfinite(curves[split])
         losses = curves[split][is_token]
         results[split] = {**metrics_of(losses), "tokens": len(losses), **_locality(model, blocks)}
-        if residues is not None and correct is not None:
+        if residues is not None:
             is_residue = blocks.ids != blocks.eos
-            accuracy = 100 * float(np.concatenate(correct)[is_token][is_residue].mean())
+            accuracy = 100 * float(correct[is_token][is_residue].mean())
             perplexity = metrics_of(losses[is_residue])["perplexity"]
             results[split] |= residues.metrics(perplexity, accuracy, blocks.ids[is_residue])
     plots.losses_by_place(curves, out / "losses.png")
+    split, blocks = next(reversed(texts.items()))
     first = _first_block(model, blocks)[:, :_SHOWN]
     title = f"last layer, first {first.shape[1]} tokens of {split}"
     common.draw_stack(out, model.stack, lambda: model(first), title, model.position_scale, length)
     text = f"{results_table('text', results)}\n\n{_NOTE}"
     if residues is not None:
-        text += residues.report(results, model.head, vocabulary.ids, out / "substitutions.png")
+        text += residues.report(results, model.head, out / "substitutions.png")
     return Evaluation(results, f", blocks of {length} tokens\n\n{text}\n")
 
 
@@ -103,27 +107,27 @@ def token_losses(
     blocks: TokenBlocks,
     batch_size: int,
     name: str,
-    correct: list[NDArray[np.bool_]] | None = None,
-) -> NDArray[np.float64]:
-    """Returns the negative log-likelihood of each token in nats.
+    predict: bool,
+) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
+    """Returns the negative log-likelihood of each token in nats, and a mask of correct predictions.
 
-    The result has the shape (blocks, length) and is NaN for padding. For each batch, a mask (batch,
-    length) of the correctly predicted tokens is appended to the list `correct`. Without this list,
-    logits are not kept in memory.
+    Both have the shape (blocks, length); losses of padding are NaN. Without `predict`, the mask is
+    empty, and logits are not kept in memory.
     """
-    losses, batch = [], f"{batch_size} x {blocks.length:,} tokens"
+    losses, correct = [], [np.empty((0, blocks.length), dtype=bool)]
+    batch = f"{batch_size} x {blocks.length:,} tokens"
     with common.batches(DataLoader(blocks, batch_size), model, name, batch) as loaded:
         for inputs, targets in loaded:
-            if correct is None:
-                score = model.log_likelihood(inputs, targets)
-            else:
-                log_p = model.log_probabilities(model(inputs))
+            if predict:
+                log_p = model.log_probabilities(model(inputs))  # [block, position, id]
                 score = log_p.gather(2, targets.clamp(min=0)[..., None])[..., 0]
                 correct.append((log_p.argmax(dim=2) == targets).cpu().numpy())
+            else:
+                score = model.log_likelihood(inputs, targets)
             loss = -score.double()
             common.expect_finite(name, loss)
             losses.append(loss.masked_fill(targets < 0, torch.nan).cpu().numpy())
-    return np.concatenate(losses)
+    return np.concatenate(losses), np.concatenate(correct)
 
 
 def _first_block(model: LanguageModel, blocks: TokenBlocks) -> Tensor:
@@ -166,17 +170,18 @@ def evaluate_masked(
         gaps); and unigram_perplexity and unigram_accuracy_percent.
     """
     tokenizer, options = common.tokenizer_of(run, model.vocabulary), config["data"]
-    length, train = int(str(options["length"])), str(options["train"])
-    names = ("mask_rate", "mask_share", "random_share")
-    shares = {name: float(str(config["task"][name])) for name in names}
+    length, train = options["length"], options["train"]
+    shares = {name: config["task"][name] for name in ("mask_rate", "mask_share", "random_share")}
     task = MaskedTask(model, **shares)
     # In training, a tenth of the gaps show the correct token.
     hides_all = MaskedTask(model, shares["mask_rate"], mask_share=1.0, random_share=0.0)
-    size = int(str(options["batch_size"])) if batch_size is None else batch_size
-    letters, residues = tokenizer.letters, None
-    if letters is not None:
+    size = options["batch_size"] if batch_size is None else batch_size
+    residues = None
+    if tokenizer.letters is not None:
         possible = model.ordinary.cpu().numpy()
-        residues = Residues(train, lambda: read_pieces(train, tokenizer, length).ids, possible)
+        residues = Residues(
+            train, lambda: read_pieces(train, tokenizer, length).ids, possible, tokenizer.letters
+        )
     texts = {}  # all texts are read before the first is evaluated
     for split, source in common.named_sources(options, **which).items():
         pairs = model.next_sentence is not None
@@ -192,6 +197,7 @@ def evaluate_masked(
             results[split] |= residues.metrics(
                 scores["perplexity"], scores["accuracy_percent"], _targets(hides_all, loader)
             )
+    split, blocks = next(reversed(texts.items()))
     tokens, types, key_mask = (part[None] for part in blocks[0])
     count = min(_SHOWN, int(key_mask.sum()))
     first = [part[:, :count].to(common.device_of(model)) for part in (tokens, types)]
@@ -199,8 +205,8 @@ def evaluate_masked(
     title = f"last layer with attention, first {count} tokens of {split}"
     common.draw_stack(out, stack, lambda: model(*first), title, scale, blocks.length)
     text = results_table("text", results, _OF_GAPS)
-    if residues is not None and letters is not None:
-        text += residues.report(results, model.head, letters, out / "substitutions.png")
+    if residues is not None:
+        text += residues.report(results, model.head, out / "substitutions.png")
     return Evaluation(results, f"\n\n{text}\n")
 
 
@@ -219,12 +225,18 @@ class Residues:
 
     The unigram model predicts id i with probability (n_i + 1) / (n + m), where m is the number of
     possible ids, and n_i and n are the counts of id i and of all possible ids in the training file,
-    `source`. `read` returns the ids of this file. `possible` is a mask (ids,) of the possible ids.
+    `source`. `read` returns the ids of this file. `possible` is a mask (ids,) of the possible ids,
+    and `id_of` maps letters of residues to ids.
     """
 
     def __init__(
-        self, source: str, read: Callable[[], NDArray[np.integer]], possible: NDArray[np.bool_]
+        self,
+        source: str,
+        read: Callable[[], NDArray[np.integer]],
+        possible: NDArray[np.bool_],
+        id_of: Mapping[str, int],
     ) -> None:
+        self._id_of = id_of
         self._counts: NDArray[np.float64] | None = None
         self._note = f"no unigram model, because the training file {source} is missing"
         if Path(source).is_file():
@@ -247,10 +259,10 @@ class Residues:
             metrics["unigram_accuracy_percent"] = 100 * float((targets == counts.argmax()).mean())
         return metrics
 
-    def report(self, results: Results, head: Head, ids: Mapping[str, int], png: Path) -> str:
+    def report(self, results: Results, head: Head, png: Path) -> str:
         """Draws the similarities of amino acids and returns a table of metrics with notes."""
         table = results_table("per residue", results, _OF_RESIDUES)
-        return f"\n\n{table}\n\n{self._note}\n{draw_substitutions(head, ids, png)}"
+        return f"\n\n{table}\n\n{self._note}\n{draw_substitutions(head, self._id_of, png)}"
 
 
 def draw_substitutions(head: Head, ids: Mapping[str, int], png: Path) -> str:

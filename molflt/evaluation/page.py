@@ -61,7 +61,7 @@ class Page:
         ]
         if (best := path / "checkpoints" / "best.safetensors").is_file():
             self.attempt(lambda: verify_tensors(best), False)
-        max_steps = int(str(run.config["trainer"]["max_steps"]))
+        max_steps = run.config["trainer"]["max_steps"]
         if run.step is not None and run.step < max_steps and "stopped" not in run.provenance:
             done = f"{run.step:,} of {max_steps:,} steps are done"
             self.missing.append(f"{path}: {done}; resume with molflt train --resume")

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -48,7 +48,7 @@ def evaluate(
         For each split, the metrics of the task in percent and n, the number of items. For GLUE
         tasks, also glue_percent, the mean of these metrics, which enters the GLUE average.
     """
-    task, length = str(config["data"]["task"]), int(str(config["data"]["length"]))
+    task, length = config["data"]["task"], config["data"]["length"]
     tokenizer = common.tokenizer_of(run, model.vocabulary)
     classes = common.classes_of(run, model.classes)
     results: Results = {}
@@ -57,8 +57,8 @@ def evaluate(
     usual = [name for name in known if name.startswith("val")]
     chosen = common.chosen_splits(known, splits, usual, data)
     if data is None:
-        fraction = cast("float | None", config["data"].get("val_fraction"))
-        read = read_splits(Path(str(config["data"]["root"])), task, chosen, fraction, classes)
+        root, fraction = Path(config["data"]["root"]), config["data"].get("val_fraction")
+        read = read_splits(root, task, chosen, fraction, classes)
         texts = {name: examples for name, (_, examples) in read.items()}
     else:
         texts = {Path(data).name: read_examples(Path(data), task, classes)}
