@@ -135,11 +135,13 @@ class Saved(NamedTuple):
 
 def read_saved(path: Path, run: Path | None = None) -> Saved:
     """Reads a weights file and checks that the files of its run have not changed since training."""
-    config = None if run is None else read_config(run)
+    if run is None:
+        weights, options, files = read_weights(path)
+        if is_exported(path):
+            return _exported(path, weights)
+        return Saved(path, None, None, [options], [weights], files or None, {})
+    config = read_config(run)
     weights, options, files = read_weights(path)
-    if run is None or config is None:
-        outside_run = Saved(path, None, None, [options], [weights], files or None, {})
-        return _exported(path, weights) or outside_run
     for name, digest in files.items():
         file = run / name  # may be missing
         if file.is_file() and hashlib.sha256(file.read_bytes()).hexdigest() != digest:
@@ -156,10 +158,8 @@ def read_saved(path: Path, run: Path | None = None) -> Saved:
     return Saved(path, run, config["recipe"], [config["model"]], [weights], files, {**config})
 
 
-def _exported(path: Path, weights: dict[str, Tensor]) -> Saved | None:
-    """Reads an exported model or ensemble; returns None for any other weights file."""
-    if not is_exported(path):
-        return None
+def _exported(path: Path, weights: dict[str, Tensor]) -> Saved:
+    """Reads the header of an exported model or ensemble, and separates weights by member."""
     content = _parsed(read_header(path)[_KEY])
     if content.get("format") != _FORMAT:
         raise ValueError(
@@ -210,8 +210,9 @@ def find_weights(
     if (path / "config.yaml").is_file():
         return weights_of(path, checkpoint or "best"), path
     if not path.is_file() or path.suffix != ".safetensors":
-        got = "a folder without a model" if path.is_dir() else "another file"
-        got = got if path.exists() else "no such file"
+        got = "no such file"
+        if path.exists():
+            got = "a folder without a model" if path.is_dir() else "another file"
         raise FileNotFoundError(f"{source}: {EXPECTED}; got {got}")
     if checkpoint is not None:
         raise ValueError(

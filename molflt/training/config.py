@@ -82,8 +82,8 @@ def check_values(parser: ArgumentParser, config: Namespace) -> None:
     """Raises ValueError if a required option is null, which jsonargparse would accept."""
     for action in parser._actions:
         hint = getattr(action, "_typehint", None)
-        optional = hint in (None, Any, object) or {NoneType, Any, object} & {*get_args(hint)}
-        if not optional and config.get(action.dest) is None:
+        accepts_null = not {None, NoneType, Any, object}.isdisjoint({hint, *get_args(hint)})
+        if not accepts_null and config.get(action.dest) is None:
             raise ValueError(f"{action.dest}: expected a value; got none")
 
 
