@@ -76,10 +76,10 @@ def evaluate(
 
 def build_parser(words: Sequence[str] = ()) -> ArgumentParser:
     """Returns the parser for ``molflt evaluate`` with the recipe of the first run in `words`."""
-    # pairs of a word and its predecessor; values of options come last
-    pairs = sorted(pairwise(["", *words]), key=lambda pair: pair[0].startswith("--"))
-    runs = [Path(word) for _, word in pairs if Path(word, "config.yaml").is_file()]
-    recipe = Recipe.of(read_config(runs[0]) if runs else {})
+    positional = [word for before, word in pairwise(["", *words]) if not before.startswith("--")]
+    candidates = map(Path, [*positional, *words])  # RUN may also follow a flag
+    run = next((path for path in candidates if (path / "config.yaml").is_file()), None)
+    recipe = Recipe.of({} if run is None else read_config(run))
     parser = ArgumentParser()
     parser.add_function_arguments(evaluate, as_group=False, as_positional=True)
     parser.add_function_arguments(recipe.load("evaluate"), skip={"run", "model", "config", "out"})

@@ -11,6 +11,7 @@ from typing import Any, TypeVar, cast
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 from tqdm import tqdm
 
 from molflt import plots
@@ -144,14 +145,7 @@ def batches(
     task, device = f"{name}: a batch of {batch}", device_of(model)
     with torch.inference_mode(), within_memory(lambda: task, "lower --batch-size"):
         bar = tqdm(source, desc=name, leave=False, disable=None)
-        yield (_move(each, device) for each in bar)
-
-
-def _move(batch: Any, device: torch.device) -> Any:
-    """Moves a batch to a device; in tuples and lists, moves each part."""
-    if isinstance(batch, tuple | list):
-        return [_move(part, device) for part in batch]
-    return batch.to(device) if hasattr(batch, "to") else batch
+        yield (tree_map(lambda x: x.to(device) if hasattr(x, "to") else x, each) for each in bar)
 
 
 def expect_finite(name: str, values: Tensor, what: str = "the probability of a token") -> None:

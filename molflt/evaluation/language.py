@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from molflt import plots
-from molflt.data.text.datamodule import TokenBlocks, read_blocks, read_pieces
+from molflt.data.text.datamodule import PieceBlocks, TokenBlocks, read_blocks, read_pieces
 from molflt.evaluation import common
 from molflt.evaluation.results import Evaluation, Results, results_table
 from molflt.sequence.heads import Head
@@ -29,12 +30,9 @@ _SHOWN = 128  # tokens in the figure of attention matrices
 _OF_GAPS = ("perplexity", "accuracy_percent", "next_sentence_percent", "gaps")
 _ORDER = "CSTPAGNDEQHRKMILVFYW"  # similar amino acids are adjacent, as in the tables of Dayhoff
 _OF_RESIDUES = (
-    "residue_perplexity",
-    "residue_accuracy_percent",
-    "unigram_perplexity",
-    "unigram_accuracy_percent",
-    "residues",
-)
+    "residue_perplexity", "residue_accuracy_percent", "unigram_perplexity",
+    "unigram_accuracy_percent", "residues",
+)  # fmt: skip
 _NOTE = "10 %: attention to this share of preceding tokens; mean over heads and layers, first block"
 
 
@@ -60,18 +58,14 @@ def evaluate(
         (the number of residues, without ends of records), unigram_perplexity and
         unigram_accuracy_percent.
     """
-    vocabulary = common.vocabulary_of(run, model.vocabulary)
-    length, train = config["data"]["length"], config["data"]["train"]
+    vocabulary, length = common.vocabulary_of(run, model.vocabulary), config["data"]["length"]
+    read = partial(read_blocks, vocabulary=vocabulary, length=length)
     residues = None
     if vocabulary.level == "protein":  # the unigram model also predicts ends of records
         possible = np.ones(len(vocabulary), dtype=bool)
-        residues = Residues(
-            train, lambda: read_blocks(train, vocabulary, length).ids, possible, vocabulary.ids
-        )
-    texts = {  # all texts are read before the first is evaluated
-        split: read_blocks(source, vocabulary, length)
-        for split, source in common.named_sources(config["data"], **which).items()
-    }
+        residues = Residues(config["data"]["train"], read, possible, vocabulary.ids)
+    sources = common.named_sources(config["data"], **which)
+    texts = {split: read(source) for split, source in sources.items()}  # before any evaluation
     results: Results = {}
     curves: dict[str, NDArray[np.float64]] = {}
     for split, blocks in texts.items():
@@ -103,11 +97,7 @@ def metrics_of(losses: NDArray[np.float64]) -> dict[str, float]:
 
 
 def token_losses(
-    model: LanguageModel,
-    blocks: TokenBlocks,
-    batch_size: int,
-    name: str,
-    predict: bool,
+    model: LanguageModel, blocks: TokenBlocks, batch_size: int, name: str, predict: bool
 ) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
     """Returns the negative log-likelihood of each token in nats, and a mask of correct predictions.
 
@@ -170,7 +160,7 @@ def evaluate_masked(
         gaps); and unigram_perplexity and unigram_accuracy_percent.
     """
     tokenizer, options = common.tokenizer_of(run, model.vocabulary), config["data"]
-    length, train = options["length"], options["train"]
+    read = partial(read_pieces, tokenizer=tokenizer, length=options["length"])
     shares = {name: config["task"][name] for name in ("mask_rate", "mask_share", "random_share")}
     task = MaskedTask(model, **shares)
     # In training, a tenth of the gaps show the correct token.
@@ -179,13 +169,10 @@ def evaluate_masked(
     residues = None
     if tokenizer.letters is not None:
         possible = model.ordinary.cpu().numpy()
-        residues = Residues(
-            train, lambda: read_pieces(train, tokenizer, length).ids, possible, tokenizer.letters
-        )
+        residues = Residues(options["train"], read, possible, tokenizer.letters)
     texts = {}  # all texts are read before the first is evaluated
     for split, source in common.named_sources(options, **which).items():
-        pairs = model.next_sentence is not None
-        texts[split] = read_pieces(source, tokenizer, length, pairs)
+        texts[split] = read(source, pairs=model.next_sentence is not None)
         task.expect_gaps(texts[split], source)
     results: Results = {}
     for split, blocks in texts.items():
@@ -225,14 +212,14 @@ class Residues:
 
     The unigram model predicts id i with probability (n_i + 1) / (n + m), where m is the number of
     possible ids, and n_i and n are the counts of id i and of all possible ids in the training file,
-    `source`. `read` returns the ids of this file. `possible` is a mask (ids,) of the possible ids,
-    and `id_of` maps letters of residues to ids.
+    `source`, which `read` reads. `possible` is a mask (ids,) of the possible ids, `id_of` maps
+    letters of residues to ids.
     """
 
     def __init__(
         self,
         source: str,
-        read: Callable[[], NDArray[np.integer]],
+        read: Callable[[str], TokenBlocks | PieceBlocks],
         possible: NDArray[np.bool_],
         id_of: Mapping[str, int],
     ) -> None:
@@ -240,7 +227,7 @@ class Residues:
         self._counts: NDArray[np.float64] | None = None
         self._note = f"no unigram model, because the training file {source} is missing"
         if Path(source).is_file():
-            counts = np.bincount(read(), minlength=len(possible)).astype(np.float64)
+            counts = np.bincount(read(source).ids, minlength=len(possible)).astype(np.float64)
             self._counts = np.where(possible, counts + 1, 0)
             self._note = f"unigram: frequencies in {source}"
 

@@ -29,13 +29,9 @@ if TYPE_CHECKING:
 
 _Numbers = NDArray[np.float64]
 _COLUMNS = (
-    "energy_mae_meV_per_atom",
-    "baseline_energy_mae_meV_per_atom",
-    "force_mae_meV_per_A",
-    "force_rmse_meV_per_A",
-    "baseline_force_mae_meV_per_A",
-    "stress_mae_meV_per_A3",
-)
+    "energy_mae_meV_per_atom", "baseline_energy_mae_meV_per_atom", "force_mae_meV_per_A",
+    "force_rmse_meV_per_A", "baseline_force_mae_meV_per_A", "stress_mae_meV_per_A3",
+)  # fmt: skip
 
 
 def evaluate(

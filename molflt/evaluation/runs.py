@@ -24,6 +24,7 @@ from molflt.training.recipes import Recipe
 from molflt.training.run_folder import Best, best_of, duration
 
 Row = Mapping[str, str]
+_Columns = Mapping[str, NDArray[np.float64]]
 
 
 class Run:
@@ -72,7 +73,7 @@ class Run:
         self.provenance: Mapping[str, Any] = state.get("molflt", {})
         self.seconds: float | None = self.provenance.get("seconds")
         self.time = "-" if self.seconds is None else duration(self.seconds)
-        self.columns: Mapping[str, NDArray[np.float64]] = {}
+        self.columns: _Columns = {}
         if table.is_file():
             self.columns = attempt(lambda: read_columns(table), {})
         self.unmeasured: str = attempt(lambda: why_of_others(path, run_weights(path)), "")
@@ -82,8 +83,7 @@ class Run:
             self.results = attempt(lambda: read_results(path / RESULTS), {})
         if self.results:
             self.predictions = attempt(lambda: read_rows(predictions), [])
-        errors = attempt(lambda: _errors(self.predictions, predictions), {})
-        self.errors: Mapping[str, NDArray[np.float64]] = errors
+        self.errors: _Columns = attempt(lambda: _errors(self.predictions, predictions), {})
 
 
 def read_runs(paths: Sequence[Path]) -> list[Run]:

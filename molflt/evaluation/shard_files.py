@@ -79,13 +79,13 @@ def merge_shards(out: Path) -> int:
     """Merges all shards into one file and returns the number of structures."""
     expect_ending(out, *ENDINGS)
     rows: dict[int, _Row] = {}
-    first_path, first_origin = out, ""
+    origins: dict[Path, str] = {}
     for shard in _shards(out):
         path = shard.path(out)
-        shard_rows, origin = _read_shard(path, shard)
+        shard_rows, origins[path] = _read_shard(path, shard)
         rows |= shard_rows
-        if not first_origin:
-            first_path, first_origin = path, origin
+    (first_path, first_origin), *others = origins.items()
+    for path, origin in others:
         pairs = zip_longest(first_origin.split("; "), origin.split("; "))
         if different := [f"{first} and {other}" for first, other in pairs if first != other]:
             raise ValueError(

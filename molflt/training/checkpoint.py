@@ -37,12 +37,6 @@ _WEIGHTS = Path(__file__).parents[1] / "weights"  # packaged models
 _MODEL = "model.safetensors"
 _FILES = (_MODEL, "config.json", "tokenizer.json")  # the last only for published encoders
 
-EXPECTED = (
-    "expected the folder of a training run, an exported model, a .safetensors file, or "
-    f"{HUB}OWNER/NAME"
-)
-"""Description of a trained model, for messages."""
-
 MASKED = "masked_language"
 """Recipe of published encoders."""
 
@@ -213,7 +207,10 @@ def find_weights(
         got = "no such file"
         if path.exists():
             got = "a folder without a model" if path.is_dir() else "another file"
-        raise FileNotFoundError(f"{source}: {EXPECTED}; got {got}")
+        raise FileNotFoundError(
+            f"{source}: expected the folder of a training run, an exported model, a .safetensors "
+            f"file, or {HUB}OWNER/NAME; got {got}"
+        )
     if checkpoint is not None:
         raise ValueError(
             f"{source or path}: checkpoint={checkpoint} requires a training run; got a weights file"

@@ -196,14 +196,13 @@ def _with_files(words: Sequence[str]) -> list[str]:
         "--config": find_config,
         "--init": lambda name: find(name) if is_packaged(name) else name,
     }
-    files: list[str] = []
-    others: list[str] = []
+    resolved = []
     for word in words:
         option, _, value = word.partition("=")
         if option in path_of and value:
             word = f"{option}={path_of[option](value)}"
-        (files if word.startswith("--config=") else others).append(word)
-    return files + others
+        resolved.append(word)
+    return sorted(resolved, key=lambda word: not word.startswith("--config="))
 
 
 def _joined(words: Sequence[str]) -> list[str]:
