@@ -50,12 +50,10 @@ _Array = NDArray[np.float64]
 
 
 class _Errors(NamedTuple):
-    """Systems with labels, with which an uncertainty is fitted or evaluated."""
+    """Errors of systems with labels, and their spreads or uncertainties."""
 
-    error: _Array
-    """(systems,), |error| in eV"""
-    width: _Array
-    """(systems,), spread before calibration or uncertainty after it, in eV"""
+    error: _Array  # |error| in eV, (systems,)
+    width: _Array  # spread before calibration, uncertainty after it, in eV, (systems,)
 
 
 @dataclass(frozen=True)

@@ -116,7 +116,7 @@ def evaluate(
         groups.write_groups(out, group_errors, "mae_eV")
         by_group = groups.group_tables(group_errors)
     _draw(out, found, model)
-    tables = [f" on {source}", f"{_results_table(results)}\n{baseline}", source.absent]
+    tables = [f" on {source.data.root}", f"{_results_table(results)}\n{baseline}", source.absent]
     tables += [spread_table, relaxation_table, by_group]
     return Evaluation(results, "\n\n".join(filter(None, tables)) + "\n")
 

@@ -161,8 +161,7 @@ def expect_same_totals(ensemble: EnsembleRegressor, dataset: Structures) -> None
 def _totals(model: nn.Module, atoms: Tensor, baseline: Tensor) -> tuple[Tensor, float]:
     """Returns totals (structures,) and the standard deviation of the learned energies, in eV.
 
-    `atoms` contains the counts of elements (structures, elements). The totals include `baseline`
-    (structures,) if the model adds a baseline.
+    `atoms` counts elements (structures, elements); `baseline` (structures,) is added if needed.
     """
     buffers = dict(model.named_buffers())
     if not {"energy_mean", "energy_std"} <= buffers.keys():

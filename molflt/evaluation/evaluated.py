@@ -107,9 +107,6 @@ class EvaluationData:
         self.data = self.data._replace(root=data)
         return True
 
-    def __str__(self) -> str:
-        return str(self.data.root)
-
     def _select(self, splits: Sequence[str] | None) -> list[str]:
         """Returns the splits to evaluate; sets `absent` if usual splits are missing."""
         if self.stem is not None:

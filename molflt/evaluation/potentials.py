@@ -91,7 +91,7 @@ def evaluate(
     write_csv(out / "predictions.csv", rows)
     _draw(out, found)
     table = results_table("split", results, n=("structures", 0))
-    text = "\n\n".join(filter(None, (f" on {source}", source.absent, table)))
+    text = "\n\n".join(filter(None, (f" on {source.data.root}", source.absent, table)))
     return Evaluation(results, f"{text}\n")
 
 

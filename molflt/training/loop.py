@@ -74,7 +74,7 @@ class _LightningTask(pl.LightningModule):
     def training_step(self, batch: object, batch_idx: int) -> dict[str, Tensor]:
         """Returns the loss, and "sums": the `_COUNTED` values of this batch and the task's sums."""
         progress = self.global_step / max(1, self.trainer.max_steps)
-        self._note(batch)
+        self._batch_name, self._batch_size = self.task.name(batch), self.task.size(batch)
         loss, sums = self.task.loss(batch, progress)
         self._share_seen()
         self.last_lr = float(self.trainer.optimizers[0].param_groups[0]["lr"])
@@ -82,10 +82,6 @@ class _LightningTask(pl.LightningModule):
             raise ValueError(self._diverged("loss", loss.item()))
         counted = loss.detach(), torch.tensor(1), torch.tensor(self._batch_size)
         return {"loss": loss, "sums": _stacked([*counted, *sums], self.device)}
-
-    def _note(self, batch: object) -> None:
-        """Keeps the name and the size of a batch for messages."""
-        self._batch_name, self._batch_size = self.task.name(batch), self.task.size(batch)
 
     def _share_seen(self) -> None:
         """Merges records of the training data, such as its elements, over all ranks."""
@@ -114,7 +110,7 @@ class _LightningTask(pl.LightningModule):
         self._sums, self._metrics = [], None
 
     def validation_step(self, batch: object, batch_idx: int) -> None:
-        self._note(batch)
+        self._batch_name, self._batch_size = self.task.name(batch), self.task.size(batch)
         self._sums.append(_stacked([*self.task.validation_sums(batch)], self.device))
 
     def validation_metrics(self) -> dict[str, float]:
