@@ -37,8 +37,8 @@ def losses_by_place(losses: Mapping[str, NDArray[np.float64]], file: Path) -> No
 def substitutions(tables: Mapping[str, NDArray[np.float64]], letters: str, file: Path) -> None:
     """Draws similarity tables (letters, letters), keyed by title, without their diagonals."""
     count = len(tables)
-    with panels(file, count, count, (4.4, 3.9), (0.6, 0.0)) as (figure, shown):
-        for axes, (title, table) in zip(shown, tables.items(), strict=True):
+    with panels(file, count, count, (4.4, 3.9), (0.6, 0.0)) as (figure, all_axes):
+        for axes, (title, table) in zip(all_axes, tables.items(), strict=True):
             image = axes.imshow(np.where(np.eye(len(letters)), np.nan, table), cmap="viridis")
             axes.set_xticks(range(len(letters)), letters, fontsize="x-small")
             axes.set_yticks(range(len(letters)), letters, fontsize="x-small")

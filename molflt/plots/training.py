@@ -44,16 +44,16 @@ def training_curve(
     """
     columns = read_columns(Path(metrics_csv))
     known = {"train_loss": Metric("loss", scale="log"), **metrics, "lr": Metric("learning rate")}
-    shown = {}
+    panels = {}
     for name in known:
         lines = [name] if name in ("train_loss", "lr") else [f"train_{name}", f"val_{name}"]
         if lines := [line for line in lines if np.isfinite(columns.get(line, [])).any()]:
-            shown[name] = lines
-    if not shown:
+            panels[name] = lines
+    if not panels:
         raise ValueError(f"{metrics_csv}: nothing to plot; expected train_loss, lr or metrics")
     sizes = (7.0, 1.9), (0.0, 0.6)
-    with panels_of(file, len(shown), 1, *sizes, sharex=True) as (figure, rows):
-        for axes, (name, lines) in zip(rows, shown.items(), strict=True):
+    with panels_of(file, len(panels), 1, *sizes, sharex=True) as (figure, all_axes):
+        for axes, (name, lines) in zip(all_axes, panels.items(), strict=True):
             metric = known[name]
             for line in lines:
                 label, color = _PREFIXES[line.partition("_")[0]]
@@ -69,7 +69,7 @@ def training_curve(
                 axes.set_ylim(bottom=0.0)
             axes.set_ylabel(metric.axis)
             axes.grid()
-        rows[-1].set_xlabel("step")
+        all_axes[-1].set_xlabel("step")
         figure.align_ylabels()
 
 
@@ -126,15 +126,15 @@ def overlaid_curves(
     `runs` contains the columns of each run, including `step`; empty cells are NaN. Metrics without
     values are omitted.
     """
-    shown = [
+    panels = [
         name
         for name in metrics
         if any(np.isfinite(columns.get(name, [])).any() for columns in runs.values())
     ]
     sizes = (7.0, 2.4), (0.0, 0.8 + 0.1 * len(runs))
-    with panels_of(file, len(shown), 1, *sizes, sharex=True) as (figure, rows):
+    with panels_of(file, len(panels), 1, *sizes, sharex=True) as (figure, all_axes):
         last = max(float(np.nanmax(columns["step"], initial=1.0)) for columns in runs.values())
-        for axes, name in zip(rows, shown, strict=True):
+        for axes, name in zip(all_axes, panels, strict=True):
             styles = itertools.cycle(itertools.product(_STYLES, SERIES))
             for (run, columns), (style, color) in zip(runs.items(), styles, strict=False):
                 if name in columns:
@@ -145,10 +145,10 @@ def overlaid_curves(
             best = "higher" if metrics[name].largest_is_best else "lower"
             axes.set_ylabel(f"{metrics[name].axis}\n({best} is better)")
             axes.grid()
-        rows[-1].set_xlabel("step")
-        rows[0].set_title(f"n = {len(runs)} runs")
+        all_axes[-1].set_xlabel("step")
+        all_axes[0].set_title(f"n = {len(runs)} runs")
         figure.align_ylabels()
-        lines = {str(line.get_label()): line for axes in rows for line in axes.lines}
+        lines = {str(line.get_label()): line for axes in all_axes for line in axes.lines}
         options: dict[str, Any] = {"loc": "outside lower center", "ncols": min(len(runs), 3)}
         figure.legend([*lines.values()], [*lines], **options)
 
@@ -197,8 +197,8 @@ def _bands(
     title: str | None = None,
 ) -> None:
     names = list(dict.fromkeys(name for optimizers in panels.values() for name in optimizers))
-    with panels_of(file, len(panels), 3, (3.1, 2.6), (1.0, 0.8)) as (figure, shown):
-        for axes, (task, optimizers) in zip(shown, panels.items(), strict=True):
+    with panels_of(file, len(panels), 3, (3.1, 2.6), (1.0, 0.8)) as (figure, all_axes):
+        for axes, (task, optimizers) in zip(all_axes, panels.items(), strict=True):
             for name, values in optimizers.items():
                 x, y, low, high = band(values)
                 color = SERIES[names.index(name) % len(SERIES)]
@@ -207,4 +207,4 @@ def _bands(
             axes.set(xlabel=x_label, ylabel=y_label, yscale=scale)
             axes.set_title(plain(task.replace("_", " ")))
             axes.grid()
-        legend_outside(figure, shown[0], "lower", min(len(names), 5), title=title)
+        legend_outside(figure, all_axes[0], "lower", min(len(names), 5), title=title)
