@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from jsonargparse import ArgumentParser
 
-from molflt.evaluation.results import Evaluation, provenance_of, write_results
+from molflt.evaluation.results import Evaluation, results_of, write_results
 from molflt.files import expect_writable
 from molflt.plots import further_formats
 from molflt.training.checkpoint import load_run, weights_of
@@ -51,7 +51,7 @@ def evaluate(
     """
     run = Path(run)
     members = [run, *map(Path, also or [])]
-    provenance = provenance_of([weights_of(path, checkpoint) for path in members], checkpoint)
+    inputs = results_of([weights_of(path, checkpoint) for path in members], checkpoint)
     if also is None:
         model, config = load_run(run, checkpoint, device)
     else:
@@ -68,7 +68,7 @@ def evaluate(
         if pictures and (run / "metrics.csv").is_file():
             task: Any = recipe.load("task")
             draw_curve(run, created / "curve.png", task.metrics)
-        files = write_results(out, created, report.results, provenance, config, options)
+        files = write_results(out, created, report.results, inputs, config, options)
     print(f"{' + '.join(map(str, members))}, checkpoint {checkpoint}{report.text}")
     print("written: " + ", ".join(map(str, files)))
     return report.results

@@ -226,9 +226,9 @@ def assess(
         return {}, {}, ""
     chosen = split or _split_to_calibrate_on(found, learned)
     if chosen is None:
-        columns = {name: uncertainty_of(model, part, None) for name, part in found.items()}
         rows = {name: _row(part) for name, part in found.items()}
-        return rows, columns, results_table("split", rows, ("spread_eV", "member_mae_eV"))
+        spreads = {name: {"spread_eV": part.spread} for name, part in found.items()}
+        return rows, spreads, results_table("split", rows, ("spread_eV", "member_mae_eV"))
     source = found[chosen]
     calibrating = _calibration_mask(source)
     fitted = _errors(source, source.spread, calibrating)

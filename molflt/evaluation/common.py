@@ -97,9 +97,8 @@ def named_images(
         options |= {"train_labels": None, "val_labels": None}
     images = kind(**options)  # type: ignore[arg-type]  # from a checked configuration
     images.setup()
-    if data is not None:
-        return images, {Path(data).name: images.for_evaluation("val")}
-    return images, {name: images.for_evaluation(name) for name in chosen}
+    parts = {name: name for name in chosen} if data is None else {Path(data).name: "val"}
+    return images, {name: images.for_evaluation(part) for name, part in parts.items()}
 
 
 def evaluate(

@@ -152,14 +152,14 @@ class RunFolder:
         `trainer.devices`, which multiplies the batch size, are rejected. A run ended by early
         stopping can be resumed only with more patience.
         """
-        self.provenance["config"] = now = plain(config)
+        self.provenance["config"] = plain(config)
         if self.checkpoint is None:
             return
         path = self.path / "config.yaml"
         stored = self._stored().get("config") or read_config(self.path)
         # older configurations do not contain options that were added later
-        old = dict(_flat(plain(defaults(now["recipe"])))) | dict(_flat(stored))
-        new = dict(_flat(now))
+        old = dict(_flat(plain(defaults(config["recipe"])))) | dict(_flat(stored))
+        new = dict(_flat(self.provenance["config"]))
         steps, done = new[_STEPS], self.checkpoint["global_step"]
         # None if max_epochs is set; compared again when the data are known
         if steps is not None and int(steps) < max(done, int(old[_STEPS])):
