@@ -48,8 +48,9 @@ def refuse_idle(run: str, why: str, options: Mapping[str, object]) -> None:
     """Raises ValueError for the first option that is set; `why` explains why it has no effect."""
     for name, value in options.items():
         if value is not None:
-            words = value if isinstance(value, list) else [] if value is True else [value]
-            option = shlex.join([f"--{name.replace('_', '-')}", *map(str, words)])
+            words = value if isinstance(value, list) else [value]
+            words = [str(word) for word in words if word is not True]  # a flag
+            option = shlex.join([f"--{name.replace('_', '-')}", *words])
             raise ValueError(f"{run}: {why}; {option} has no effect; remove it")
 
 

@@ -110,8 +110,9 @@ Results = dict[str, dict[str, float | None]]
 
 def number_format(name: str, metric: Metric | None) -> str:
     """Returns the format of a metric: decimal places as in `COLUMNS`, or as in `metric`."""
-    digits = COLUMNS[name][1] if name in COLUMNS else None if metric is None else metric.digits
-    return ".4g" if digits is None else f".{digits}f"
+    if name in COLUMNS:
+        return f".{COLUMNS[name][1]}f"
+    return ".4g" if metric is None else f".{metric.digits}f"
 
 
 class Evaluation(NamedTuple):
