@@ -41,7 +41,6 @@ def rpe_profiles(model: torch.nn.Module, file: Path, r_max: float = 8.0, unit: s
 
     Args:
         model: a position module, or a model with one at `encoding.position`.
-        file: file to write.
         r_max: largest distance, in `unit`.
         unit: unit of positions.
     """
@@ -70,7 +69,6 @@ def rpe_curves(
 
     Args:
         position: a position module of dimension 1, or a model with one at `encoding.position`.
-        file: file to write.
         max_offset: largest offset between a query and a key, in `unit`; an integer for encodings on
             a grid of tokens.
         unit: unit of positions.
@@ -118,7 +116,6 @@ def rpe_surfaces(
     Args:
         position: a position module of dimension 2 or more, or a model with one at
             `encoding.position`.
-        file: file to write.
         extent: largest offset in `unit`, either one number for both axes or one number per axis;
             for encodings on a grid of H x W tokens, (H - 1, W - 1).
         unit: unit of positions.

@@ -35,7 +35,6 @@ def parity(
 
     Args:
         panels: labels and predictions of each split in `unit`, both of shape (systems,).
-        file: file to write.
         names: names of the systems of each split; if given, the largest errors are labeled.
         quantity: name of the predicted quantity.
         unit: unit of the predicted quantity.
@@ -103,7 +102,6 @@ def calibration(
             of these levels, both of shape (levels,).
         errors: for each split, uncertainties and |errors| in eV, both of shape (systems,).
         level: fraction of errors that the uncertainty should cover, in (0, 1).
-        file: file to write.
     """
     colors = dict(zip(errors, SERIES * len(errors), strict=False))
     with panels_of(file, 2, 2, (5.25, 4.6)) as (_, (left, right)):

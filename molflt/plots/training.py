@@ -1,9 +1,10 @@
-"""Figures of training curves and comparisons of runs and optimizers."""
+"""Figures of training curves, comparisons of runs and optimizers, and losses of texts."""
 
 from __future__ import annotations
 
 import csv
 import itertools
+import warnings
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 _STYLES = ("-", "--", ":", "-.")
 _LEAST = 1e-30  # smallest loss on a logarithmic axis
+_BINS = 24  # of positions in a block
 
 _PREFIXES = {"val": ("validation", VERMILION), "lr": ("", GREEN), "train": ("training", BLUE)}
 _Array = NDArray[np.float64]
@@ -38,7 +40,6 @@ def training_curve(
     Args:
         metrics_csv: metrics.csv of a run, with the column `step` and any of `train_loss`, `lr`, and
             metrics with the prefix `train_` or `val_`; cells may be empty.
-        file: file to write.
         metrics: metrics of the task; each metric in the file is drawn in its own panel.
         best: metric whose best validation value is marked, and the step of this value.
     """
@@ -151,6 +152,25 @@ def overlaid_curves(
         lines = {str(line.get_label()): line for axes in all_axes for line in axes.lines}
         options: dict[str, Any] = {"loc": "outside lower center", "ncols": min(len(runs), 3)}
         figure.legend([*lines.values()], [*lines], **options)
+
+
+def losses_by_place(losses: Mapping[str, NDArray[np.float64]], file: Path) -> None:
+    """Plots the mean loss against the position in a block, which is the length of the context.
+
+    `losses` contains the losses of the tokens of each text, in nats, as an array (blocks, length);
+    missing tokens are NaN.
+    """
+    with panels_of(file, 1, 1, (6.0, 3.4)) as (_, (axes,)):
+        for (name, loss), color in zip(losses.items(), itertools.cycle(SERIES), strict=False):
+            edges = np.unique(np.geomspace(1, loss.shape[1] + 1, _BINS).astype(int))
+            with warnings.catch_warnings():  # a short text does not reach the last positions
+                warnings.simplefilter("ignore", RuntimeWarning)
+                means = [np.nanmean(loss[:, a - 1 : b - 1]) for a, b in itertools.pairwise(edges)]
+            centers = np.sqrt(edges[:-1] * (edges[1:] - 1.0))
+            axes.plot(centers, means, marker="o", markersize=3, color=color, label=name)
+        axes.set(xscale="log", xlabel="position / tokens", ylabel="loss / nats per token")
+        axes.grid()
+        axes.legend()
 
 
 def loss_curves(tasks: Mapping[str, Mapping[str, _Array]], file: Path, steps: int) -> None:
