@@ -94,7 +94,7 @@ def adsorb(
         frames += [atoms for atoms, _ in varied(ranks, best)]
     relaxed: list[Relaxed] = []
     try:
-        for atoms in with_bar(frames, "relaxing placements") if calculator is not None else ():
+        for atoms in with_bar([] if calculator is None else frames, "relaxing placements"):
             result = relax_atoms(atoms, calculator, fmax=fmax or 0.05, steps=steps or 200)
             relaxed.append(result)
             rows[id(atoms)] |= {"relaxed_energy_eV": result.after, "converged": result.converged}

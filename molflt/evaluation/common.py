@@ -30,7 +30,6 @@ from molflt.training.config import Config
 from molflt.training.recipes import Recipe
 
 _RESTORE = "restore the file that training wrote"
-_Call = tuple[Attention, tuple[Any, ...], dict[str, Any]]
 _Batch = TypeVar("_Batch")
 _Images = TypeVar("_Images", bound=ImageData)
 _Sized = TypeVar("_Sized", bound=Sized)
@@ -221,7 +220,7 @@ def attention_of(
     `run` calls the model. Each call of a layer contributes one matrix. If `last` is not None, only
     the matrices of the `last` calls are computed.
     """
-    calls: list[_Call] = []
+    calls: list[tuple[Attention, tuple[Any, ...], dict[str, Any]]] = []
 
     def record(layer: nn.Module, inputs: tuple[object, ...], options: dict[str, object]) -> None:
         calls.append((cast(Attention, layer), inputs, options))

@@ -139,15 +139,18 @@ def expect_same_totals(ensemble: EnsembleRegressor, dataset: Structures) -> None
     negligible = _NEGLIGIBLE * float(atoms.sum(dim=1).median()) if has_references(first) else 0.0
     names = [str(run) for run in ensemble.data]
     names = names or [f"model {i + 1} of the ensemble" for i in range(len(others) + 1)]
-    baseline, deviations = atoms.new_zeros(len(atoms)), 1.0
-    if len({_adds_baseline(member) for member in ensemble.members}) > 1:
+    adds = [bool(getattr(member, "adds_baseline", False)) for member in ensemble.members]
+    none, deviations = atoms.new_zeros(len(atoms)), 1.0
+    baseline = none
+    if any(adds) and not all(adds):
         deviations = 3.0  # because the baseline varies as much as the labels
         baseline = torch.tensor([float(dataset[int(i)].y_baseline) for i in indices]).to(atoms)
         if not baseline.isfinite().all():
             return  # the member with a baseline rejects these structures
-    totals, std = _totals(first, atoms, baseline)
-    for name, member in zip(names[1:], others, strict=True):
-        other_totals, other_std = _totals(member, atoms, baseline)
+    added = [baseline if adds_baseline else none for adds_baseline in adds]
+    totals, std = _totals(first, atoms, added[0])
+    for name, member, its_baseline in zip(names[1:], others, added[1:], strict=True):
+        other_totals, other_std = _totals(member, atoms, its_baseline)
         difference = float((other_totals - totals).abs().median())
         limit = max(deviations * std, deviations * other_std, negligible)
         if difference > limit:
@@ -159,21 +162,13 @@ def expect_same_totals(ensemble: EnsembleRegressor, dataset: Structures) -> None
 
 
 def _totals(model: nn.Module, atoms: Tensor, baseline: Tensor) -> tuple[Tensor, float]:
-    """Returns totals (structures,) and the standard deviation of the learned energies, in eV.
-
-    `atoms` counts elements (structures, elements); `baseline` (structures,) is added if needed.
-    """
+    """Returns totals (structures,) and the standard deviation of the learned energies, in eV."""
     buffers = dict(model.named_buffers())
     if not {"energy_mean", "energy_std"} <= buffers.keys():
         return atoms.new_zeros(len(atoms)), float("inf")
     mean, std = float(buffers["energy_mean"]), float(buffers["energy_std"])
     references = buffers.get("element_energies", torch.zeros(atoms.shape[1]))
-    totals = atoms @ references.detach().to("cpu", atoms.dtype) + mean
-    return totals + baseline if _adds_baseline(model) else totals, std
-
-
-def _adds_baseline(model: nn.Module) -> bool:
-    return bool(getattr(model, "adds_baseline", False))
+    return atoms @ references.detach().to("cpu", atoms.dtype) + mean + baseline, std
 
 
 def has_references(model: nn.Module) -> bool:

@@ -44,8 +44,7 @@ class EvaluationData:
     other file is evaluated as a whole, as one split with the name of the file.
 
     Args:
-        run: folder of the run.
-        config: configuration of the run.
+        run, config: folder and configuration of the run.
         splits: names of splits; by default OC20's four validation splits and the validation split
             of the run, if they exist.
         data: folder of a data set, or a file, which is evaluated as a whole; by default the data of

@@ -187,7 +187,6 @@ def write_results(
     The files are moved from the folder `created` to `out`, where they replace earlier files.
     Metrics that JSON cannot represent, such as an infinite perplexity, become None. `options`
     contains the value of --data, under the key "data", and the options for reading this data set.
-    `inputs` is a result of `results_of`.
     """
     finite = {
         split: {k: None if x is None or not math.isfinite(x) else x for k, x in row.items()}
@@ -199,10 +198,10 @@ def write_results(
     for name, content in {RESULTS: finite, _NOTE: note}.items():
         files[name] = f"{json.dumps(content, indent=2, allow_nan=False)}\n".encode()
     figures = [f"{name}.{ending}" for name in FIGURES for ending in FORMATS]
-    earlier = (out / RESULTS).is_file()  # other folders may hold unrelated files of these names
-    for name in (*figures, *_TABLES, *_EARLIER, RESULTS, _NOTE) if earlier else ():
-        for path in [*out.glob(name)]:
-            path.unlink()
+    if (out / RESULTS).is_file():  # other folders may hold unrelated files of these names
+        for name in (*figures, *_TABLES, *_EARLIER, RESULTS, _NOTE):
+            for path in [*out.glob(name)]:
+                path.unlink()
     for name, content in files.items():  # results.json is written after the files it belongs to
         write_atomically(out / name, content)
     return [out / name for name in files]

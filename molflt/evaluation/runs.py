@@ -73,9 +73,7 @@ class Run:
         self.provenance: Mapping[str, Any] = state.get("molflt", {})
         self.seconds: float | None = self.provenance.get("seconds")
         self.time = "-" if self.seconds is None else duration(self.seconds)
-        self.columns: _Columns = {}
-        if table.is_file():
-            self.columns = attempt(lambda: read_columns(table), {})
+        self.columns: _Columns = attempt(lambda: read_columns(table), {}) if table.is_file() else {}
         self.unmeasured: str = attempt(lambda: why_of_others(path, run_weights(path)), "")
         self.results: Results = {}
         self.predictions: Sequence[Row] = []

@@ -69,10 +69,7 @@ def beam_search(
 
 
 class _Search:
-    """Hypotheses of all unfinished sources, with `beam` rows for each source.
-
-    `limits` (sources,) contains the maximum length of the target of each source.
-    """
+    """Hypotheses of unfinished sources, `beam` rows each, of lengths up to `limits` (sources,)."""
 
     def __init__(
         self,

@@ -30,12 +30,8 @@ from molflt.training.recipes import Recipe
 Checkpoint = dict[str, Any]
 """Lightning's checkpoint; its key "molflt" contains a `molflt.training.run_folder.Provenance`."""
 
-RECOMMENDED = "game-net"
-"""The packaged model used by default."""
-
 _WEIGHTS = Path(__file__).parents[1] / "weights"  # packaged models
 _MODEL = "model.safetensors"
-_FILES = (_MODEL, "config.json", "tokenizer.json")  # the last only for published encoders
 
 MASKED = "masked_language"
 """Recipe of published encoders."""
@@ -346,7 +342,7 @@ def find(source: str | Path | None, hub: Mapping[str, object] | None = None) -> 
         The folder of a run, or a weights file.
     """
     if source is None:
-        return _packaged(RECOMMENDED)
+        return _packaged("game-net")  # the recommended model
     name, path = str(source), Path(source)
     if name.startswith(HUB):
         return _fetched(name, hub or {})
@@ -381,7 +377,8 @@ def _packaged(name: str) -> Path:
 
 def _fetched(name: str, options: Mapping[str, object]) -> Path:
     repository, _, revision = name.removeprefix(HUB).partition("@")
-    arguments = {"revision": revision or None, "allow_patterns": [*_FILES], **options}
+    files = [_MODEL, "config.json", "tokenizer.json"]  # the last only for published encoders
+    arguments = {"revision": revision or None, "allow_patterns": files, **options}
     fetch: Callable[..., str] = require("huggingface_hub", name, "hub").snapshot_download
     try:
         folder = fetch(repository, **arguments)

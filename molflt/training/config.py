@@ -33,8 +33,6 @@ class Config(TypedDict):
 
 HUB = "hf:"
 """Prefix of repository names on the Hugging Face Hub."""
-PARTS = ("model", "data", "task", "trainer")
-"""Groups of options."""
 
 
 def add_options(parser: ArgumentParser, recipe: str) -> None:
@@ -144,7 +142,7 @@ def read_yaml(path: Path) -> dict[str, object]:
         raise ValueError(f"{path}: expected YAML in UTF-8; got {reason}") from None
     if not isinstance(content, dict):
         raise ValueError(f"{path}: expected `key: value`; got {shown(content)}")
-    for part in PARTS:
+    for part in ("model", "data", "task", "trainer"):
         if not isinstance(group := content.get(part, {}), dict):
             raise ValueError(f"{path}: key {part}: expected keys and values; got {shown(group)}")
     return content

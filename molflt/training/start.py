@@ -130,10 +130,7 @@ class _TrainParser(ArgumentParser):
             )
 
     def _take_model_of(self, init: str, recipe: str) -> bool:
-        """Uses the options and the tokenizer of `init` as defaults.
-
-        Returns True if its tokenizer is missing, but the data of the recipe need it.
-        """
+        """Uses options and tokenizer of `init` as defaults; True if a tokenizer is missing."""
         source = read_initial_weights(init)
         related = source.recipe in Recipe.of({"recipe": recipe}).relatives
         if source.recipe not in (None, recipe) and not related:
