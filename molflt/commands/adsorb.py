@@ -85,7 +85,7 @@ def adsorb(
     rows, frames = {}, []  # rows of the table by id of the placement, placements to write
     for ranks in comparable(model, placed):
         for rank, (atoms, predicted) in enumerate(ranks, start=1):
-            atoms.info["slab"] = list(by_name)[atoms.info["slab"]]
+            atoms.info["slab"] = list(by_name)[atoms.info["slab"]]  # its index in `repeated`
             energies = {"energy_eV": predicted.energy, "uncertainty_eV": predicted.uncertainty}
             outside = "; ".join(predicted.outside) or None
             rows[id(atoms)] = {"rank": rank, **atoms.info, **energies, "outside": outside}
