@@ -132,11 +132,11 @@ class _BestWeights(Callback):
         self.folder = folder
         self.patience = patience
         self.task = task
-        # best values of metrics, their step, and the number of validations since then
+        # best values of metrics, their step, and the number of validations without improvement
         self.best: dict[str, float] = {"step": 0, "since": 0}
 
     def _scores(self, values: Mapping[str, float], names: Sequence[str]) -> list[float]:
-        """Returns scores (larger is better), which are -inf for missing or non-finite metrics."""
+        """Returns scores to compare in this order, -inf for missing or non-finite metrics."""
         scores = []
         for name in names:
             value = values.get(name, math.nan)
@@ -151,9 +151,9 @@ class _BestWeights(Callback):
         names = self.task.ranking(values)
         new, best = self._scores(values, names), self._scores(self.best, names)
         # the accuracy is always finite, but the sums include the loss
-        finite = pl_module.validation_is_finite and max(new) > -math.inf
-        since = 0 if finite and new > best else int(self.best["since"]) + 1
-        if finite and new >= best:
+        is_valid = pl_module.validation_is_finite and max(new) > -math.inf
+        since = 0 if is_valid and new > best else int(self.best["since"]) + 1
+        if is_valid and new >= best:
             known = {name: values[name] for name in names if math.isfinite(values[name])}
             self.best = {**known, "step": step}
             metric = next(iter(known))

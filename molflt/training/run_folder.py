@@ -364,8 +364,7 @@ def _git_commit() -> str | None:
 class Best(NamedTuple):
     """The best validation of a run; best.safetensors contains its weights."""
 
-    metric: str
-    """name in metrics.csv without ``val_``"""
+    metric: str  # name in metrics.csv without ``val_``
     value: float
     step: int
 
