@@ -454,8 +454,9 @@ def warn_of_elements(
     """
 
     def missing(models: Sequence[nn.Module], buffer: str, numbers: set[int]) -> str:
-        buffers = [x for each in models if (x := getattr(each, buffer, None)) is not None]
-        zero = [z for z in sorted(numbers) if not all(bool(values[z]) for values in buffers)]
+        buffers = [getattr(each, buffer, None) for each in models]
+        known = [values for values in buffers if values is not None]
+        zero = [z for z in sorted(numbers) if not all(bool(values[z]) for values in known)]
         return ", ".join(map(symbol, zero))
 
     members = list(getattr(model, "members", [model]))

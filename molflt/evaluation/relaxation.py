@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 OptimizerName = Literal["lbfgs", "bfgs", "fire"]
 _LARGEST_STEP = 0.1  # Å per atom; with ASE's default, 0.2, atoms may leave the learned region
-_Numbers = NDArray[np.float64]
+_Array = NDArray[np.float64]
 _THRESHOLDS = np.arange(0.01, 0.5, 0.001)  # Å, as in OC20's evaluator
 
 
@@ -142,7 +142,7 @@ def _snapshot(moving: Atoms, calculator: Calculator) -> Atoms:
     return copy
 
 
-def adwt(distances: _Numbers) -> float:
+def adwt(distances: _Array) -> float:
     """Computes the average distance within threshold (ADwT) of OC20, in percent.
 
     This is the fraction of structures whose atoms are, on average, closer to their relaxed

@@ -22,7 +22,7 @@ from molflt.optional import require
 from molflt.sequence.classifier import SequenceClassifier
 from molflt.training.config import Config
 
-_Numbers = NDArray[np.float64]
+_Array = NDArray[np.float64]
 
 
 def evaluate(
@@ -77,7 +77,7 @@ def evaluate(
     return Evaluation(results, f", {task}\n\n{table}\n")
 
 
-def official(task: str, predicted: _Numbers, label: _Numbers) -> dict[str, float | None]:
+def official(task: str, predicted: _Array, label: _Array) -> dict[str, float | None]:
     """Computes the metrics of a task in percent and, for GLUE tasks, their mean, glue_percent.
 
     Args:
@@ -112,7 +112,7 @@ def logits_of(
     length: int,
     batch_size: int,
     name: str,
-) -> _Numbers:
+) -> _Array:
     """Returns the logits (items, classes) of sentences or sentence pairs.
 
     Inputs of more than `length` tokens are truncated, as in training, with a warning.
