@@ -294,7 +294,7 @@ class _MetricsFile(Callback):
         self._write(trainer, row)
         self.shown |= {
             "loss": f"{loss:.3g}",
-            **{_short(name): f"{metrics[name]:.4g}" for name in known[:2]},
+            **{name.replace("percent", "%"): f"{metrics[name]:.4g}" for name in known[:2]},
             "lr": f"{module.last_lr:.2g}",
             self.speed.replace("_per_", "/"): f"{speed:.0f}",
         }
@@ -315,7 +315,7 @@ class _MetricsFile(Callback):
         row = {f"val_{name}": metrics[name] for name in known}
         self._write(trainer, {"step": trainer.global_step, **row})
         for name in known[:2]:
-            self.shown[f"val_{_short(name)}"] = f"{metrics[name]:.4g}"
+            self.shown[f"val_{name}".replace("percent", "%")] = f"{metrics[name]:.4g}"
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._paused = time.perf_counter()
@@ -333,7 +333,3 @@ def _validation_due(checkpoint: Checkpoint | None) -> bool:
         return False
     progress = checkpoint["loops"]["fit_loop"]["epoch_loop.val_loop.batch_progress"]["total"]
     return bool(progress["processed"] < progress["ready"])
-
-
-def _short(metric: str) -> str:
-    return metric.replace("percent", "%")

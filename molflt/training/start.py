@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import glob
 import hashlib
-import itertools
 import json
 import os
 import re
@@ -225,9 +224,10 @@ def dated_run(name: str) -> Path:
             raise ValueError("--run: expected the same folder for all processes; got none")
         return Path(os.environ[_SHARED])
     stem = f"{time.strftime('%Y-%m-%d')}-{re.sub(r'[^A-Za-z0-9._+-]+', '-', name)[:_LONGEST]}"
-    names = itertools.chain([stem], (f"{stem}-{count}" for count in itertools.count(2)))
-    runs = (Path("runs", each) for each in names)
-    run = next(path for path in runs if not os.path.lexists(path))
+    run, count = Path("runs", stem), 1
+    while os.path.lexists(run):
+        count += 1
+        run = Path("runs", f"{stem}-{count}")
     os.environ[_SHARED] = str(run)
     return run
 
