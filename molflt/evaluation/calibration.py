@@ -252,6 +252,22 @@ def assess(
     return rows, columns, f"{_heading(calibration)}\n{results_table('split', rows)}"
 
 
+def uncertainty_of(
+    model: nn.Module, found: Predictions, calibration: Calibration | None
+) -> dict[str, _Array]:
+    """Returns the columns spread_eV and, with a calibration, uncertainty_eV of an ensemble.
+
+    For other models, the result is empty. Uncertainties are NaN for new elements if the calibration
+    does not include a factor for them.
+    """
+    if not isinstance(model, EnsembleRegressor):
+        return {}
+    columns = {"spread_eV": found.spread}
+    if calibration is not None:
+        columns["uncertainty_eV"] = calibration.uncertainty(found.spread, found.is_new)
+    return columns
+
+
 def _heading(calibration: Calibration) -> str:
     """Explains how the uncertainty was calibrated."""
     heading = (
@@ -375,19 +391,3 @@ def _draw(
     }
     points = {split: (width, error) for split, (error, width) in evaluated.items()}
     plots.calibration(coverage, points, LEVEL, png)
-
-
-def uncertainty_of(
-    model: nn.Module, found: Predictions, calibration: Calibration | None
-) -> dict[str, _Array]:
-    """Returns the columns spread_eV and, with a calibration, uncertainty_eV of an ensemble.
-
-    For other models, the result is empty. Uncertainties are NaN for new elements if the calibration
-    does not include a factor for them.
-    """
-    if not isinstance(model, EnsembleRegressor):
-        return {}
-    columns = {"spread_eV": found.spread}
-    if calibration is not None:
-        columns["uncertainty_eV"] = calibration.uncertainty(found.spread, found.is_new)
-    return columns

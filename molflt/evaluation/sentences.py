@@ -63,7 +63,7 @@ def evaluate(
     else:
         texts = {Path(data).name: read_examples(Path(data), task, classes)}
     for split, examples in texts.items():
-        logits = logits_of(model, tokenizer, examples, length, batch_size, split)
+        logits = text_logits(model, tokenizer, examples, length, batch_size, split)
         labels = np.array([example.label for example in examples])
         predicted = logits[:, 0] if model.classes == 1 else logits.argmax(axis=1).astype(float)
         results[split] = {**official(task, predicted, labels), "n": len(labels)}
@@ -105,7 +105,7 @@ def official(task: str, predicted: _Array, label: _Array) -> dict[str, float | N
     return {**scores, "glue_percent": float(np.mean(values))} if task in GLUE else scores
 
 
-def logits_of(
+def text_logits(
     model: SequenceClassifier,
     tokenizer: Tokenizer,
     examples: Sequence[Example],

@@ -67,7 +67,7 @@ class _Progress(Callback):
         step = trainer.global_step
         if step % min(self.table.log_every, 10) == 0 or step >= trainer.max_steps:
             self._bar.update(step - self._bar.n)
-            self._bar.set_postfix(self.table.shown)
+            self._bar.set_postfix(self.table.latest)
 
     def on_validation_start(self, *_: object) -> None:
         self._bar.set_description("validating")
@@ -76,7 +76,7 @@ class _Progress(Callback):
         if trainer.sanity_checking and not pl_module.task.validates_start:
             return
         self._bar.set_description("training", refresh=False)
-        self._bar.set_postfix(self.table.shown)
+        self._bar.set_postfix(self.table.latest)
         if not sys.stdout.isatty():
             self._print_validation(trainer, pl_module.validation_metrics())
 
@@ -84,8 +84,8 @@ class _Progress(Callback):
         measured = [name for name in self.metrics if math.isfinite(values.get(name, math.nan))]
         # without duplicates: the ranking metric may equal another metric, such as the accuracy
         texts = list(dict.fromkeys(self.metrics[name].shown(values[name]) for name in measured))
-        shown = self.table.shown.items()
-        training = [f"{name} {text}" for name, text in shown if name == "loss" or "/s" in name]
+        latest = self.table.latest.items()
+        training = [f"{name} {text}" for name, text in latest if name == "loss" or "/s" in name]
         training.append(duration(time.perf_counter() - self._since))
         self.table.folder.say(
             f"step {trainer.global_step:,} of {trainer.max_steps:,}: validation "

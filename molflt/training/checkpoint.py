@@ -279,10 +279,10 @@ def check_weights(path: Path, model: nn.Module, weights: Mapping[str, Tensor]) -
                 f"{path}: key {shown(name)}: the model expects {want}; got {got}; the weights "
                 "belong to a different configuration or version"
             )
-        expect_finite(path, name, weights[name])
+        check_finite(path, name, weights[name])
 
 
-def expect_finite(path: Path, name: str, tensor: Tensor) -> None:
+def check_finite(path: Path, name: str, tensor: Tensor) -> None:
     """Raises ValueError if a tensor of a weights file contains NaN or infinity."""
     if not bool(torch.isfinite(tensor).all()):
         raise ValueError(

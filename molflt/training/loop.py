@@ -191,7 +191,7 @@ class _MetricsFile(Callback):
         self.columns += ["gradient_norm", self.speed, *(f"val_{name}" for name in self.val)]
         self.path = folder.path / "metrics.csv"
         self.log_every = log_every
-        self.shown: dict[str, str] = {}
+        self.latest: dict[str, str] = {}  # values for the progress bar
         self._restored: dict[str, Any] = {}  # totals and seconds in the checkpoint
         self._start_row()
 
@@ -292,7 +292,7 @@ class _MetricsFile(Callback):
             self.speed: speed,
         }
         self._write(trainer, row)
-        self.shown |= {
+        self.latest |= {
             "loss": f"{loss:.3g}",
             **{name.replace("percent", "%"): f"{metrics[name]:.4g}" for name in known[:2]},
             "lr": f"{module.last_lr:.2g}",
@@ -315,7 +315,7 @@ class _MetricsFile(Callback):
         row = {f"val_{name}": metrics[name] for name in known}
         self._write(trainer, {"step": trainer.global_step, **row})
         for name in known[:2]:
-            self.shown[f"val_{name}".replace("percent", "%")] = f"{metrics[name]:.4g}"
+            self.latest[f"val_{name}".replace("percent", "%")] = f"{metrics[name]:.4g}"
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._paused = time.perf_counter()

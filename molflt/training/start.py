@@ -26,7 +26,7 @@ from molflt.shipped import find_config
 from molflt.training.checkpoint import (
     MASKED,
     Saved,
-    expect_finite,
+    check_finite,
     find,
     find_weights,
     is_packaged,
@@ -238,7 +238,7 @@ def read_initial_weights(name: str) -> Saved:
     if saved.recipe is None and recipe_of(saved.path) is not None:
         saved = _of_transformers(saved)
     for key, tensor in saved.weights[0].items():
-        expect_finite(saved.path, key, tensor)
+        check_finite(saved.path, key, tensor)
     return saved
 
 
