@@ -323,7 +323,7 @@ def _with_new(
     }
     parts = [(part, part.labeled & part.is_new) for part in found.values()]
     elements = np.concatenate([part.new_elements[mask] for part, mask in parts])
-    error, spread = np.hstack([_errors(part, part.spread, mask) for part, mask in parts])
+    error, spread = np.hstack([_errors(part, part.spread, mask) for part, mask in parts])  # (2, n)
     others = {}  # masks of systems without the new elements of a system, such as "Cu-Pd"
     for text in set(elements.tolist()):
         excluded = set(text.split("-"))

@@ -65,7 +65,7 @@ def evaluate(
         possible = np.ones(len(vocabulary), dtype=bool)
         residues = Residues(config["data"]["train"], read, possible, vocabulary.ids)
     sources = common.named_sources(config["data"], **which)
-    texts = {split: read(source) for split, source in sources.items()}  # before any evaluation
+    texts = {split: read(source) for split, source in sources.items()}  # fails before evaluation
     results: Results = {}
     curves: dict[str, NDArray[np.float64]] = {}
     for split, blocks in texts.items():
@@ -81,7 +81,7 @@ def evaluate(
             perplexity = metrics_of(losses[is_residue])["perplexity"]
             results[split] |= residues.metrics(perplexity, accuracy, blocks.ids[is_residue])
     plots.losses_by_place(curves, out / "losses.png")
-    split, blocks = next(reversed(texts.items()))
+    split, blocks = next(reversed(texts.items()))  # for the figures
     first = _first_block(model, blocks)[:, :_SHOWN]
     title = f"last layer, first {first.shape[1]} tokens of {split}"
     common.draw_stack(out, model.stack, lambda: model(first), title, model.position_scale, length)
@@ -184,7 +184,7 @@ def evaluate_masked(
             results[split] |= residues.metrics(
                 scores["perplexity"], scores["accuracy_percent"], _targets(hides_all, loader)
             )
-    split, blocks = next(reversed(texts.items()))
+    split, blocks = next(reversed(texts.items()))  # for the figures
     tokens, types, key_mask = (part[None] for part in blocks[0])
     count = min(_SHOWN, int(key_mask.sum()))
     first = [part[:, :count].to(common.device_of(model)) for part in (tokens, types)]
@@ -212,7 +212,7 @@ class Residues:
 
     The unigram model predicts id i with probability (n_i + 1) / (n + m), where m is the number of
     possible ids, and n_i and n are the counts of id i and of all possible ids in the training file,
-    `source`, which `read` reads. `possible` is a mask (ids,) of the possible ids, `id_of` maps
+    `source`, which `read` reads. `possible` is a mask (ids,) of the possible ids. `id_of` maps
     letters of residues to ids.
     """
 
