@@ -41,10 +41,8 @@ class Metric(NamedTuple):
 class _Locality(NamedTuple):
     """Attention probabilities, averaged over queries."""
 
-    nearest: NDArray[np.float64]
-    """probability of the tokens nearest to a query"""
-    farthest: NDArray[np.float64]
-    """probability of the tokens farthest from a query"""
+    nearest: NDArray[np.float64]  # of the tokens nearest to a query
+    farthest: NDArray[np.float64]  # of the tokens farthest from a query
 
 
 def locality(

@@ -89,7 +89,7 @@ def adsorb(
     rows, frames = {}, []  # rows of the table by id of the placement, placements to write
     for ranks in comparable(model, placed):
         for rank, (atoms, predicted) in enumerate(ranks, start=1):
-            atoms.info["slab"] = list(by_name)[atoms.info["slab"]]
+            atoms.info["slab"] = list(by_name)[atoms.info["slab"]]  # its index in `repeated`
             energies = {"energy_eV": predicted.energy, "uncertainty_eV": predicted.uncertainty}
             outside = "; ".join(predicted.outside) or None
             rows[id(atoms)] = {"rank": rank, **atoms.info, **energies, "outside": outside}
@@ -101,7 +101,7 @@ def adsorb(
     relaxed: list[Relaxed] = []
     _write(out, frames, [*rows.values()])
     try:
-        for atoms in with_bar([*frames], "relaxing placements") if calculator is not None else ():
+        for atoms in with_bar([] if calculator is None else [*frames], "relaxing placements"):
             result = relax_atoms(atoms, calculator, fmax=fmax or 0.05, steps=steps or 200)
             rows[id(atoms)] |= {"relaxed_energy_eV": result.after, "converged": result.converged}
             relaxed = sorted([*relaxed, result], key=lambda x: (x.atoms.info["slab"], x.after))

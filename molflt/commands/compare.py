@@ -69,8 +69,8 @@ def _as_json(runs: Sequence[Run]) -> dict[str, object]:
             "steps": run.step,
             "seconds": run.seconds,
             "measure": f"val_{run.measure}",
-            "best": run.best[0] if run.best else None,
-            "best_step": run.best[1] if run.best else None,
+            "best": run.best.value if run.best else None,
+            "best_step": run.best.step if run.best else None,
             "results": run.results,
             "standard_errors": errors,
         }
@@ -89,14 +89,14 @@ def _as_table(runs: Sequence[Run]) -> str:
     rows.append(["steps", *("-" if run.step is None else f"{run.step:,}" for run in runs)])
     rows.append(["time", *(run.time for run in runs)])
     for measure in dict.fromkeys(run.measure for run in runs):
-        best = [run.best if run.measure == measure else None for run in runs]
-        ends = ["" if pair is None else f" at {pair[1]:,}" for pair in best]
-        values = [None if pair is None else pair[0] for pair in best]
+        bests = [run.best if run.measure == measure else None for run in runs]
+        ends = [f" at {best.step:,}" if best else "" for best in bests]
+        values = [best.value if best else None for best in bests]
         rows.append([f"val {measure}, best", *_marked(runs, measure, values, ends)])
     for split, name in measures_of(runs):
-        digits = number_format(name, _metric(runs, name))
+        form = number_format(name, _metric(runs, name))
         errors = [standard_error(run, split, name) for run in runs]
-        ends = ["" if error is None else f" ± {error:{digits}}" for error in errors]
+        ends = ["" if error is None else f" ± {error:{form}}" for error in errors]
         values = [run.results.get(split, {}).get(name) for run in runs]
         rows.append([f"{split} {name}", *_marked(runs, name, values, ends)])
     text = align([[row[0], *map(_cell, row[1:])] for row in rows], text_columns=len(rows[0]))

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from jsonargparse import ArgumentParser
 
-from molflt.evaluation.results import Evaluation, provenance_of, write_results
+from molflt.evaluation.results import Evaluation, results_of, write_results
 from molflt.files import expect_writable
 from molflt.plots import further_formats
 from molflt.training.checkpoint import load_run, weights_of
@@ -51,7 +51,7 @@ def evaluate(
     """
     run = Path(run)
     members = [run, *map(Path, also or [])]
-    provenance = provenance_of([weights_of(path, checkpoint) for path in members], checkpoint)
+    inputs = results_of([weights_of(path, checkpoint) for path in members], checkpoint)
     if also is None:
         model, config = load_run(run, checkpoint, device)
     else:
@@ -68,7 +68,7 @@ def evaluate(
         if pictures and (run / "metrics.csv").is_file():
             task: Any = recipe.load("task")
             draw_curve(run, created / "curve.png", task.metrics)
-        files = write_results(out, created, report.results, provenance, config, options)
+        files = write_results(out, created, report.results, inputs, config, options)
     print(f"{' + '.join(map(str, members))}, checkpoint {checkpoint}{report.text}")
     print("written: " + ", ".join(map(str, files)))
     return report.results
@@ -76,10 +76,10 @@ def evaluate(
 
 def build_parser(words: Sequence[str] = ()) -> ArgumentParser:
     """Returns the parser for ``molflt evaluate`` with the recipe of the first run in `words`."""
-    # pairs of a word and its predecessor; values of options come last
-    pairs = sorted(pairwise(["", *words]), key=lambda pair: pair[0].startswith("--"))
-    runs = [Path(word) for _, word in pairs if Path(word, "config.yaml").is_file()]
-    recipe = Recipe.of(read_config(runs[0]) if runs else {})
+    positional = [word for before, word in pairwise(["", *words]) if not before.startswith("--")]
+    candidates = map(Path, [*positional, *words])  # RUN may also follow a flag
+    run = next((path for path in candidates if (path / "config.yaml").is_file()), None)
+    recipe = Recipe.of({} if run is None else read_config(run))
     parser = ArgumentParser()
     parser.add_function_arguments(evaluate, as_group=False, as_positional=True)
     parser.add_function_arguments(recipe.load("evaluate"), skip={"run", "model", "config", "out"})

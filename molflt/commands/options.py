@@ -12,6 +12,7 @@ import shlex
 from argparse import Action, ArgumentError
 from collections.abc import Mapping, Sequence
 from functools import reduce
+from itertools import takewhile
 from operator import or_
 from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Any, Union, get_args, get_origin
@@ -48,8 +49,9 @@ def refuse_idle(run: str, why: str, options: Mapping[str, object]) -> None:
     """Raises ValueError for the first option that is set; `why` explains why it has no effect."""
     for name, value in options.items():
         if value is not None:
-            words = value if isinstance(value, list) else [] if value is True else [value]
-            option = shlex.join([f"--{name.replace('_', '-')}", *map(str, words)])
+            words = value if isinstance(value, list) else [value]
+            words = [str(word) for word in words if word is not True]  # a flag
+            option = shlex.join([f"--{name.replace('_', '-')}", *words])
             raise ValueError(f"{run}: {why}; {option} has no effect; remove it")
 
 
@@ -130,12 +132,7 @@ def normalized(words: Sequence[str], parser: ArgumentParser) -> list[str]:
         if word == "--":
             return [*out, word, *remaining]
         if "--data.root" in options and (_is_value(word) or word == "--data"):
-            file = next(filter(_is_value, [word, *remaining]), "FILE")
-            is_config = file.endswith((".yaml", ".yml")) or file in config_names()
-            hint = f"did you mean {'--config' if is_config else '--data.root'} {shlex.quote(file)}?"
-            if not is_config and any(one.startswith("--data.root=") for one in out):
-                hint = "for several files, quote a pattern, as in --data.root '*.extxyz'"
-            raise ValueError(f"unexpected {shown(word)[1:-1]}; {hint}")
+            raise ValueError(f"unexpected {shown(word)[1:-1]}; {_meant(word, remaining, out)}")
         if _is_value(word) or word == "-h":
             out.append(word)
             continue
@@ -162,6 +159,16 @@ def normalized(words: Sequence[str], parser: ArgumentParser) -> list[str]:
     return out
 
 
+def _meant(word: str, remaining: Sequence[str], out: Sequence[str]) -> str:
+    """Returns advice for a file name without an option; `out` contains the options before it."""
+    file = next(filter(_is_value, [word, *remaining]), "FILE")
+    if file.endswith((".yaml", ".yml")) or file in config_names():
+        return f"did you mean --config {shlex.quote(file)}?"
+    if any(option.startswith("--data.root=") for option in out):
+        return "for several files, quote a pattern, as in --data.root '*.extxyz'"
+    return f"did you mean --data.root {shlex.quote(file)}?"
+
+
 def _with_values(typed: str, name: str, action: Action | None, remaining: list[str]) -> list[str]:
     """Removes the values of an option from `remaining` and returns the option with them."""
     if _is_flag(action):
@@ -171,14 +178,13 @@ def _with_values(typed: str, name: str, action: Action | None, remaining: list[s
         return [name]
     kinds = set() if action is None else _kinds_of(action)
     several = bool(kinds & {list, tuple})
-    count = next((i for i, word in enumerate(remaining) if not _is_value(word)), len(remaining))
-    if not count:
+    items = list(takewhile(_is_value, remaining))
+    if not items:
         expected = "at least one value" if several else "one value"
         raise ValueError(f"option {typed}: expected {expected}; got none")
     if not several or remaining[0].startswith("["):
         return [f"{name}={remaining.pop(0)}"]
-    items = remaining[:count]
-    del remaining[:count]
+    del remaining[: len(items)]
     if tuple in kinds:
         return [f"{name}=[{', '.join(items)}]"]
     first = [] if name.endswith("+") else [f"{name}=[]"]

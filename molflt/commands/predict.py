@@ -40,7 +40,6 @@ from molflt.pretrained import EnergyPredictor, GapFiller, ImageLabeler, Sentence
 from molflt.pretrained.base import Pretrained
 from molflt.training.checkpoint import is_trained
 
-_Labeler = GapFiller | ImageLabeler | SentenceLabeler
 _STRUCTURE_FILES = (".extxyz", ".traj")
 _TABLES = (".csv", ".json")
 
@@ -172,7 +171,7 @@ def _predict_energies(
 def _label(model: Pretrained, files: Sequence[Path], out: Path | None, batch_size: int) -> None:
     """Predicts gaps, classes or scores of text, or classes of images."""
     expect_ending(out, *_TABLES)
-    if not isinstance(model, _Labeler):
+    if not isinstance(model, GapFiller | ImageLabeler | SentenceLabeler):
         raise ValueError(f"{model.name}: the model generates text or images; use molflt generate")
     if len(files) > 1:
         raise ValueError(f"{model.name}: expected one file or folder to predict; got {len(files)}")

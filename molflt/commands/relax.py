@@ -94,7 +94,7 @@ def relax(
             warn(f"{out}: {text}")
         if 0 < len(results) < len(dataset):
             warn(f"{out} contains {len(results)} of {len(dataset)} structures")
-    return _summary(out, results)
+    return _report(out, results)
 
 
 def _trajectory(folder: Path, dataset: Structures, index: int, sid: int | str) -> Path:
@@ -140,7 +140,7 @@ def _add(out: Path, data: Structures, index: int, result: Relaxed, first: bool) 
     return lost
 
 
-def _summary(out: Path, results: dict[int, Relaxed]) -> int:
+def _report(out: Path, results: dict[int, Relaxed]) -> int:
     """Prints numbers of relaxations and returns the exit status: 3 if one did not converge."""
     failed = {index: result for index, result in results.items() if not result.converged}
     steps = sum(result.steps for result in results.values())

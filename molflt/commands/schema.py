@@ -46,7 +46,10 @@ def config_schema() -> dict[str, Any]:
         "$defs": {},
     }
     for name in RECIPES:
-        options = _of_recipe(name)
+        parser = build_parser([f"--recipe={name}"])
+        options: _Schema = json.loads(parser.get_completion_script("jsonschema"))
+        del options["$schema"]
+        _simplify(options)
         combined["properties"]["recipe"] = {**options["properties"]["recipe"], "default": DEFAULT}
         combined["$defs"][name] = options
         condition: _Schema = {"properties": {"recipe": {"const": name}}}
@@ -54,14 +57,6 @@ def config_schema() -> dict[str, Any]:
             condition["required"] = ["recipe"]
         combined["allOf"].append({"if": condition, "then": {"$ref": f"#/$defs/{name}"}})
     return combined
-
-
-def _of_recipe(name: str) -> _Schema:
-    parser = build_parser([f"--recipe={name}"])
-    schema: _Schema = json.loads(parser.get_completion_script("jsonschema"))
-    del schema["$schema"]
-    _simplify(schema)
-    return schema
 
 
 def _simplify(schema: _Schema) -> None:

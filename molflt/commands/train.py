@@ -48,9 +48,8 @@ def train(
         run: folder to write to or to resume; by default a new folder named after the recipe.
         seed: seed of weights, batches and dropout.
         recipe: name of the recipe.
-        model: arguments of the recipe's model; sizes that depend on the data are None.
-        data: arguments of the recipe's data.
-        task: arguments of the recipe's task.
+        model, data, task: arguments of these classes of the recipe; sizes of the model that depend
+            on the data are None.
         trainer: arguments of `molflt.training.trainer.TrainerOptions`.
         resume: the run folder if a run is resumed.
         init: run folder or weights to start from; has no effect on a resumed run.

@@ -15,7 +15,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,17 +38,21 @@ EVALUATE = (  # advice in messages
     f"{2 * _LEAST} held-out systems with labels"
 )
 ONE_RUN = "a single run has no spread; add other runs with --also"
-_SEED = 0  # part of the hash that selects the half for calibration
 _FLOORS = np.logspace(-2, 2, 33)  # floors to try, in units of the root mean square spread
 _LEVELS = np.arange(5, 100, 5) / 100  # levels in the figure
 _COLUMNS = (
-    "coverage_n", "coverage_percent", "coverage_se_percent", "coverage_crossed_percent",
-    "uncertainty_eV", "spread_eV", "rank_correlation", "member_mae_eV",
+    "coverage_percent", "coverage_se_percent", "coverage_crossed_percent", "uncertainty_eV",
+    "spread_eV", "rank_correlation", "member_mae_eV", "coverage_n",
 )  # fmt: skip
 
 _Array = NDArray[np.float64]
-_Errors = tuple[_Array, _Array]  # |error| and spread, in eV, of the systems with labels
-_Evaluated = tuple[_Array, _Array]  # |error| and uncertainty, in eV, of these systems
+
+
+class _Errors(NamedTuple):
+    """Errors of systems with labels, and their spreads or uncertainties."""
+
+    error: _Array  # |error| in eV, (systems,)
+    width: _Array  # spread before calibration, uncertainty after it, in eV, (systems,)
 
 
 @dataclass(frozen=True)
@@ -181,8 +185,8 @@ def _interval_score(error: _Array, width: _Array) -> float:
 
 
 def is_set_aside(sid: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """Selects half of the systems for calibration, using a hash of their sids; returns a mask."""
-    hashes = (hashlib.blake2b(f"{_SEED}:{number}".encode(), digest_size=1) for number in sid)
+    """Returns a mask of half of the systems, selected by a hash of the seed 0 and their sids."""
+    hashes = (hashlib.blake2b(f"0:{number}".encode(), digest_size=1) for number in sid)
     return np.array([value.digest()[0] % 2 == 0 for value in hashes], dtype=bool)
 
 
@@ -221,32 +225,47 @@ def assess(
         return {}, {}, ""
     chosen = split or _split_to_calibrate_on(found, learned)
     if chosen is None:
-        columns = {name: uncertainty_of(model, part, None) for name, part in found.items()}
         rows = {name: _row(part) for name, part in found.items()}
-        return rows, columns, results_table("split", rows, ("spread_eV", "member_mae_eV"))
+        spreads = {name: {"spread_eV": part.spread} for name, part in found.items()}
+        return rows, spreads, results_table("split", rows, ("spread_eV", "member_mae_eV"))
     source = found[chosen]
     calibrating = _calibration_mask(source)
-    errors = _errors(source, calibrating)
-    calibration = Calibration.fit(*errors, chosen, model.weights)
+    fitted = _errors(source, source.spread, calibrating)
+    calibration = Calibration.fit(*fitted, chosen, model.weights)
     calibration, widths = _with_new(calibration, found)
     widths[chosen][calibrating] = np.nan  # excludes these systems from the coverage
-    masks = {name: part.labeled & np.isfinite(widths[name]) for name, part in found.items()}
-    evaluated = {
-        name: (np.abs(part.energy - part.target)[masks[name]], widths[name][masks[name]])
-        for name, part in found.items()
-        if masks[name].any()
-    }
+    evaluated: dict[str, _Errors] = {}
+    for name, part in found.items():
+        mask = part.labeled & np.isfinite(widths[name])
+        if mask.any():
+            evaluated[name] = _errors(part, widths[name], mask)
     columns = {name: uncertainty_of(model, part, calibration) for name, part in found.items()}
     rows = {
         name: _row(part, columns[name]["uncertainty_eV"], evaluated.get(name))
         for name, part in found.items()
     }
-    rest = _errors(source, source.labeled & ~source.is_new & ~calibrating)
-    rows[chosen]["coverage_crossed_percent"] = _crossed(calibration, errors, rest)
+    rest = _errors(source, source.spread, source.labeled & ~source.is_new & ~calibrating)
+    rows[chosen]["coverage_crossed_percent"] = _crossed(calibration, fitted, rest)
     calibration.save(out / CALIBRATION)
     if evaluated:
-        _draw(calibration, errors, evaluated, out / "uncertainty.png")
+        _draw(calibration, fitted, evaluated, out / "uncertainty.png")
     return rows, columns, f"{_heading(calibration)}\n{results_table('split', rows)}"
+
+
+def uncertainty_of(
+    model: nn.Module, found: Predictions, calibration: Calibration | None
+) -> dict[str, _Array]:
+    """Returns the columns spread_eV and, with a calibration, uncertainty_eV of an ensemble.
+
+    For other models, the result is empty. Uncertainties are NaN for new elements if the calibration
+    does not include a factor for them.
+    """
+    if not isinstance(model, EnsembleRegressor):
+        return {}
+    columns = {"spread_eV": found.spread}
+    if calibration is not None:
+        columns["uncertainty_eV"] = calibration.uncertainty(found.spread, found.is_new)
+    return columns
 
 
 def _heading(calibration: Calibration) -> str:
@@ -284,8 +303,8 @@ def _split_to_calibrate_on(found: Mapping[str, Predictions], learned: str) -> st
     return None
 
 
-def _errors(part: Predictions, mask: NDArray[np.bool_]) -> _Errors:
-    return np.abs(part.energy - part.target)[mask], part.spread[mask]
+def _errors(part: Predictions, width: _Array, mask: NDArray[np.bool_]) -> _Errors:
+    return _Errors(np.abs(part.energy - part.target)[mask], width[mask])
 
 
 def _calibration_mask(part: Predictions) -> NDArray[np.bool_]:
@@ -295,40 +314,43 @@ def _calibration_mask(part: Predictions) -> NDArray[np.bool_]:
 def _with_new(
     calibration: Calibration, found: Mapping[str, Predictions]
 ) -> tuple[Calibration, dict[str, _Array]]:
-    """Extends a calibration to new elements if possible; also returns uncertainties in eV."""
-    masks = {name: part.labeled & part.is_new for name, part in found.items()}
-    error, spread = np.hstack([_errors(part, masks[name]) for name, part in found.items()])
-    elements = np.concatenate([part.new_elements[masks[name]] for name, part in found.items()])
+    """Extends a calibration to new elements if possible; also returns uncertainties in eV.
 
-    def fitted(mask: NDArray[np.bool_]) -> Calibration:
-        new = Calibration.fit(error[mask], spread[mask], calibration.split, calibration.members)
-        return replace(calibration, new=new)
-
+    Uncertainties of systems with new elements are from calibrations without these elements.
+    """
     widths = {
         name: calibration.uncertainty(part.spread, part.is_new) for name, part in found.items()
     }
-    disjoint = {  # systems whose new elements differ from those in `text`, such as "Cu-Pd"
-        text: np.array([set(text.split("-")).isdisjoint(each.split("-")) for each in elements])
-        for text in set(elements.tolist())
-    }
-    smallest = min((mask.sum() for mask in disjoint.values()), default=0)
-    if smallest < _LEAST or not all(spread[mask].any() for mask in disjoint.values()):
+    parts = [(part, part.labeled & part.is_new) for part in found.values()]
+    elements = np.concatenate([part.new_elements[mask] for part, mask in parts])
+    error, spread = np.hstack([_errors(part, part.spread, mask) for part, mask in parts])  # (2, n)
+    others = {}  # masks of systems without the new elements of a system, such as "Cu-Pd"
+    for text in set(elements.tolist()):
+        excluded = set(text.split("-"))
+        others[text] = np.array([excluded.isdisjoint(each.split("-")) for each in elements])
+    smallest = min((mask.sum() for mask in others.values()), default=0)
+    if smallest < _LEAST or not all(spread[mask].any() for mask in others.values()):
         return calibration, widths
-    for text, mask in disjoint.items():
-        other = fitted(mask)
+
+    def extended(mask: NDArray[np.bool_]) -> Calibration:
+        new = Calibration.fit(error[mask], spread[mask], calibration.split, calibration.members)
+        return replace(calibration, new=new)
+
+    for text, mask in others.items():
+        calibrated = extended(mask)
         for name, part in found.items():
             same = part.new_elements == text
-            widths[name][same] = other.uncertainty(part.spread[same], True)
-    return fitted(np.full(len(error), True)), widths
+            widths[name][same] = calibrated.uncertainty(part.spread[same], True)
+    return extended(np.full(len(error), True)), widths
 
 
 def _row(
-    part: Predictions, uncertainty: _Array | None = None, evaluated: _Evaluated | None = None
+    part: Predictions, uncertainty: _Array | None = None, evaluated: _Errors | None = None
 ) -> dict[str, float | None]:
     """Returns the metrics of a split; metrics that require missing labels are None."""
     from scipy.stats import spearmanr
 
-    row: dict[str, float | None] = dict.fromkeys([*_COLUMNS[1:], "coverage_n"])
+    row: dict[str, float | None] = dict.fromkeys(_COLUMNS)
     row["spread_eV"] = float(part.spread.mean())
     if part.labeled.any():
         errors = part.members - part.target[:, None]
@@ -347,21 +369,21 @@ def _row(
     return row
 
 
-def _crossed(calibration: Calibration, errors: _Errors, rest: _Errors) -> float | None:
+def _crossed(calibration: Calibration, fitted: _Errors, rest: _Errors) -> float | None:
     """Returns the coverage in % if each part calibrates the other; None if `rest` is too small."""
-    if len(rest[0]) < _LEAST:
+    if len(rest.error) < _LEAST:
         return None
     other = Calibration.fit(*rest, calibration.split, calibration.members)
-    covered = [rest[0] <= calibration.uncertainty(rest[1])]
-    covered.append(errors[0] <= other.uncertainty(errors[1]))
+    covered = [rest.error <= calibration.uncertainty(rest.width)]
+    covered.append(fitted.error <= other.uncertainty(fitted.width))
     return 100 * float(np.concatenate(covered).mean())
 
 
 def _draw(
-    calibration: Calibration, errors: _Errors, evaluated: dict[str, _Evaluated], png: Path
+    calibration: Calibration, fitted: _Errors, evaluated: dict[str, _Errors], png: Path
 ) -> None:
     """Draws coverages at several levels, and errors over uncertainties."""
-    scores = errors[0] / calibration.uncertainty(errors[1])
+    scores = fitted.error / calibration.uncertainty(fitted.width)
     factors = np.array([conformal_factor(scores, level) for level in _LEVELS])
     coverage = {
         split: (_LEVELS, (error[:, None] <= width[:, None] * factors).mean(axis=0))
@@ -369,19 +391,3 @@ def _draw(
     }
     points = {split: (width, error) for split, (error, width) in evaluated.items()}
     plots.calibration(coverage, points, LEVEL, png)
-
-
-def uncertainty_of(
-    model: nn.Module, found: Predictions, calibration: Calibration | None
-) -> dict[str, _Array]:
-    """Returns the columns spread_eV and, with a calibration, uncertainty_eV of an ensemble.
-
-    For other models, the result is empty. Uncertainties are NaN for new elements if the calibration
-    does not include a factor for them.
-    """
-    if not isinstance(model, EnsembleRegressor):
-        return {}
-    columns = {"spread_eV": found.spread}
-    if calibration is not None:
-        columns["uncertainty_eV"] = calibration.uncertainty(found.spread, found.is_new)
-    return columns

@@ -11,6 +11,7 @@ from typing import Any, TypeVar, cast
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 from tqdm import tqdm
 
 from molflt import plots
@@ -29,7 +30,6 @@ from molflt.training.config import Config
 from molflt.training.recipes import Recipe
 
 _RESTORE = "restore the file that training wrote"
-_Call = tuple[Attention, tuple[Any, ...], dict[str, Any]]
 _Batch = TypeVar("_Batch")
 _Images = TypeVar("_Images", bound=ImageData)
 _Sized = TypeVar("_Sized", bound=Sized)
@@ -96,9 +96,8 @@ def named_images(
         options |= {"train_labels": None, "val_labels": None}
     images = kind(**options)  # type: ignore[arg-type]  # from a checked configuration
     images.setup()
-    if data is not None:
-        return images, {Path(data).name: images.for_evaluation("val")}
-    return images, {name: images.for_evaluation(name) for name in chosen}
+    parts = {name: name for name in chosen} if data is None else {Path(data).name: "val"}
+    return images, {name: images.for_evaluation(part) for name, part in parts.items()}
 
 
 def evaluate(
@@ -144,14 +143,7 @@ def batches(
     task, device = f"{name}: a batch of {batch}", device_of(model)
     with torch.inference_mode(), within_memory(lambda: task, "lower --batch-size"):
         bar = tqdm(source, desc=name, leave=False, disable=None)
-        yield (_move(each, device) for each in bar)
-
-
-def _move(batch: Any, device: torch.device) -> Any:
-    """Moves a batch to a device; in tuples and lists, moves each part."""
-    if isinstance(batch, tuple | list):
-        return [_move(part, device) for part in batch]
-    return batch.to(device) if hasattr(batch, "to") else batch
+        yield (tree_map(lambda x: x.to(device) if hasattr(x, "to") else x, each) for each in bar)
 
 
 def expect_finite(name: str, values: Tensor, what: str = "the probability of a token") -> None:
@@ -228,7 +220,7 @@ def attention_of(
     `run` calls the model. Each call of a layer contributes one matrix. If `last` is not None, only
     the matrices of the `last` calls are computed.
     """
-    calls: list[_Call] = []
+    calls: list[tuple[Attention, tuple[Any, ...], dict[str, Any]]] = []
 
     def record(layer: nn.Module, inputs: tuple[object, ...], options: dict[str, object]) -> None:
         calls.append((cast(Attention, layer), inputs, options))

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 from torch import nn
 
 from molflt import plots
@@ -116,7 +116,7 @@ def evaluate(
         groups.write_groups(out, group_errors, "mae_eV")
         by_group = groups.group_tables(group_errors)
     _draw(out, found, model)
-    tables = [f" on {source}", f"{_results_table(results)}\n{baseline}", source.absent]
+    tables = [f" on {source.data.root}", f"{_results_table(results)}\n{baseline}", source.absent]
     tables += [spread_table, relaxation_table, by_group]
     return Evaluation(results, "\n\n".join(filter(None, tables)) + "\n")
 
@@ -163,20 +163,25 @@ def _results_table(results: Results) -> str:
 
 def _errors_by_group(found: Mapping[str, Predictions]) -> list[groups.GroupError]:
     """Groups the errors of labeled systems by adsorbate, metal (elements of the slab) and size."""
-    parts = []
-    for split, part in found.items():
-        names = np.full(len(part.sid), split), np.array(part.adsorbate), np.array(part.slab)
-        columns = (*names, np.abs(part.energy - part.target), part.natoms)
-        parts.append([column[part.labeled] for column in columns])
-    splits, adsorbate, slab, error, natoms = map(np.concatenate, zip(*parts, strict=True))
+
+    def labeled(column_of: Callable[[Predictions], ArrayLike]) -> NDArray[Any]:
+        columns = [np.asarray(column_of(part))[part.labeled] for part in found.values()]
+        return np.concatenate(columns)
+
+    error = labeled(lambda part: np.abs(part.energy - part.target))
     if not len(error):
         return []
-    kinds = {"adsorbate": adsorbate, "slab": slab, "natoms": groups.size_ranges(natoms)}
-    return groups.errors_by_group(error, kinds, splits)
+    kinds = {
+        "adsorbate": labeled(lambda part: part.adsorbate),
+        "slab": labeled(lambda part: part.slab),
+        "natoms": groups.size_ranges(labeled(lambda part: part.natoms)),
+    }
+    counts = [int(part.labeled.sum()) for part in found.values()]
+    return groups.errors_by_group(error, kinds, np.repeat([*found], counts))
 
 
 def _draw(out: Path, found: Mapping[str, Predictions], model: nn.Module) -> None:
-    panels, names = {}, {}
+    panels, names = {}, {}  # by split
     for split, part in found.items():
         if part.labeled.any():
             energy, target = part.only_labeled()
@@ -196,9 +201,11 @@ def _write_arrays(path: Path, found: Mapping[str, Predictions]) -> None:
     arrays: dict[str, NDArray[np.generic]] = {}
     submission = set(found) == set(TEST_SPLITS)
     for split, part in found.items():
-        if submission and len(part.sid) != (count := OC20_FILES[f"all/{split}"].records):
-            warn(f"{split}: {len(part.sid):,} of {count:,} systems; a submission needs all")
-        name = split.removeprefix("test_") if submission else split
+        name = split
+        if submission:
+            name, count = split.removeprefix("test_"), OC20_FILES[f"all/{split}"].records
+            if len(part.sid) != count:
+                warn(f"{split}: {len(part.sid):,} of {count:,} systems; a submission needs all")
         arrays |= {f"{name}_ids": part.sid.astype(np.str_), f"{name}_energy": part.energy}
     buffer = io.BytesIO()
     np.savez_compressed(buffer, **arrays)  # type: ignore[arg-type]

@@ -140,15 +140,17 @@ def expect_same_totals(ensemble: EnsembleRegressor, dataset: Structures) -> None
     names = [str(run) for run in ensemble.data]
     names = names or [f"model {i + 1} of the ensemble" for i in range(len(others) + 1)]
     adds = [bool(getattr(member, "adds_baseline", False)) for member in ensemble.members]
-    baseline, deviations = atoms.new_zeros(len(atoms)), 1.0
+    none, deviations = atoms.new_zeros(len(atoms)), 1.0
+    baseline = none
     if any(adds) and not all(adds):
         deviations = 3.0  # because the baseline varies as much as the labels
         baseline = torch.tensor([float(dataset[int(i)].y_baseline) for i in indices]).to(atoms)
         if not baseline.isfinite().all():
             return  # the member with a baseline rejects these structures
-    totals, std = _totals(first, atoms, adds[0] * baseline)
-    for name, member, adds_baseline in zip(names[1:], others, adds[1:], strict=True):
-        other_totals, other_std = _totals(member, atoms, adds_baseline * baseline)
+    added = [baseline if adds_baseline else none for adds_baseline in adds]
+    totals, std = _totals(first, atoms, added[0])
+    for name, member, its_baseline in zip(names[1:], others, added[1:], strict=True):
+        other_totals, other_std = _totals(member, atoms, its_baseline)
         difference = float((other_totals - totals).abs().median())
         limit = max(deviations * std, deviations * other_std, negligible)
         if difference > limit:

@@ -29,7 +29,8 @@ from molflt.training.run_folder import read_provenance
 
 def warn_of_labels(split: str, dataset: Structures, faults: Mapping[int, str]) -> None:
     """Warns about the first implausible label of a split; `faults` maps indices to reasons."""
-    for index, reason in list(faults.items())[:1]:
+    if faults:
+        index, reason = next(iter(faults.items()))
         warn(
             f"{split}: sid {int(dataset[index].sid)}: {reason}; the errors include {len(faults)} "
             "such structures; remove them with molflt data convert --skip-bad"
@@ -43,8 +44,7 @@ class EvaluationData:
     other file is evaluated as a whole, as one split with the name of the file.
 
     Args:
-        run: folder of the run.
-        config: configuration of the run.
+        run, config: folder and configuration of the run.
         splits: names of splits; by default OC20's four validation splits and the validation split
             of the run, if they exist.
         data: folder of a data set, or a file, which is evaluated as a whole; by default the data of
@@ -85,15 +85,15 @@ class EvaluationData:
         self.skip_bad = self._own_skip_bad
         self.absent = ""
         self.stem: str | None = None  # name of a single file that is not the data of the run
-        if data is not None and not self._is_own(Path(data)):
+        if data is not None and not self._uses_own(Path(data)):
             self.skip_bad = skip_bad
             self.data = self.data._replace(root=Path(data), val_fraction=None)
             if self.data.is_one:
                 self.stem = self.data.root.stem
         self.splits = self._select(splits)
 
-    def _is_own(self, data: Path) -> bool:
-        """Returns True if `data` is the data of the run, even if the file was moved."""
+    def _uses_own(self, data: Path) -> bool:
+        """Returns True if `data` is the data of the run; uses the new path of a moved file."""
         root = self.own.root
         if exists(root) or not exists(data):
             return is_same(root, data)
@@ -105,9 +105,6 @@ class EvaluationData:
         )
         self.data = self.data._replace(root=data)
         return True
-
-    def __str__(self) -> str:
-        return str(self.data.root)
 
     def _select(self, splits: Sequence[str] | None) -> list[str]:
         """Returns the splits to evaluate; sets `absent` if usual splits are missing."""
@@ -137,8 +134,9 @@ class EvaluationData:
         if self.stem is not None:
             opened = {self.stem: self.data.whole(self.skip_bad)}
         else:
-            for run, trained_on in runs.items() if self.data.is_one else ():
-                self._expect_held_out(run, trained_on)
+            if self.data.is_one:
+                for run, trained_on in runs.items():
+                    self._expect_held_out(run, trained_on)
             opened = self.data.open(self.splits, self.skip_bad)
         return {name: check_structures(split, model, domain) for name, split in opened.items()}
 

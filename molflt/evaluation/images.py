@@ -49,7 +49,8 @@ def evaluate(
     classes = common.classes_of(run, model.classes)
     results: Results = {}
     rows: list[dict[str, object]] = []
-    for split, images in _datasets(config["data"], classes, **which).items():
+    by_split = _datasets(config["data"], classes, **which)
+    for split, images in by_split.items():
         batch = f"{batch_size} images"
         logits, labels = common.logits_of(model, DataLoader(images, batch_size), split, batch)
         metrics = ImageTask.sums.of(logits, labels).metrics()
@@ -59,6 +60,7 @@ def evaluate(
             names = {"class": classes[label], "predicted": classes[predicted[i]]}
             rows.append({"split": split, "index": i, **names, "probability": probabilities[i]})
     write_csv(out / "predictions.csv", rows)
+    images = next(reversed(by_split.values()))  # for the figures
     first = images[0][0][None].to(common.device_of(model))
     title = "last layer, first image; patches row by row"
     position, scale, side = model.stack.position, model.position_scale, model.side

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from molflt import plots
-from molflt.data.text.datamodule import TokenBlocks, read_blocks, read_pieces
+from molflt.data.text.datamodule import PieceBlocks, TokenBlocks, read_blocks, read_pieces
 from molflt.evaluation import common
 from molflt.evaluation.results import Evaluation, Results, results_table
 from molflt.sequence.heads import Head
@@ -29,12 +30,9 @@ _SHOWN = 128  # tokens in the figure of attention matrices
 _OF_GAPS = ("perplexity", "accuracy_percent", "next_sentence_percent", "gaps")
 _ORDER = "CSTPAGNDEQHRKMILVFYW"  # similar amino acids are adjacent, as in the tables of Dayhoff
 _OF_RESIDUES = (
-    "residue_perplexity",
-    "residue_accuracy_percent",
-    "unigram_perplexity",
-    "unigram_accuracy_percent",
-    "residues",
-)
+    "residue_perplexity", "residue_accuracy_percent", "unigram_perplexity",
+    "unigram_accuracy_percent", "residues",
+)  # fmt: skip
 _NOTE = "10 %: attention to this share of preceding tokens; mean over heads and layers, first block"
 
 
@@ -60,36 +58,36 @@ def evaluate(
         (the number of residues, without ends of records), unigram_perplexity and
         unigram_accuracy_percent.
     """
-    vocabulary = common.vocabulary_of(run, model.vocabulary)
-    length, train = int(str(config["data"]["length"])), str(config["data"]["train"])
+    vocabulary, length = common.vocabulary_of(run, model.vocabulary), config["data"]["length"]
+    read = partial(read_blocks, vocabulary=vocabulary, length=length)
     residues = None
     if vocabulary.level == "protein":  # the unigram model also predicts ends of records
         possible = np.ones(len(vocabulary), dtype=bool)
-        residues = Residues(train, lambda: read_blocks(train, vocabulary, length).ids, possible)
-    texts = {  # all texts are read before the first is evaluated
-        split: read_blocks(source, vocabulary, length)
-        for split, source in common.named_sources(config["data"], **which).items()
-    }
+        residues = Residues(config["data"]["train"], read, possible, vocabulary.ids)
+    sources = common.named_sources(config["data"], **which)
+    texts = {split: read(source) for split, source in sources.items()}  # fails before evaluation
     results: Results = {}
     curves: dict[str, NDArray[np.float64]] = {}
     for split, blocks in texts.items():
-        correct: list[NDArray[np.bool_]] | None = None if residues is None else []
-        curves[split] = token_losses(model, blocks, batch_size, split, correct)
+        curves[split], correct = token_losses(
+            model, blocks, batch_size, split, predict=residues is not None
+        )
         is_token = np.isfinite(curves[split])
         losses = curves[split][is_token]
         results[split] = {**metrics_of(losses), "tokens": len(losses), **_locality(model, blocks)}
-        if residues is not None and correct is not None:
+        if residues is not None:
             is_residue = blocks.ids != blocks.eos
-            accuracy = 100 * float(np.concatenate(correct)[is_token][is_residue].mean())
+            accuracy = 100 * float(correct[is_token][is_residue].mean())
             perplexity = metrics_of(losses[is_residue])["perplexity"]
             results[split] |= residues.metrics(perplexity, accuracy, blocks.ids[is_residue])
     plots.losses_by_place(curves, out / "losses.png")
+    split, blocks = next(reversed(texts.items()))  # for the figures
     first = _first_block(model, blocks)[:, :_SHOWN]
     title = f"last layer, first {first.shape[1]} tokens of {split}"
     common.draw_stack(out, model.stack, lambda: model(first), title, model.position_scale, length)
     text = f"{results_table('text', results)}\n\n{_NOTE}"
     if residues is not None:
-        text += residues.report(results, model.head, vocabulary.ids, out / "substitutions.png")
+        text += residues.report(results, model.head, out / "substitutions.png")
     return Evaluation(results, f", blocks of {length} tokens\n\n{text}\n")
 
 
@@ -99,31 +97,27 @@ def metrics_of(losses: NDArray[np.float64]) -> dict[str, float]:
 
 
 def token_losses(
-    model: LanguageModel,
-    blocks: TokenBlocks,
-    batch_size: int,
-    name: str,
-    correct: list[NDArray[np.bool_]] | None = None,
-) -> NDArray[np.float64]:
-    """Returns the negative log-likelihood of each token in nats.
+    model: LanguageModel, blocks: TokenBlocks, batch_size: int, name: str, predict: bool
+) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
+    """Returns the negative log-likelihood of each token in nats, and a mask of correct predictions.
 
-    The result has the shape (blocks, length) and is NaN for padding. For each batch, a mask (batch,
-    length) of the correctly predicted tokens is appended to the list `correct`. Without this list,
-    logits are not kept in memory.
+    Both have the shape (blocks, length); losses of padding are NaN. Without `predict`, the mask is
+    empty, and logits are not kept in memory.
     """
-    losses, batch = [], f"{batch_size} x {blocks.length:,} tokens"
+    losses, correct = [], [np.empty((0, blocks.length), dtype=bool)]
+    batch = f"{batch_size} x {blocks.length:,} tokens"
     with common.batches(DataLoader(blocks, batch_size), model, name, batch) as loaded:
         for inputs, targets in loaded:
-            if correct is None:
-                score = model.log_likelihood(inputs, targets)
-            else:
-                log_p = model.log_probabilities(model(inputs))
+            if predict:
+                log_p = model.log_probabilities(model(inputs))  # [block, position, id]
                 score = log_p.gather(2, targets.clamp(min=0)[..., None])[..., 0]
                 correct.append((log_p.argmax(dim=2) == targets).cpu().numpy())
+            else:
+                score = model.log_likelihood(inputs, targets)
             loss = -score.double()
             common.expect_finite(name, loss)
             losses.append(loss.masked_fill(targets < 0, torch.nan).cpu().numpy())
-    return np.concatenate(losses)
+    return np.concatenate(losses), np.concatenate(correct)
 
 
 def _first_block(model: LanguageModel, blocks: TokenBlocks) -> Tensor:
@@ -166,21 +160,19 @@ def evaluate_masked(
         gaps); and unigram_perplexity and unigram_accuracy_percent.
     """
     tokenizer, options = common.tokenizer_of(run, model.vocabulary), config["data"]
-    length, train = int(str(options["length"])), str(options["train"])
-    names = ("mask_rate", "mask_share", "random_share")
-    shares = {name: float(str(config["task"][name])) for name in names}
+    read = partial(read_pieces, tokenizer=tokenizer, length=options["length"])
+    shares = {name: config["task"][name] for name in ("mask_rate", "mask_share", "random_share")}
     task = MaskedTask(model, **shares)
     # In training, a tenth of the gaps show the correct token.
     hides_all = MaskedTask(model, shares["mask_rate"], mask_share=1.0, random_share=0.0)
-    size = int(str(options["batch_size"])) if batch_size is None else batch_size
-    letters, residues = tokenizer.letters, None
-    if letters is not None:
+    size = options["batch_size"] if batch_size is None else batch_size
+    residues = None
+    if tokenizer.letters is not None:
         possible = model.ordinary.cpu().numpy()
-        residues = Residues(train, lambda: read_pieces(train, tokenizer, length).ids, possible)
+        residues = Residues(options["train"], read, possible, tokenizer.letters)
     texts = {}  # all texts are read before the first is evaluated
     for split, source in common.named_sources(options, **which).items():
-        pairs = model.next_sentence is not None
-        texts[split] = read_pieces(source, tokenizer, length, pairs)
+        texts[split] = read(source, pairs=model.next_sentence is not None)
         task.expect_gaps(texts[split], source)
     results: Results = {}
     for split, blocks in texts.items():
@@ -192,6 +184,7 @@ def evaluate_masked(
             results[split] |= residues.metrics(
                 scores["perplexity"], scores["accuracy_percent"], _targets(hides_all, loader)
             )
+    split, blocks = next(reversed(texts.items()))  # for the figures
     tokens, types, key_mask = (part[None] for part in blocks[0])
     count = min(_SHOWN, int(key_mask.sum()))
     first = [part[:, :count].to(common.device_of(model)) for part in (tokens, types)]
@@ -199,8 +192,8 @@ def evaluate_masked(
     title = f"last layer with attention, first {count} tokens of {split}"
     common.draw_stack(out, stack, lambda: model(*first), title, scale, blocks.length)
     text = results_table("text", results, _OF_GAPS)
-    if residues is not None and letters is not None:
-        text += residues.report(results, model.head, letters, out / "substitutions.png")
+    if residues is not None:
+        text += residues.report(results, model.head, out / "substitutions.png")
     return Evaluation(results, f"\n\n{text}\n")
 
 
@@ -219,16 +212,22 @@ class Residues:
 
     The unigram model predicts id i with probability (n_i + 1) / (n + m), where m is the number of
     possible ids, and n_i and n are the counts of id i and of all possible ids in the training file,
-    `source`. `read` returns the ids of this file. `possible` is a mask (ids,) of the possible ids.
+    `source`, which `read` reads. `possible` is a mask (ids,) of the possible ids. `id_of` maps
+    letters of residues to ids.
     """
 
     def __init__(
-        self, source: str, read: Callable[[], NDArray[np.integer]], possible: NDArray[np.bool_]
+        self,
+        source: str,
+        read: Callable[[str], TokenBlocks | PieceBlocks],
+        possible: NDArray[np.bool_],
+        id_of: Mapping[str, int],
     ) -> None:
+        self._id_of = id_of
         self._counts: NDArray[np.float64] | None = None
         self._note = f"no unigram model, because the training file {source} is missing"
         if Path(source).is_file():
-            counts = np.bincount(read(), minlength=len(possible)).astype(np.float64)
+            counts = np.bincount(read(source).ids, minlength=len(possible)).astype(np.float64)
             self._counts = np.where(possible, counts + 1, 0)
             self._note = f"unigram: frequencies in {source}"
 
@@ -247,10 +246,10 @@ class Residues:
             metrics["unigram_accuracy_percent"] = 100 * float((targets == counts.argmax()).mean())
         return metrics
 
-    def report(self, results: Results, head: Head, ids: Mapping[str, int], png: Path) -> str:
+    def report(self, results: Results, head: Head, png: Path) -> str:
         """Draws the similarities of amino acids and returns a table of metrics with notes."""
         table = results_table("per residue", results, _OF_RESIDUES)
-        return f"\n\n{table}\n\n{self._note}\n{draw_substitutions(head, ids, png)}"
+        return f"\n\n{table}\n\n{self._note}\n{draw_substitutions(head, self._id_of, png)}"
 
 
 def draw_substitutions(head: Head, ids: Mapping[str, int], png: Path) -> str:

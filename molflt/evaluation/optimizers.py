@@ -37,12 +37,13 @@ _RATES = tuple(round(10 ** (-4 + i / 3), 6) for i in range(10))  # 1e-4 to 0.1
 _END = 0.1  # fraction of the steps, at the end, over which the final loss is averaged
 _ROWS = 200  # maximum number of intervals of a curve in curves.csv
 _REACH = 200  # steps in the figure of the encoding
-_Curve = NDArray[np.float64]
+_POINTS = 100  # points in a curve of best values
+_CMA_STEP = 2.0  # initial step size of CMA-ES, usual for BBOB's domain [-5, 5]
+
+_Curve = NDArray[np.float64]  # of one or more runs, against the step or the evaluation
 _ProblemOf = Callable[[int, Tensor], Problem]  # of a seed and a tensor with dtype and device
 _OptimizerOf = Callable[[list[Tensor]], Optimizer]
-_Search = Callable[[Functions, list[int], int], _Curve]
-_POINTS = 100  # points in a curve
-_CMA_STEP = 2.0  # initial step size of CMA-ES, usual for BBOB's domain [-5, 5]
+_Search = Callable[[Functions, list[int], int], _Curve]  # of functions, seeds, evaluations
 
 
 class Raced(NamedTuple):
@@ -187,8 +188,8 @@ _Ends = Mapping[str, tuple[float, float]]  # mean and standard deviation (or NaN
 def _metrics(ends: _Ends, name: str) -> dict[str, float | None]:
     """Returns means and deviations; the keys of all but the first optimizer begin with its name."""
     metrics: dict[str, float | None] = {}
-    for optimizer, (mean, sd) in ends.items():
-        key = f"{optimizer.lower()}_{name}" if metrics else name
+    for number, (optimizer, (mean, sd)) in enumerate(ends.items()):
+        key = name if number == 0 else f"{optimizer.lower()}_{name}"
         metrics |= {key: mean, f"{key}_sd": None if math.isnan(sd) else sd}
     return metrics
 

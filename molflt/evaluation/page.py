@@ -23,7 +23,6 @@ from molflt.training.config import defaults, plain
 from molflt.training.run_folder import draw_curve, read_versions
 from molflt.version import __version__
 
-_OF_STRUCTURES = ("is2re", "potential")  # recipes whose predictions.csv has a row per structure
 _WORST = 15  # rows in the table of the worst predictions
 _NAMES = {
     "bleu": "BLEU ↑",
@@ -61,7 +60,7 @@ class Page:
         ]
         if (best := path / "checkpoints" / "best.safetensors").is_file():
             self.attempt(lambda: verify_tensors(best), False)
-        max_steps = int(str(run.config["trainer"]["max_steps"]))
+        max_steps = run.config["trainer"]["max_steps"]
         if run.step is not None and run.step < max_steps and "stopped" not in run.provenance:
             done = f"{run.step:,} of {max_steps:,} steps are done"
             self.missing.append(f"{path}: {done}; resume with molflt train --resume")
@@ -125,6 +124,7 @@ def _overview(page: Page) -> list[_Part]:
         numbers = [f"{n:,} {name}" for name, n in counts.items() if isinstance(n, int)]
         sets.append(f"{part}: {', '.join(numbers)}")
     steps = "unknown" if run.step is None else f"{run.step:,}"
+    validation = f"{measure.shown(best.value)} at step {best.step:,}" if best else "none"
     rows = [
         ("recipe", f"{page.recipe}, seed {run.config['seed']}"),
         ("data", ", ".join(f"{k} {v}" for k, v in data.items() if isinstance(v, str))),
@@ -132,7 +132,7 @@ def _overview(page: Page) -> list[_Part]:
         ("parameters", f"{run.parameters:,}" if run.parameters else "unknown"),
         ("steps", f"{steps} of {run.config['trainer']['max_steps']:,}"),
         ("time of training", run.time if run.seconds is not None else "unknown"),
-        ("best validation", f"{measure.shown(best[0])} at step {best[1]:,}" if best else "none"),
+        ("best validation", validation),
     ]
     return _table(("property", "value"), rows, "Summary of the run.", 2)
 
@@ -188,7 +188,7 @@ def _pictures(page: Page) -> list[_Part]:
 def _worst(page: Page) -> list[_Part]:
     """Returns a table of the structures with the largest force MAEs or energy errors."""
     rows = page.run.predictions
-    if page.recipe not in _OF_STRUCTURES or not page.run.results:
+    if page.recipe not in ("is2re", "potential") or not page.run.results:
         return []
     if not rows:
         raise ValueError(f"{page.path / 'predictions.csv'}: missing or empty; evaluate again")

@@ -27,15 +27,11 @@ from molflt.training.config import Config
 if TYPE_CHECKING:
     from torch_geometric.data import Batch
 
-_Numbers = NDArray[np.float64]
+_Array = NDArray[np.float64]
 _COLUMNS = (
-    "energy_mae_meV_per_atom",
-    "baseline_energy_mae_meV_per_atom",
-    "force_mae_meV_per_A",
-    "force_rmse_meV_per_A",
-    "baseline_force_mae_meV_per_A",
-    "stress_mae_meV_per_A3",
-)
+    "energy_mae_meV_per_atom", "baseline_energy_mae_meV_per_atom", "force_mae_meV_per_A",
+    "force_rmse_meV_per_A", "baseline_force_mae_meV_per_A", "stress_mae_meV_per_A3",
+)  # fmt: skip
 
 
 def evaluate(
@@ -95,7 +91,7 @@ def evaluate(
     write_csv(out / "predictions.csv", rows)
     _draw(out, found)
     table = results_table("split", results, n=("structures", 0))
-    text = "\n\n".join(filter(None, (f" on {source}", source.absent, table)))
+    text = "\n\n".join(filter(None, (f" on {source.data.root}", source.absent, table)))
     return Evaluation(results, f"{text}\n")
 
 
@@ -161,10 +157,10 @@ class Points(NamedTuple):
     """Predictions of a potential for the structures of one source, in the order of the source."""
 
     energies: Predictions
-    force_mae: _Numbers  # (systems,), force MAE of each structure in eV/Å; NaN without labels
+    force_mae: _Array  # (systems,), force MAE of each structure in eV/Å; NaN without labels
     metrics: dict[str, float]  # metrics over all structures, as in training
     elements: NDArray[np.int64]  # (atoms,), atomic numbers of the atoms with force labels
-    forces: _Numbers  # (2, atoms, 3), labels and predictions for these atoms, in eV/Å
+    forces: _Array  # (2, atoms, 3), labels and predictions for these atoms, in eV/Å
 
 
 def infer_points(
@@ -172,7 +168,7 @@ def infer_points(
 ) -> Points:
     """Evaluates a potential on a data set; see `molflt.evaluation.predictions.infer`."""
     elements: list[NDArray[np.int64]] = []
-    forces: list[_Numbers] = []
+    forces: list[_Array] = []
     force_mae = np.empty(len(dataset))
     totals = torch.zeros(len(PotentialTask.sums._fields), dtype=torch.float64)
 

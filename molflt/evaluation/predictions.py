@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -44,7 +44,6 @@ _ADSORBATES = "adsorbate_energy"  # output of the model
 _LISTED = 5  # maximum number of reasons in a warning
 _NUMBERED = re.compile(r"(?:([^:]*: )(-?\d+(?:[.,]\d+)*))?(.+)")  # label, number, rest
 _ARRAYS = ("sid", "natoms", "members", "target", "baseline", "new_elements")
-_NOTES = ("elements", "adsorbed", "untagged", "overlapping")  # columns for warnings
 _GUESS_TAGS = "find tags from the geometry with --tags guess (tags='guess')"
 _SET_TAGS = "set tags yourself, 0 subsurface, 1 surface and 2 adsorbate"
 
@@ -139,6 +138,26 @@ class Predictions:
         return self.energy[self.labeled], self.target[self.labeled]
 
 
+@dataclass
+class _Notes:
+    """Properties of all predicted structures, for warnings."""
+
+    elements: set[int] = field(default_factory=set)
+    adsorbed: set[int] = field(default_factory=set)  # elements of adsorbates
+    overlapping: list[int] = field(default_factory=list)  # sids; atoms coincide
+    untagged: int = 0  # number of structures without a tag above 0
+    on_mesh: int = 0  # number of structures for which the model uses a mesh
+
+    def add(self, record: Data) -> None:
+        numbers, tags = record.atomic_numbers, record.tags
+        self.elements.update(numbers.tolist())
+        self.adsorbed.update(numbers[tags == Tag.ADSORBATE].tolist())
+        if atoms_coincide(record):
+            self.overlapping.append(int(record.sid))
+        if not bool((tags > Tag.SUBSURFACE).any()):
+            self.untagged += 1
+
+
 def open_structures(
     path: Paths,
     skip_bad: bool,
@@ -220,7 +239,7 @@ def infer(
     device = next(iter(model.state_dict().values()), torch.empty(0)).device
     slab_by_contact, unsupported = by_contact(model)[0], undescribed(model)
     rows: dict[int, dict[str, Any]] = {}
-    on_mesh = 0
+    notes = _Notes()
     # disable=None: no bar if stderr is a file
     bar = tqdm(total=len(dataset), desc=name, unit=" systems", leave=False, disable=None)
     with bar, torch.device("cpu"), torch.inference_mode(), warnings.catch_warnings():
@@ -235,26 +254,25 @@ def infer(
                     _expect_tags(record, domain, dataset, slab_by_contact)
             batch = Batch.from_data_list(records).to(device)
             out = _outputs(model, batch, dataset.path)
-            outputs = {name: out[name].float() for name in by_atom if name in out}
+            outputs = {key: out[key].float() for key in by_atom if key in out}
             if slab_by_contact and _ADSORBATES in out:
                 outputs[_ADSORBATES] = out[_ADSORBATES]
             energies = _energies(out, batch, dataset.path)
             natoms = [record.natoms for record in records]
-            parts = {name: value.cpu().split(natoms) for name, value in outputs.items()}
+            parts = {key: value.cpu().split(natoms) for key, value in outputs.items()}
             for k, i in enumerate(indices):
-                atomic = {name: part[k].numpy().copy() for name, part in parts.items()}
+                atomic = {key: part[k].numpy().copy() for key, part in parts.items()}
                 rows[i] = _row(records[k], energies[k], atomic, domain, force)
-            on_mesh += _count_on_mesh(model, batch)
+                notes.add(records[k])
+            notes.on_mesh += _count_on_mesh(model, batch)
             if on_batch is not None:
                 on_batch(indices, batch, out)
             bar.update(len(indices))
-    predictions, notes = _as_columns([rows[i] for i in range(len(dataset))])
-    elements, adsorbed = set().union(*notes["elements"]), set().union(*notes["adsorbed"])
-    warn_of_elements(model, elements, name, adsorbed)
-    reads_tags = domain is None and not isinstance(model, Potential)
-    untagged = sum(notes["untagged"]) if reads_tags else 0
-    overlapping = predictions.sid[notes["overlapping"]].tolist()
-    _warn(predictions, name, domain, untagged, overlapping, on_mesh)
+    predictions = _as_columns([rows[i] for i in range(len(dataset))])
+    warn_of_elements(model, notes.elements, name, notes.adsorbed)
+    if domain is not None or isinstance(model, Potential):
+        notes.untagged = 0  # reported by the domain, and without effect on potentials
+    _warn(predictions, name, domain, notes)
     return predictions
 
 
@@ -267,14 +285,13 @@ def _warn_of_baseline(name: str, baseline: str, trained: str | None) -> None:
         )
 
 
-def _as_columns(rows: Sequence[Mapping[str, Any]]) -> tuple[Predictions, dict[str, list[Any]]]:
-    """Converts results of `_row` to `Predictions` and the columns `_NOTES`."""
+def _as_columns(rows: Sequence[Mapping[str, Any]]) -> Predictions:
+    """Converts results of `_row` to columns."""
     columns: dict[str, Any] = {name: [row[name] for row in rows] for name in rows[0]}
-    notes = {name: columns.pop(name) for name in _NOTES}
     columns |= {name: np.array(columns[name]) for name in _ARRAYS}
     outputs = columns["by_atom"]
     columns["by_atom"] = {name: [output[name] for output in outputs] for name in outputs[0]}
-    return Predictions(**columns), notes
+    return Predictions(**columns)
 
 
 def _row(
@@ -284,7 +301,7 @@ def _row(
     domain: Domain | None,
     force: bool,
 ) -> dict[str, Any]:
-    """Returns the fields of `Predictions` for one structure, and `_NOTES` for warnings."""
+    """Returns the fields of `Predictions` for one structure."""
     reasons: list[str] = []
     if domain is not None:
         refusal = domain.refusal(record) if force else ""  # without `force`, it raises an error
@@ -309,36 +326,25 @@ def _row(
         "slab": "-".join(sorted(map(symbol, set(slab.tolist())))) or UNKNOWN,
         "by_adsorbate": by_adsorbate,
         "new_elements": "" if domain is None else domain.new_elements(record),
-        "elements": set(numbers.tolist()),
-        "adsorbed": set(numbers[adsorbed].tolist()),
-        "untagged": not bool((record.tags > Tag.SUBSURFACE).any()),
-        "overlapping": atoms_coincide(record),
     }
 
 
-def _warn(
-    predictions: Predictions,
-    name: str,
-    domain: Domain | None,
-    untagged: int,
-    overlapping: list[int],
-    on_mesh: int,
-) -> None:
-    """Warns about unusual structures; `overlapping` lists sids, and the others are numbers."""
+def _warn(predictions: Predictions, name: str, domain: Domain | None, notes: _Notes) -> None:
+    """Warns about unusual structures."""
     count = len(predictions.sid)
-    if on_mesh:
+    if notes.on_mesh:
         warn(
-            f"{name}: {on_mesh} of {count} structures are large; their sums over reciprocal nodes "
-            "use a mesh (model.periodic auto); --mesh-order 6 or 8 is more accurate"
+            f"{name}: {notes.on_mesh} of {count} structures are large; their sums over reciprocal "
+            "nodes use a mesh (model.periodic auto); --mesh-order 6 or 8 is more accurate"
         )
-    if untagged:
+    if notes.untagged:
         warn(
-            f"{name}: {untagged} of {count} structures have no atom with a tag above 0; their "
-            "energies are sums over all atoms instead of surface and adsorbate; set tags "
+            f"{name}: {notes.untagged} of {count} structures have no atom with a tag above 0; "
+            "their energies are sums over all atoms instead of surface and adsorbate; set tags "
             "(0 subsurface, 1 surface, 2 adsorbate), or find them with --tags guess"
         )
-    if overlapping:
-        warn(overlaps_of(name, sorted(overlapping), count))
+    if notes.overlapping:
+        warn(overlaps_of(name, sorted(notes.overlapping), count))
     if reasons := counted_reasons(predictions.outside):
         outside = sum(map(bool, predictions.outside))
         more = f"; and {len(reasons) - _LISTED} more" if len(reasons) > _LISTED else ""
@@ -449,8 +455,9 @@ def warn_of_elements(
     """
 
     def missing(models: Sequence[nn.Module], buffer: str, numbers: set[int]) -> str:
-        buffers = [x for each in models if (x := getattr(each, buffer, None)) is not None]
-        zero = [z for z in sorted(numbers) if not all(bool(values[z]) for values in buffers)]
+        buffers = [getattr(each, buffer, None) for each in models]
+        known = [values for values in buffers if values is not None]
+        zero = [z for z in sorted(numbers) if not all(bool(values[z]) for values in known)]
         return ", ".join(map(symbol, zero))
 
     members = list(getattr(model, "members", [model]))

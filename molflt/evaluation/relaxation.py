@@ -26,9 +26,8 @@ if TYPE_CHECKING:
     from torch_geometric.data import Data
 
 OptimizerName = Literal["lbfgs", "bfgs", "fire"]
-_UNMET = "Did not converge"  # error message of FixBondLengths
 _LARGEST_STEP = 0.1  # Å per atom; with ASE's default, 0.2, atoms may leave the learned region
-_Numbers = NDArray[np.float64]
+_Array = NDArray[np.float64]
 _THRESHOLDS = np.arange(0.01, 0.5, 0.001)  # Å, as in OC20's evaluator
 
 
@@ -120,7 +119,7 @@ def relax_atoms(
             on_step(count)
     except (ValueError, RuntimeError) as error:  # keep the last finite structure
         unmet = isinstance(error, RuntimeError)
-        if unmet and str(error) != _UNMET:
+        if unmet and str(error) != "Did not converge":  # the message of FixBondLengths
             raise
         reason = "constraints on bond lengths cannot be met" if unmet else str(error)
         converged, why = False, " ".join(reason.split())
@@ -143,7 +142,7 @@ def _snapshot(moving: Atoms, calculator: Calculator) -> Atoms:
     return copy
 
 
-def adwt(distances: _Numbers) -> float:
+def adwt(distances: _Array) -> float:
     """Computes the average distance within threshold (ADwT) of OC20, in percent.
 
     This is the fraction of structures whose atoms are, on average, closer to their relaxed

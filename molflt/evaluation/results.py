@@ -100,7 +100,7 @@ COLUMNS = {
 }
 """Headings and numbers of decimal places of metrics in tables."""
 
-Provenance = dict[str, object]
+ResultsOf = dict[str, object]
 """Content of results_of.json: checkpoint, weights (sorted SHA-256 digests) and data (None for the
 data of the run, otherwise a description of the data)."""
 
@@ -110,8 +110,9 @@ Results = dict[str, dict[str, float | None]]
 
 def number_format(name: str, metric: Metric | None) -> str:
     """Returns the format of a metric: decimal places as in `COLUMNS`, or as in `metric`."""
-    digits = COLUMNS[name][1] if name in COLUMNS else None if metric is None else metric.digits
-    return ".4g" if digits is None else f".{digits}f"
+    if name in COLUMNS:
+        return f".{COLUMNS[name][1]}f"
+    return ".4g" if metric is None else f".{metric.digits}f"
 
 
 class Evaluation(NamedTuple):
@@ -168,7 +169,7 @@ def finite_row(columns: Mapping[str, NDArray[np.float64]], i: int) -> dict[str, 
     return {name: None if np.isnan(x[i]) else float(x[i]) for name, x in columns.items()}
 
 
-def provenance_of(weights: Iterable[Path], checkpoint: str) -> Provenance:
+def results_of(weights: Iterable[Path], checkpoint: str) -> ResultsOf:
     """Returns a record for results_of.json that describes the evaluated weights."""
     return {"checkpoint": checkpoint, "weights": sorted(map(weights_digest, weights))}
 
@@ -177,7 +178,7 @@ def write_results(
     out: Path,
     created: Path,
     results: Results,
-    provenance: Provenance,
+    inputs: ResultsOf,
     config: Config,
     options: Mapping[str, object],
 ) -> list[Path]:
@@ -191,22 +192,22 @@ def write_results(
         split: {k: None if x is None or not math.isfinite(x) else x for k, x in row.items()}
         for split, row in results.items()
     }
-    note = {**provenance, "data": _data_note(config["data"], options, results)}
+    note = {**inputs, "data": _data_note(config["data"], options, results)}
     _warn_of_replaced(out, results, note)
     files = {path.name: path.read_bytes() for path in sorted(created.iterdir())}
     for name, content in {RESULTS: finite, _NOTE: note}.items():
         files[name] = f"{json.dumps(content, indent=2, allow_nan=False)}\n".encode()
     figures = [f"{name}.{ending}" for name in FIGURES for ending in FORMATS]
-    earlier = (out / RESULTS).is_file()  # other folders may hold unrelated files of these names
-    for name in (*figures, *_TABLES, *_EARLIER, RESULTS, _NOTE) if earlier else ():
-        for path in [*out.glob(name)]:
-            path.unlink()
+    if (out / RESULTS).is_file():  # other folders may hold unrelated files of these names
+        for name in (*figures, *_TABLES, *_EARLIER, RESULTS, _NOTE):
+            for path in [*out.glob(name)]:
+                path.unlink()
     for name, content in files.items():  # results.json is written after the files it belongs to
         write_atomically(out / name, content)
     return [out / name for name in files]
 
 
-def _warn_of_replaced(out: Path, results: Results, note: Provenance) -> None:
+def _warn_of_replaced(out: Path, results: Results, note: ResultsOf) -> None:
     """Warns about earlier results of other splits, another checkpoint or other data."""
     try:
         earlier, before = read_json(out / RESULTS, "metrics by split", ""), _note(out)
@@ -228,12 +229,13 @@ def _data_note(
 ) -> str | None:
     """Describes the data; None for those of the run, or if the splits are named after --data."""
     data = options.get("data")
-    changes = []
-    for key in _READING:
-        value = options.get(key, AS_TRAINED)
-        unused = key == "tags" and not value
-        if value not in (AS_TRAINED, trained.get(key)) and not unused:
-            changes.append(f"{key} {value}")
+    reading = {key: options.get(key, AS_TRAINED) for key in _READING}
+    reading["tags"] = reading["tags"] or AS_TRAINED  # None stands for the tags of training
+    changes = [
+        f"{key} {value}"
+        for key, value in reading.items()
+        if value not in (AS_TRAINED, trained.get(key))
+    ]
     sources = [Path(str(trained[k])) for k in ("root", "train", "val", "test") if trained.get(k)]
     path = Path(str(data))
     # the data of learned optimizers, which have no sources, are part of a task
@@ -276,7 +278,7 @@ def why_of_others(folder: Path, weights: Sequence[Path]) -> str:
     return ""
 
 
-def _note(folder: Path) -> Provenance:
+def _note(folder: Path) -> ResultsOf:
     """Reads results_of.json; returns an empty record if this file or results.json is missing."""
     path = folder / _NOTE
     if not (folder / RESULTS).is_file() or not path.is_file():

@@ -21,9 +21,10 @@ from molflt.plots.training import read_columns
 from molflt.training.checkpoint import count_parameters, read_checkpoint
 from molflt.training.config import read_config
 from molflt.training.recipes import Recipe
-from molflt.training.run_folder import best_of, duration
+from molflt.training.run_folder import Best, best_of, duration
 
 Row = Mapping[str, str]
+_Columns = Mapping[str, NDArray[np.float64]]
 
 
 class Run:
@@ -38,7 +39,7 @@ class Run:
     Attributes:
         metrics: metrics of the task.
         measure: name of the metric that selects the best weights.
-        best: value and step of the best validation; None without best weights.
+        best: the best validation; None without best weights.
         parameters: number of parameters, including frozen parameters.
         step: number of steps; None without a last checkpoint.
         provenance: entries of molflt in the last checkpoint, such as "seconds" and "data".
@@ -61,21 +62,18 @@ class Run:
         last, table = path / "checkpoints/last.ckpt", path / "metrics.csv"
         predictions = path / "predictions.csv"
         task: Any = Recipe.of(self.config).load("task")
-        best = None
+        self.best: Best | None = None
         with suppress(ValueError):  # reported when these weights are loaded
-            best = best_of(path)
+            self.best = best_of(path)
         self.metrics: Mapping[str, Metric] = task.metrics
-        self.measure: str = task.best if best is None else best.metric
-        self.best = None if best is None else (best.value, best.step)
+        self.measure: str = task.best if self.best is None else self.best.metric
         self.parameters: int = attempt(lambda: count_parameters(path, self.config), 0)
         state = attempt(lambda: read_checkpoint(last), {}) if last.is_file() else {}
         self.step: int | None = state.get("global_step")
         self.provenance: Mapping[str, Any] = state.get("molflt", {})
         self.seconds: float | None = self.provenance.get("seconds")
         self.time = "-" if self.seconds is None else duration(self.seconds)
-        self.columns: Mapping[str, NDArray[np.float64]] = {}
-        if table.is_file():
-            self.columns = attempt(lambda: read_columns(table), {})
+        self.columns: _Columns = attempt(lambda: read_columns(table), {}) if table.is_file() else {}
         self.unmeasured: str = attempt(lambda: why_of_others(path, run_weights(path)), "")
         self.results: Results = {}
         self.predictions: Sequence[Row] = []
@@ -83,8 +81,7 @@ class Run:
             self.results = attempt(lambda: read_results(path / RESULTS), {})
         if self.results:
             self.predictions = attempt(lambda: read_rows(predictions), [])
-        errors = attempt(lambda: _errors(self.predictions, predictions), {})
-        self.errors: Mapping[str, NDArray[np.float64]] = errors
+        self.errors: _Columns = attempt(lambda: _errors(self.predictions, predictions), {})
 
 
 def read_runs(paths: Sequence[Path]) -> list[Run]:

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,7 +22,7 @@ from molflt.optional import require
 from molflt.sequence.classifier import SequenceClassifier
 from molflt.training.config import Config
 
-_Numbers = NDArray[np.float64]
+_Array = NDArray[np.float64]
 
 
 def evaluate(
@@ -48,7 +48,7 @@ def evaluate(
         For each split, the metrics of the task in percent and n, the number of items. For GLUE
         tasks, also glue_percent, the mean of these metrics, which enters the GLUE average.
     """
-    task, length = str(config["data"]["task"]), int(str(config["data"]["length"]))
+    task, length = config["data"]["task"], config["data"]["length"]
     tokenizer = common.tokenizer_of(run, model.vocabulary)
     classes = common.classes_of(run, model.classes)
     results: Results = {}
@@ -57,13 +57,13 @@ def evaluate(
     usual = [name for name in known if name.startswith("val")]
     chosen = common.chosen_splits(known, splits, usual, data)
     if data is None:
-        fraction = cast("float | None", config["data"].get("val_fraction"))
-        read = read_splits(Path(str(config["data"]["root"])), task, chosen, fraction, classes)
+        root, fraction = Path(config["data"]["root"]), config["data"].get("val_fraction")
+        read = read_splits(root, task, chosen, fraction, classes)
         texts = {name: examples for name, (_, examples) in read.items()}
     else:
         texts = {Path(data).name: read_examples(Path(data), task, classes)}
     for split, examples in texts.items():
-        logits = logits_of(model, tokenizer, examples, length, batch_size, split)
+        logits = text_logits(model, tokenizer, examples, length, batch_size, split)
         labels = np.array([example.label for example in examples])
         predicted = logits[:, 0] if model.classes == 1 else logits.argmax(axis=1).astype(float)
         results[split] = {**official(task, predicted, labels), "n": len(labels)}
@@ -77,7 +77,7 @@ def evaluate(
     return Evaluation(results, f", {task}\n\n{table}\n")
 
 
-def official(task: str, predicted: _Numbers, label: _Numbers) -> dict[str, float | None]:
+def official(task: str, predicted: _Array, label: _Array) -> dict[str, float | None]:
     """Computes the metrics of a task in percent and, for GLUE tasks, their mean, glue_percent.
 
     Args:
@@ -105,14 +105,14 @@ def official(task: str, predicted: _Numbers, label: _Numbers) -> dict[str, float
     return {**scores, "glue_percent": float(np.mean(values))} if task in GLUE else scores
 
 
-def logits_of(
+def text_logits(
     model: SequenceClassifier,
     tokenizer: Tokenizer,
     examples: Sequence[Example],
     length: int,
     batch_size: int,
     name: str,
-) -> _Numbers:
+) -> _Array:
     """Returns the logits (items, classes) of sentences or sentence pairs.
 
     Inputs of more than `length` tokens are truncated, as in training, with a warning.

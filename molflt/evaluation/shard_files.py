@@ -26,7 +26,7 @@ from molflt.evaluation.ensemble import digest_of
 from molflt.files import csv_rows, csv_text, expect_ending, shown, write_atomically
 
 _COLUMN = "shard"
-_COUNT = re.compile(r"(\d+) of (\d+); ")  # numbers of rows in the shard and in all shards
+_COUNT = re.compile(r"(\d+) of \d+; ")  # number of rows in the shard, of those in all shards
 _NOTED = re.compile(r' molflt_index=(\d+)( molflt_file=.*?)? molflt_shard="([^"]*)"(?=\s|$)')
 
 _Row = dict[str, object]
@@ -78,23 +78,14 @@ ENDINGS = tuple(_FORMATS)
 def merge_shards(out: Path) -> int:
     """Merges all shards into one file and returns the number of structures."""
     expect_ending(out, *ENDINGS)
-    read, write = _FORMATS[out.suffix]
-    rows: list[_Row] = []
-    first_path = first_origin = ""
+    rows: dict[int, _Row] = {}
+    origins: dict[Path, str] = {}
     for shard in _shards(out):
         path = shard.path(out)
-        try:
-            text = path.read_text(encoding="utf-8")
-            shard_rows = read(text)
-            (note,) = {str(row.pop(_COLUMN)) for row in shard_rows if int(str(row["index"])) >= 0}
-            if not text.endswith("\n") or int(_COUNT.findall(note)[0][0]) != len(shard_rows):
-                raise ValueError("lines are missing")
-        except (ValueError, LookupError, TypeError, AttributeError, csv.Error) as error:
-            reason = shown(str(error), 100)
-            raise ValueError(f"{path}: damaged: {reason}; repeat --shard {shard}") from None
-        rows += shard_rows
-        origin = note.partition(" of ")[2]  # the part of the note that all shards share
-        first_path, first_origin = first_path or str(path), first_origin or origin
+        shard_rows, origins[path] = _read_shard(path, shard)
+        rows |= shard_rows
+    (first_path, first_origin), *others = origins.items()
+    for path, origin in others:
         pairs = zip_longest(first_origin.split("; "), origin.split("; "))
         if different := [f"{first} and {other}" for first, other in pairs if first != other]:
             raise ValueError(
@@ -102,11 +93,30 @@ def merge_shards(out: Path) -> int:
                 f"{shown(', '.join(different), 300)}; predict all shards again with the same "
                 "model, structures and options"
             )
-    if len({str(row["index"]) for row in rows}) != int(first_origin.partition(";")[0]):
+    if len(rows) != int(first_origin.partition(";")[0]):
         raise ValueError(f"{out}: expected each structure in one shard; predict all shards again")
-    rows.sort(key=lambda row: int(str(row["index"])))
-    write_atomically(out, write(rows).encode())
+    _, text_of = _FORMATS[out.suffix]
+    write_atomically(out, text_of([rows[index] for index in sorted(rows)]).encode())
     return len(rows)
+
+
+def _read_shard(path: Path, shard: Shard) -> tuple[dict[int, _Row], str]:
+    """Reads the rows of a shard by index, without the column of `noted`.
+
+    Also returns the text that follows "of" in this column, which is the same in all shards.
+    """
+    rows_of, _ = _FORMATS[path.suffix]
+    try:
+        text = path.read_text(encoding="utf-8")
+        rows: list[_Row] = rows_of(text)
+        by_index = {int(str(row["index"])): row for row in rows}
+        (note,) = {str(row.pop(_COLUMN)) for row in rows}  # equal in all rows
+        if not text.endswith("\n") or int(_COUNT.findall(note)[0]) != len(rows):
+            raise ValueError("lines are missing")
+    except (ValueError, LookupError, TypeError, AttributeError, csv.Error) as error:
+        reason = shown(str(error), 100)
+        raise ValueError(f"{path}: damaged: {reason}; repeat --shard {shard}") from None
+    return by_index, note.partition(" of ")[2]
 
 
 def _shards(out: Path) -> list[Shard]:

@@ -52,7 +52,7 @@ def evaluate(
         the translations relative to that of the references).
     """
     tokenizer, options = common.tokenizer_of(run, model.vocabulary), config["data"]
-    languages = str(options["source"]), str(options["target"])
+    languages = options["source"], options["target"]
     lowercase = tokenizer.ignores_case
     bleu(["a"], ["a"])  # fails without sacrebleu before anything is computed
     results: Results = {}
@@ -75,6 +75,7 @@ def evaluate(
         scores = bleu(translated, text.target, lowercase)
         results[split] |= {"bleu": scores.bleu, "chrf": scores.chrf}
         results[split] |= {"length_ratio": scores.length_ratio, "pairs": len(translated)}
+    split, (_, pairs) = next(reversed(texts.items()))  # for the figures
     _draw(out, model, pairs, tokenizer, split)
     settings = f"beam {beam}, length penalty {length_penalty:g}, {'-'.join(languages)}"
     settings += ", ignoring case, as the tokenizer does" if lowercase else ""

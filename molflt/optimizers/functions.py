@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from molflt.attention.checks import one_of
 from molflt.attention.numerics import haar_rotation, rand64
@@ -145,12 +146,8 @@ class Functions(NamedTuple):
 
     def only(self, index: int) -> Functions:
         """Returns a batch that contains only the function with this index."""
-        return self._each(lambda drawn: drawn[index : index + 1])
+        return tree_map_only(Tensor, lambda drawn: drawn[index : index + 1], self)
 
     def to(self, device: torch.device) -> Functions:
         """Returns the functions, moved to a device."""
-        return self._each(lambda drawn: drawn.to(device))
-
-    def _each(self, change: Callable[[Tensor], Tensor]) -> Functions:
-        shape = {name: change(drawn) for name, drawn in self.shape.items()}
-        return Functions(self.family, change(self.minimizer), change(self.rotation), shape)
+        return tree_map_only(Tensor, lambda drawn: drawn.to(device), self)

@@ -5,13 +5,18 @@ imported when the first figure is drawn and does not need a display. The colors 
 of Okabe and Ito, which is accessible to color-blind readers.
 """
 
-from molflt.plots.attention import attention_matrices
+from molflt.plots.attention import attention_matrices, substitutions
 from molflt.plots.encodings import has_bias, rpe_curves, rpe_profiles, rpe_surfaces
 from molflt.plots.figure import further_formats
 from molflt.plots.parity import calibration, parity
 from molflt.plots.structures import structure_views
-from molflt.plots.tokens import losses_by_place, substitutions
-from molflt.plots.training import best_values, loss_curves, overlaid_curves, training_curve
+from molflt.plots.training import (
+    best_values,
+    loss_curves,
+    losses_by_place,
+    overlaid_curves,
+    training_curve,
+)
 
 __all__ = ["attention_matrices", "best_values", "calibration", "further_formats", "has_bias"]
 __all__ += ["loss_curves", "losses_by_place", "overlaid_curves", "parity", "rpe_curves"]

@@ -1,15 +1,15 @@
-"""Figures of attention matrices, with one panel per head."""
+"""Figures of matrices: attention with one panel per head, and similarities of tokens."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from molflt.plots.figure import DPI, ZERO, head_panels
+from molflt.plots.figure import DPI, ZERO, head_panels, panels
 
 if TYPE_CHECKING:
     import torch
@@ -22,7 +22,6 @@ _NAME = 0.14  # space for each token name in inches
 _USUAL = 0.99  # fraction of signed weights within the color scale if outliers exist
 
 _Array = NDArray[np.float64]
-_Names = tuple[Sequence[str], Sequence[str]]  # names of queries, names of keys
 
 
 def attention_matrices(
@@ -30,7 +29,7 @@ def attention_matrices(
     file: Path,
     *,
     title: str | None = None,
-    tokens: _Names | None = None,
+    tokens: tuple[Sequence[str], Sequence[str]] | None = None,
 ) -> None:
     """Draws the attention matrix of each head, as in fig. 5 of FLT (arXiv:2302.01925).
 
@@ -44,7 +43,6 @@ def attention_matrices(
     Args:
         weights: attention weights (heads, queries, keys), such as the result of
             `Attention.weights` for one sequence.
-        file: file to write.
         title: title of the figure, such as the name of the layer.
         tokens: names of the queries and of the keys, shown if both contain at most 32 tokens.
     """
@@ -66,10 +64,10 @@ def attention_matrices(
     more = 0.5 if named else 0.0
     size, margin = (side, side + 0.15), (1.7 + more, 0.8 + more + 0.2 * len(notes))
     extent = (-0.5, step[1] * pixels.shape[2] - 0.5, step[0] * pixels.shape[1] - 0.5, -0.5)
-    with head_panels(file, heads, size, margin) as (figure, panels):
+    with head_panels(file, heads, size, margin) as (figure, all_axes):
         aspect: Literal["equal", "auto"] = "equal" if 1 / 3 < queries / keys < 3 else "auto"
         masked = np.ma.masked_where((pixels == 0) & (pixels.min() >= 0), pixels)
-        for axes, one in zip(panels, masked, strict=True):
+        for axes, one in zip(all_axes, masked, strict=True):
             image = axes.imshow(one, colors, norm, extent=extent, aspect=aspect)
             axes.set(xlim=(-0.5, keys - 0.5), ylim=(queries - 0.5, -0.5))
             if named is None:
@@ -77,7 +75,7 @@ def attention_matrices(
             else:
                 axes.set_xticks(range(keys), named[1], rotation=90, fontsize="x-small")
                 axes.set_yticks(range(queries), named[0], fontsize="x-small")
-        bar = figure.colorbar(image, ax=panels, extend=extend, aspect=30, fraction=0.05)
+        bar = figure.colorbar(image, ax=all_axes, extend=extend, aspect=30, fraction=0.05)
         gray = "; gray: 0" if np.ma.is_masked(masked) else ""
         bar.set_label(f"attention weight, {name} scale{gray}")
         figure.supxlabel("key")
@@ -120,3 +118,15 @@ def _weight_colors(pixels: _Array) -> tuple[Normalize, Colormap, str, str]:
         ends = "min" if least < low else "neither"
         return LogNorm(low, most), colors, "logarithmic", ends
     return Normalize(0.0, most), colors, "linear", "neither"
+
+
+def substitutions(tables: Mapping[str, _Array], letters: str, file: Path) -> None:
+    """Draws similarity tables (letters, letters), keyed by title, without their diagonals."""
+    count = len(tables)
+    with panels(file, count, count, (4.4, 3.9), (0.6, 0.0)) as (figure, all_axes):
+        for axes, (title, table) in zip(all_axes, tables.items(), strict=True):
+            image = axes.imshow(np.where(np.eye(len(letters)), np.nan, table), cmap="viridis")
+            axes.set_xticks(range(len(letters)), letters, fontsize="x-small")
+            axes.set_yticks(range(len(letters)), letters, fontsize="x-small")
+            axes.set_title(title)
+            figure.colorbar(image, ax=axes, fraction=0.05)

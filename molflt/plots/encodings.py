@@ -41,7 +41,6 @@ def rpe_profiles(model: torch.nn.Module, file: Path, r_max: float = 8.0, unit: s
 
     Args:
         model: a position module, or a model with one at `encoding.position`.
-        file: file to write.
         r_max: largest distance, in `unit`.
         unit: unit of positions.
     """
@@ -70,7 +69,6 @@ def rpe_curves(
 
     Args:
         position: a position module of dimension 1, or a model with one at `encoding.position`.
-        file: file to write.
         max_offset: largest offset between a query and a key, in `unit`; an integer for encodings on
             a grid of tokens.
         unit: unit of positions.
@@ -78,9 +76,9 @@ def rpe_curves(
     module = _found(position)
     if module.dim != 1:
         raise ValueError(f"rpe_curves: expected a position of dimension 1; got {module.dim}")
-    # A fine grid, which includes all integer offsets if the end is an integer.
-    count = 2 * math.ceil(max_offset) * max(1, -(-400 // math.ceil(max_offset))) + 1
-    (offsets,), curves = _sampled(module, (max_offset,), count)
+    end = math.ceil(max_offset)
+    per_token = math.ceil(400 / end)  # at least 800 intervals, with a point at each integer offset
+    (offsets,), curves = _sampled(module, (max_offset,), 2 * end * per_token + 1)
     label = f"offset $r_i - r_j$ / {unit}\n(left: keys after the query; right: before it)"
     marker = "." if len(offsets) <= 65 else ""
     _draw_curves(file, offsets, curves, label, _of_offsets(module), marker)
@@ -90,8 +88,8 @@ def _draw_curves(
     file: Path, x: _Array, curves: _Array, x_label: str, y_label: str, marker: str = ""
 ) -> None:
     sizes = ((2.3, 1.8), (0.6, 0.9), (3.4, 2.9))
-    with head_panels(file, len(curves), *sizes, share_y=False) as (figure, shown):
-        for axes, curve in zip(shown, curves, strict=True):
+    with head_panels(file, len(curves), *sizes, share_y=False) as (figure, all_axes):
+        for axes, curve in zip(all_axes, curves, strict=True):
             axes.axhline(0.0, color=GREY, linewidth=0.8)
             if x[0] < 0:
                 axes.axvline(0.0, color=GREY, linewidth=0.8)
@@ -118,7 +116,6 @@ def rpe_surfaces(
     Args:
         position: a position module of dimension 2 or more, or a model with one at
             `encoding.position`.
-        file: file to write.
         extent: largest offset in `unit`, either one number for both axes or one number per axis;
             for encodings on a grid of H x W tokens, (H - 1, W - 1).
         unit: unit of positions.
@@ -135,10 +132,10 @@ def rpe_surfaces(
     most = float(np.abs(finite).max() or 1.0)
     colors = colormaps["RdBu_r"].with_extremes(bad=ZERO)
     down, across = (1.5 * line[-1] - 0.5 * line[-2] for line in lines)  # outer edges of the pixels
-    width, height = (2.4 * end / max(down, across) for end in (across, down))
-    size = (max(width, 1.4), max(height, 1.0) + 0.25)
-    with head_panels(file, len(surfaces), size, (1.7, 0.8)) as (figure, shown):
-        for head, (axes, surface) in enumerate(zip(shown, finite, strict=True)):
+    inches = 2.4 / max(down, across)  # per unit of offset
+    size = (max(inches * across, 1.4), max(inches * down, 1.0) + 0.25)
+    with head_panels(file, len(surfaces), size, (1.7, 0.8)) as (figure, all_axes):
+        for head, (axes, surface) in enumerate(zip(all_axes, finite, strict=True)):
             ends = (-across, across, down, -down)
             image = axes.imshow(surface, colors, vmin=-most, vmax=most, extent=ends)
             span = "−∞"
@@ -148,7 +145,7 @@ def rpe_surfaces(
             axes.locator_params(nbins=5)
         gray = "; gray: −∞" if np.ma.is_masked(finite) else ""
         label = f"{_of_offsets(module)}{gray}"
-        figure.colorbar(image, ax=shown, label=label, aspect=30, fraction=0.05)
+        figure.colorbar(image, ax=all_axes, label=label, aspect=30, fraction=0.05)
         figure.supxlabel(f"offset along axis 2 / {unit}")
         figure.supylabel(f"offset along axis 1 / {unit}")
         if module.dim > 2:

@@ -26,10 +26,10 @@ _LONGEST = 48  # maximum number of characters in a name
 FORMATS = ("png", "svg", "pdf")
 _UNDATED = {"png": {}, "svg": {"Date": None}, "pdf": {"CreationDate": None}}  # reproducible files
 _STYLE: dict[Any, Any] = {
-    **{"axes.spines.top": False, "axes.spines.right": False, "axes.titlesize": "medium"},
-    **{"figure.titlesize": "medium", "figure.labelsize": "medium", "svg.hashsalt": "molflt"},
-    **{"legend.frameon": False, "legend.fontsize": "small", "grid.alpha": 0.3},
-}
+    "axes.spines.top": False, "axes.spines.right": False, "axes.titlesize": "medium",
+    "figure.titlesize": "medium", "figure.labelsize": "medium", "svg.hashsalt": "molflt",
+    "legend.frameon": False, "legend.fontsize": "small", "grid.alpha": 0.3,
+}  # fmt: skip
 _further: ContextVar[tuple[tuple[str, ...], list[Path]]] = ContextVar("further", default=((), []))
 
 
@@ -76,9 +76,9 @@ def picture(file: Path, **options: object) -> Iterator[Figure]:
 
 def plain(text: str) -> str:
     """Prepares a name from the data for a figure: shortens it and escapes dollar signs."""
-    shown = "".join(char if char.isprintable() else "?" for char in text)
-    shown = shown if len(shown) <= _LONGEST else f"{shown[: _LONGEST - 1]}…"
-    return shown.replace("$", r"\$")
+    name = "".join(char if char.isprintable() else "?" for char in text)
+    name = name if len(name) <= _LONGEST else f"{name[: _LONGEST - 1]}…"
+    return name.replace("$", r"\$")
 
 
 def plain_numbers(axis: Axis, wide: bool) -> None:
@@ -136,7 +136,7 @@ def head_panels(
 ) -> Iterator[tuple[Figure, list[Axes]]]:
     """Yields a figure with one panel per head; `sizes` are passed to `panels`."""
     columns = 4 if heads <= 16 else 8
-    with panels(file, heads, columns, *sizes, sharex=True, sharey=share_y) as (figure, shown):
-        for head, axes in enumerate(shown):
+    with panels(file, heads, columns, *sizes, sharex=True, sharey=share_y) as (figure, all_axes):
+        for head, axes in enumerate(all_axes):
             axes.set_title(f"head {head}", fontsize="small")
-        yield figure, shown
+        yield figure, all_axes

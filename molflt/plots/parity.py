@@ -35,7 +35,6 @@ def parity(
 
     Args:
         panels: labels and predictions of each split in `unit`, both of shape (systems,).
-        file: file to write.
         names: names of the systems of each split; if given, the largest errors are labeled.
         quantity: name of the predicted quantity.
         unit: unit of the predicted quantity.
@@ -47,8 +46,8 @@ def parity(
     pad = 0.04 * (high - low) or 0.5
     low, high = low - pad, high + pad
     sizes = (3.7, 4.0 if names is None else 4.6), (0.6, 0.4)
-    with panels_of(file, len(panels), 2, *sizes, layout="compressed") as (figure, shown):
-        for axes, (split, (target, energy)) in zip(shown, panels.items(), strict=True):
+    with panels_of(file, len(panels), 2, *sizes, layout="compressed") as (figure, all_axes):
+        for axes, (split, (target, energy)) in zip(all_axes, panels.items(), strict=True):
             _parity_panel(axes, target, energy, low, high)
             mae, digits = np.abs(energy - target).mean(), 1 if unit.startswith("m") else 3
             axes.set_title(f"{plain(split)}: MAE {mae:.{digits}f} {unit} (n = {len(target):,})")
@@ -60,19 +59,20 @@ def parity(
 def _name_worst(
     axes: Axes, target: _Array, energy: _Array, names: Sequence[str], unit: str
 ) -> list[str]:
+    """Numbers the points with the largest errors; returns a line about each for the axis label."""
     error = energy - target
     worst = np.argsort(-np.abs(error), kind="stable")[: len(_SHIFTS)]
     digits, lines = 1 if unit.startswith("m") else 2, []
-    for number, (one, shift) in enumerate(zip(worst, _SHIFTS, strict=False), start=1):
-        said = f"{error[one]:+.{digits}f} {unit}".replace("-", "−")
-        lines.append(f"{number}: {plain(names[one])}, error {said}")
-        place = target[one], energy[one]
-        if axes.get_ylim()[0] <= energy[one] <= axes.get_ylim()[1]:
-            axes.plot(*place, "o", color=VERMILION, mfc="none", markersize=6)
-            text: dict[str, Any] = {"textcoords": "offset points", "ha": "center", "va": "center"}
-            axes.annotate(
-                str(number), place, xytext=shift, **text, fontsize="small", color=VERMILION
-            )
+    low, high = axes.get_ylim()
+    text: dict[str, Any] = {"textcoords": "offset points", "ha": "center", "va": "center"}
+    text |= {"fontsize": "small", "color": VERMILION}
+    for number, (system, shift) in enumerate(zip(worst, _SHIFTS, strict=False), start=1):
+        signed = f"{error[system]:+.{digits}f} {unit}".replace("-", "−")
+        lines.append(f"{number}: {plain(names[system])}, error {signed}")
+        point = target[system], energy[system]
+        if low <= energy[system] <= high:
+            axes.plot(*point, "o", color=VERMILION, mfc="none", markersize=6)
+            axes.annotate(str(number), point, xytext=shift, **text)
     return lines
 
 
@@ -102,7 +102,6 @@ def calibration(
             of these levels, both of shape (levels,).
         errors: for each split, uncertainties and |errors| in eV, both of shape (systems,).
         level: fraction of errors that the uncertainty should cover, in (0, 1).
-        file: file to write.
     """
     colors = dict(zip(errors, SERIES * len(errors), strict=False))
     with panels_of(file, 2, 2, (5.25, 4.6)) as (_, (left, right)):

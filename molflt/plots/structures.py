@@ -23,9 +23,9 @@ def structure_views(structures: Mapping[str, Data], file: Path) -> None:
     The views of a single structure are next to each other. An empty title is replaced by the sid.
     """
     count = len(structures)
-    with panels(file, 2 * count, max(2, count), (2.9, 3.1)) as (_, shown):
+    with panels(file, 2 * count, max(2, count), (2.9, 3.1)) as (_, all_axes):
         for column, (title, structure) in enumerate(structures.items()):
-            for view, axes in zip(("top", "side"), shown[column::count], strict=True):
+            for view, axes in zip(("top", "side"), all_axes[column::count], strict=True):
                 _view(axes, structure, view)
                 if title:
                     axes.set_title(title if view == "top" else "", fontsize=9)

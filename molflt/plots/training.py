@@ -1,9 +1,10 @@
-"""Figures of training curves and comparisons of runs and optimizers."""
+"""Figures of training curves, comparisons of runs and optimizers, and losses of texts."""
 
 from __future__ import annotations
 
 import csv
 import itertools
+import warnings
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 _STYLES = ("-", "--", ":", "-.")
 _LEAST = 1e-30  # smallest loss on a logarithmic axis
+_BINS = 24  # of positions in a block
 
 _PREFIXES = {"val": ("validation", VERMILION), "lr": ("", GREEN), "train": ("training", BLUE)}
 _Array = NDArray[np.float64]
@@ -38,22 +40,21 @@ def training_curve(
     Args:
         metrics_csv: metrics.csv of a run, with the column `step` and any of `train_loss`, `lr`, and
             metrics with the prefix `train_` or `val_`; cells may be empty.
-        file: file to write.
         metrics: metrics of the task; each metric in the file is drawn in its own panel.
         best: metric whose best validation value is marked, and the step of this value.
     """
     columns = read_columns(Path(metrics_csv))
     known = {"train_loss": Metric("loss", scale="log"), **metrics, "lr": Metric("learning rate")}
-    shown = {}
+    panels = {}
     for name in known:
         lines = [name] if name in ("train_loss", "lr") else [f"train_{name}", f"val_{name}"]
         if lines := [line for line in lines if np.isfinite(columns.get(line, [])).any()]:
-            shown[name] = lines
-    if not shown:
+            panels[name] = lines
+    if not panels:
         raise ValueError(f"{metrics_csv}: nothing to plot; expected train_loss, lr or metrics")
     sizes = (7.0, 1.9), (0.0, 0.6)
-    with panels_of(file, len(shown), 1, *sizes, sharex=True) as (figure, rows):
-        for axes, (name, lines) in zip(rows, shown.items(), strict=True):
+    with panels_of(file, len(panels), 1, *sizes, sharex=True) as (figure, all_axes):
+        for axes, (name, lines) in zip(all_axes, panels.items(), strict=True):
             metric = known[name]
             for line in lines:
                 label, color = _PREFIXES[line.partition("_")[0]]
@@ -69,7 +70,7 @@ def training_curve(
                 axes.set_ylim(bottom=0.0)
             axes.set_ylabel(metric.axis)
             axes.grid()
-        rows[-1].set_xlabel("step")
+        all_axes[-1].set_xlabel("step")
         figure.align_ylabels()
 
 
@@ -126,7 +127,7 @@ def overlaid_curves(
     `runs` contains the columns of each run, including `step`; empty cells are NaN. Metrics without
     values are omitted. Returns False, without a file, if all metrics are.
     """
-    shown = [
+    panels = [
         name
         for name in metrics
         if any(np.isfinite(columns.get(name, [])).any() for columns in runs.values())
@@ -134,9 +135,9 @@ def overlaid_curves(
     if not shown:
         return False
     sizes = (7.0, 2.4), (0.0, 0.8 + 0.1 * len(runs))
-    with panels_of(file, len(shown), 1, *sizes, sharex=True) as (figure, rows):
+    with panels_of(file, len(panels), 1, *sizes, sharex=True) as (figure, all_axes):
         last = max(float(np.nanmax(columns["step"], initial=1.0)) for columns in runs.values())
-        for axes, name in zip(rows, shown, strict=True):
+        for axes, name in zip(all_axes, panels, strict=True):
             styles = itertools.cycle(itertools.product(_STYLES, SERIES))
             for (run, columns), (style, color) in zip(runs.items(), styles, strict=False):
                 if name in columns:
@@ -147,13 +148,32 @@ def overlaid_curves(
             best = "higher" if metrics[name].largest_is_best else "lower"
             axes.set_ylabel(f"{metrics[name].axis}\n({best} is better)")
             axes.grid()
-        rows[-1].set_xlabel("step")
-        rows[0].set_title(f"n = {len(runs)} runs")
+        all_axes[-1].set_xlabel("step")
+        all_axes[0].set_title(f"n = {len(runs)} runs")
         figure.align_ylabels()
-        lines = {str(line.get_label()): line for axes in rows for line in axes.lines}
+        lines = {str(line.get_label()): line for axes in all_axes for line in axes.lines}
         options: dict[str, Any] = {"loc": "outside lower center", "ncols": min(len(runs), 3)}
         figure.legend([*lines.values()], [*lines], **options)
     return True
+
+
+def losses_by_place(losses: Mapping[str, NDArray[np.float64]], file: Path) -> None:
+    """Plots the mean loss against the position in a block, which is the length of the context.
+
+    `losses` contains the losses of the tokens of each text, in nats, as an array (blocks, length);
+    missing tokens are NaN.
+    """
+    with panels_of(file, 1, 1, (6.0, 3.4)) as (_, (axes,)):
+        for (name, loss), color in zip(losses.items(), itertools.cycle(SERIES), strict=False):
+            edges = np.unique(np.geomspace(1, loss.shape[1] + 1, _BINS).astype(int))
+            with warnings.catch_warnings():  # a short text does not reach the last positions
+                warnings.simplefilter("ignore", RuntimeWarning)
+                means = [np.nanmean(loss[:, a - 1 : b - 1]) for a, b in itertools.pairwise(edges)]
+            centers = np.sqrt(edges[:-1] * (edges[1:] - 1.0))
+            axes.plot(centers, means, marker="o", markersize=3, color=color, label=name)
+        axes.set(xscale="log", xlabel="position / tokens", ylabel="loss / nats per token")
+        axes.grid()
+        axes.legend()
 
 
 def loss_curves(tasks: Mapping[str, Mapping[str, _Array]], file: Path, steps: int) -> None:
@@ -200,8 +220,8 @@ def _bands(
     title: str | None = None,
 ) -> None:
     names = list(dict.fromkeys(name for optimizers in panels.values() for name in optimizers))
-    with panels_of(file, len(panels), 3, (3.1, 2.6), (1.0, 0.8)) as (figure, shown):
-        for axes, (task, optimizers) in zip(shown, panels.items(), strict=True):
+    with panels_of(file, len(panels), 3, (3.1, 2.6), (1.0, 0.8)) as (figure, all_axes):
+        for axes, (task, optimizers) in zip(all_axes, panels.items(), strict=True):
             for name, values in optimizers.items():
                 x, y, low, high = band(values)
                 color = SERIES[names.index(name) % len(SERIES)]
@@ -210,4 +230,4 @@ def _bands(
             axes.set(xlabel=x_label, ylabel=y_label, yscale=scale)
             axes.set_title(plain(task.replace("_", " ")))
             axes.grid()
-        legend_outside(figure, shown[0], "lower", min(len(names), 5), title=title)
+        legend_outside(figure, all_axes[0], "lower", min(len(names), 5), title=title)

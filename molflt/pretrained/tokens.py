@@ -18,7 +18,7 @@ from molflt.data.text.glue import TASKS, Example
 from molflt.data.text.tokenizer import Tokenizer
 from molflt.data.text.vocabulary import Vocabulary
 from molflt.evaluation.common import classes_of, device_of, tokenizer_of, vocabulary_of
-from molflt.evaluation.sentences import logits_of
+from molflt.evaluation.sentences import text_logits
 from molflt.evaluation.translation import translate
 from molflt.image.classifier import ImageClassifier
 from molflt.pretrained.base import Card, Pretrained
@@ -279,7 +279,7 @@ class SentenceLabeler(_Tokenized, _Classifier):
                 )
         examples = [Example(first, second, 0.0) for first, second in pairs]
         most = (self.model.encoder.longest or sys.maxsize) if length is None else length
-        logits = logits_of(self.model, self.tokenizer, examples, most, batch_size, "sentences")
+        logits = text_logits(self.model, self.tokenizer, examples, most, batch_size, "sentences")
         if self.model.classes == 1:
             return [Label(self.classes[0], float(score)) for score in logits[:, 0]]
         shares = torch.from_numpy(logits).softmax(dim=1).max(dim=1)

@@ -61,17 +61,15 @@ def beam_search(
         whole(name, torch.tensor(token), 0, model.vocabulary - 1, "an id of the vocabulary")
     mask = torch.ones_like(source) if source_mask is None else source_mask.long()
     limits = 2 * mask.sum(dim=1) + 10 if limit is None else mask.new_full((len(mask),), limit)
-    search = _Search(model, source, source_mask, begin, end, beam, length_penalty)
-    search.limits = limits if model.longest is None else limits.clamp(max=model.longest)
+    limits = limits if model.longest is None else limits.clamp(max=model.longest)
+    search = _Search(model, source, source_mask, begin, end, beam, length_penalty, limits)
     while search.open:
         search.step()
     return [max(complete, key=lambda target: target.score) for complete in search.complete]
 
 
 class _Search:
-    """Hypotheses of all unfinished sources, with `beam` rows for each source."""
-
-    limits: Tensor  # maximum length of the target of each source, (sources,)
+    """Hypotheses of unfinished sources, `beam` rows each, of lengths up to `limits` (sources,)."""
 
     def __init__(
         self,
@@ -82,9 +80,10 @@ class _Search:
         end: int,
         beam: int,
         penalty: float,
+        limits: Tensor,
     ) -> None:
         self.model, self.encoded, self.mask = model, model.encode(source, mask), mask
-        self.end, self.beam, self.penalty = end, beam, penalty
+        self.end, self.beam, self.penalty, self.limits = end, beam, penalty, limits
         count, device = len(source), source.device
         self.complete: list[list[Hypothesis]] = [[] for _ in range(count)]
         self.open = list(range(count))  # index of each source in the batch

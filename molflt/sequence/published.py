@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from torch import Tensor
 
 _WORDS = "embeddings.word_embeddings.weight"
-_KINDS = ("bert", "fnet")
 _BLOCK = (
     (r"attention\.self\.(query|key|value)", r"attention.to_\2"),
     (r"attention\.output\.dense", "attention.to_out"),
@@ -41,7 +40,7 @@ _HEAD = 64  # width of a head, in all published sizes
 
 def is_transformers(weights: Mapping[str, object]) -> bool:
     """Returns True if tensors are named as in the BERT or FNet models of `transformers`."""
-    return any(f"{prefix}{_WORDS}" in weights for prefix in ("", *(f"{k}." for k in _KINDS)))
+    return any(f"{prefix}{_WORDS}" in weights for prefix in ("", "bert.", "fnet."))
 
 
 def renamed(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:

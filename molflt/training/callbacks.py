@@ -67,7 +67,7 @@ class _Progress(Callback):
         step = trainer.global_step
         if step % min(self.table.log_every, 10) == 0 or step >= trainer.max_steps:
             self._bar.update(step - self._bar.n)
-            self._bar.set_postfix(self.table.shown)
+            self._bar.set_postfix(self.table.latest)
 
     def on_validation_start(self, *_: object) -> None:
         self._bar.set_description("validating")
@@ -76,7 +76,7 @@ class _Progress(Callback):
         if trainer.sanity_checking and not pl_module.task.validates_start:
             return
         self._bar.set_description("training", refresh=False)
-        self._bar.set_postfix(self.table.shown)
+        self._bar.set_postfix(self.table.latest)
         if not sys.stdout.isatty():
             self._print_validation(trainer, pl_module.validation_metrics())
 
@@ -84,8 +84,8 @@ class _Progress(Callback):
         measured = [name for name in self.metrics if math.isfinite(values.get(name, math.nan))]
         # without duplicates: the ranking metric may equal another metric, such as the accuracy
         texts = list(dict.fromkeys(self.metrics[name].shown(values[name]) for name in measured))
-        shown = self.table.shown.items()
-        training = [f"{name} {text}" for name, text in shown if name == "loss" or "/s" in name]
+        latest = self.table.latest.items()
+        training = [f"{name} {text}" for name, text in latest if name == "loss" or "/s" in name]
         training.append(duration(time.perf_counter() - self._since))
         self.table.folder.say(
             f"step {trainer.global_step:,} of {trainer.max_steps:,}: validation "
@@ -132,11 +132,11 @@ class _BestWeights(Callback):
         self.folder = folder
         self.patience = patience
         self.task = task
-        # best values of metrics, their step, and the number of validations since then
+        # best values of metrics, their step, and the number of validations without improvement
         self.best: dict[str, float] = {"step": 0, "since": 0}
 
     def _scores(self, values: Mapping[str, float], names: Sequence[str]) -> list[float]:
-        """Returns scores (larger is better), which are -inf for missing or non-finite metrics."""
+        """Returns scores to compare in this order, -inf for missing or non-finite metrics."""
         scores = []
         for name in names:
             value = values.get(name, math.nan)
@@ -151,9 +151,9 @@ class _BestWeights(Callback):
         names = self.task.ranking(values)
         new, best = self._scores(values, names), self._scores(self.best, names)
         # the accuracy is always finite, but the sums include the loss
-        finite = pl_module.validation_is_finite and max(new) > -math.inf
-        since = 0 if finite and new > best else int(self.best["since"]) + 1
-        if finite and new >= best:
+        is_valid = pl_module.validation_is_finite and max(new) > -math.inf
+        since = 0 if is_valid and new > best else int(self.best["since"]) + 1
+        if is_valid and new >= best:
             known = {name: values[name] for name in names if math.isfinite(values[name])}
             self.best = {**known, "step": step}
             metric = next(iter(known))

@@ -30,18 +30,8 @@ from molflt.training.recipes import Recipe
 Checkpoint = dict[str, Any]
 """Lightning's checkpoint; its key "molflt" contains a `molflt.training.run_folder.Provenance`."""
 
-RECOMMENDED = "game-net"
-"""The packaged model used by default."""
-
 _WEIGHTS = Path(__file__).parents[1] / "weights"  # packaged models
 _MODEL = "model.safetensors"
-_FILES = (_MODEL, "config.json", "tokenizer.json")  # the last only for published encoders
-
-EXPECTED = (
-    "expected the folder of a training run, an exported model, a .safetensors file, or "
-    f"{HUB}OWNER/NAME"
-)
-"""Description of a trained model, for messages."""
 
 MASKED = "masked_language"
 """Recipe of published encoders."""
@@ -135,11 +125,13 @@ class Saved(NamedTuple):
 
 def read_saved(path: Path, run: Path | None = None) -> Saved:
     """Reads a weights file and checks that the files of its run have not changed since training."""
-    config = None if run is None else read_config(run)
+    if run is None:
+        weights, options, files = read_weights(path)
+        if is_exported(path):
+            return _exported(path, weights)
+        return Saved(path, None, None, [options], [weights], files or None, {})
+    config = read_config(run)
     weights, options, files = read_weights(path)
-    if run is None or config is None:
-        outside_run = Saved(path, None, None, [options], [weights], files or None, {})
-        return _exported(path, weights) or outside_run
     for name, digest in files.items():
         file = run / name  # may be missing
         if file.is_file() and hashlib.sha256(file.read_bytes()).hexdigest() != digest:
@@ -156,10 +148,8 @@ def read_saved(path: Path, run: Path | None = None) -> Saved:
     return Saved(path, run, config["recipe"], [config["model"]], [weights], files, {**config})
 
 
-def _exported(path: Path, weights: dict[str, Tensor]) -> Saved | None:
-    """Reads an exported model or ensemble; returns None for any other weights file."""
-    if not is_exported(path):
-        return None
+def _exported(path: Path, weights: dict[str, Tensor]) -> Saved:
+    """Reads the header of an exported model or ensemble, and separates weights by member."""
     content = _parsed(read_header(path)[_KEY])
     if content.get("format") != _FORMAT:
         raise ValueError(
@@ -210,9 +200,13 @@ def find_weights(
     if (path / "config.yaml").is_file():
         return weights_of(path, checkpoint or "best"), path
     if not path.is_file() or path.suffix != ".safetensors":
-        got = "a folder without a model" if path.is_dir() else "another file"
-        got = got if path.exists() else "no such file"
-        raise FileNotFoundError(f"{source}: {EXPECTED}; got {got}")
+        got = "no such file"
+        if path.exists():
+            got = "a folder without a model" if path.is_dir() else "another file"
+        raise FileNotFoundError(
+            f"{source}: expected the folder of a training run, an exported model, a .safetensors "
+            f"file, or {HUB}OWNER/NAME; got {got}"
+        )
     if checkpoint is not None:
         raise ValueError(
             f"{source or path}: checkpoint={checkpoint} requires a training run; got a weights file"
@@ -285,10 +279,10 @@ def check_weights(path: Path, model: nn.Module, weights: Mapping[str, Tensor]) -
                 f"{path}: key {shown(name)}: the model expects {want}; got {got}; the weights "
                 "belong to a different configuration or version"
             )
-        expect_finite(path, name, weights[name])
+        check_finite(path, name, weights[name])
 
 
-def expect_finite(path: Path, name: str, tensor: Tensor) -> None:
+def check_finite(path: Path, name: str, tensor: Tensor) -> None:
     """Raises ValueError if a tensor of a weights file contains NaN or infinity."""
     if not bool(torch.isfinite(tensor).all()):
         raise ValueError(
@@ -348,7 +342,7 @@ def find(source: str | Path | None, hub: Mapping[str, object] | None = None) -> 
         The folder of a run, or a weights file.
     """
     if source is None:
-        return _packaged(RECOMMENDED)
+        return _packaged("game-net")  # the recommended model
     name, path = str(source), Path(source)
     if name.startswith(HUB):
         return _fetched(name, hub or {})
@@ -383,7 +377,8 @@ def _packaged(name: str) -> Path:
 
 def _fetched(name: str, options: Mapping[str, object]) -> Path:
     repository, _, revision = name.removeprefix(HUB).partition("@")
-    arguments = {"revision": revision or None, "allow_patterns": [*_FILES], **options}
+    files = [_MODEL, "config.json", "tokenizer.json"]  # the last only for published encoders
+    arguments = {"revision": revision or None, "allow_patterns": files, **options}
     fetch: Callable[..., str] = require("huggingface_hub", name, "hub").snapshot_download
     try:
         folder = fetch(repository, **arguments)

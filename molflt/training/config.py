@@ -33,8 +33,6 @@ class Config(TypedDict):
 
 HUB = "hf:"
 """Prefix of repository names on the Hugging Face Hub."""
-PARTS = ("model", "data", "task", "trainer")
-"""Groups of options."""
 
 
 def add_options(parser: ArgumentParser, recipe: str) -> None:
@@ -82,8 +80,8 @@ def check_values(parser: ArgumentParser, config: Namespace) -> None:
     """Raises ValueError if a required option is null, which jsonargparse would accept."""
     for action in parser._actions:
         hint = getattr(action, "_typehint", None)
-        optional = hint in (None, Any, object) or {NoneType, Any, object} & {*get_args(hint)}
-        if not optional and config.get(action.dest) is None:
+        accepts_null = not {None, NoneType, Any, object}.isdisjoint({hint, *get_args(hint)})
+        if not accepts_null and config.get(action.dest) is None:
             raise ValueError(f"{action.dest}: expected a value; got none")
 
 
@@ -144,7 +142,7 @@ def read_yaml(path: Path) -> dict[str, object]:
         raise ValueError(f"{path}: expected YAML in UTF-8; got {reason}") from None
     if not isinstance(content, dict):
         raise ValueError(f"{path}: expected `key: value`; got {shown(content)}")
-    for part in PARTS:
+    for part in ("model", "data", "task", "trainer"):
         if not isinstance(group := content.get(part, {}), dict):
             raise ValueError(f"{path}: key {part}: expected keys and values; got {shown(group)}")
     return content

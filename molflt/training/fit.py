@@ -128,7 +128,7 @@ def _warn_of_slow_average(decay: float | None, max_steps: int) -> None:
     """Warns if the first step contributes more than 10 % to the averaged weights."""
     share = 0.0 if decay is None or max_steps == 1 else decay ** (max_steps - 1)
     if share > 0.1:
-        distance = float(f"{3 / max_steps:.2g}")  # of a suitable decay from 1
+        distance = float(f"{3 / max_steps:.2g}")  # from 1, for a share of about exp(-3), 5 %
         warnings.warn(
             f"trainer.ema_decay={decay:g} with trainer.max_steps={max_steps}: {share:.0%} of the "
             "averaged weights, which are validated and saved, come from the first step; use "

@@ -80,21 +80,18 @@ def readable(error: Exception) -> str:
 def check_ranges(options: Mapping[str, object]) -> None:
     """Raises ValueError for the first option, such as "trainer.max_steps", that is out of range."""
     for key, value in options.items():
-        if interval := outside(key, value):
+        interval = LIMITS.get(key, "(-1e15, 1e15)")  # range of options that are not listed
+        if not all(_is_within(number, interval) for number in _numbers(value)):
             kind = type(value).__name__ if isinstance(value, int | float) else "numbers"
             raise ValueError(f"{key}: expected {kind} in {interval}; got {shown(value)}")
 
 
-def outside(key: str, value: object) -> str | None:
-    """Returns the allowed interval of an option if its value is outside this interval, or None."""
-    interval = LIMITS.get(key, "(-1e15, 1e15)")  # range of options that are not listed
+def _is_within(number: float, interval: str) -> bool:
+    """Returns True if a number is in an interval; False for NaN."""
     low, high = (float(end) for end in interval[1:-1].split(","))
-    for number in _numbers(value):
-        above = number >= low if interval[0] == "[" else number > low
-        below = number <= high if interval[-1] == "]" else number < high
-        if not (above and below):  # also for NaN
-            return interval
-    return None
+    above = number >= low if interval[0] == "[" else number > low
+    below = number <= high if interval[-1] == "]" else number < high
+    return above and below
 
 
 def _numbers(value: object) -> Iterator[int | float]:

@@ -1,4 +1,4 @@
-"""The Lightning module of a task, and the callback that writes metrics.csv."""
+"""The Lightning module of a task, its checkpoints, and the callback that writes metrics.csv."""
 
 from __future__ import annotations
 
@@ -25,6 +25,8 @@ from molflt.tasks.base import Task
 from molflt.training.checkpoint import Checkpoint
 from molflt.training.run_folder import RunFolder
 
+_COUNTED = ("loss", "batches", "size")  # sums over batches before those of the task
+
 
 class _LightningTask(pl.LightningModule):
     """Training and validation steps of a task; the loaders start at the trainer's current step."""
@@ -38,8 +40,8 @@ class _LightningTask(pl.LightningModule):
         self.model: Any = task.model
         self.gradient_norm = float("nan")  # in the last step, before clipping
         self.last_lr = task.lr  # learning rate of the last step
-        self._batch, self._size = "no batch yet", 0  # name and size of the last batch
-        self._step_before = 0
+        self._batch_name, self._batch_size = "no batch yet", 0  # of the last batch
+        self._step_before = 0  # number of steps before the last batch
         self._sums: list[Tensor] = []
         self._metrics: dict[str, float] | None = None
         self.validation_is_finite = True  # True if all sums of the last validation are finite
@@ -56,30 +58,30 @@ class _LightningTask(pl.LightningModule):
 
     def on_train_batch_start(self, batch: object, batch_idx: int) -> None:
         """Seeds torch by the seed, rank, step and batch, as in an uninterrupted training run."""
-        task, step = self.task, self.global_step
-        self._step_before = step
-        words = [task.seed, step, self.global_rank]
+        self._step_before = step = self.global_step
+        entropy = [self.task.seed, step, self.global_rank]
         accumulated = batch_idx % self.trainer.accumulate_grad_batches
         if accumulated:  # the first batch of a step has the same seed with and without accumulation
-            words.append(accumulated)
-        state = np.random.SeedSequence(words).generate_state(1, np.uint64)
-        torch.manual_seed(int(state[0] >> np.uint64(1)))
-        if task.redraw_every and step and not accumulated and step % task.redraw_every == 0:
-            common = np.random.SeedSequence([task.seed, step])  # the same on all ranks
+            entropy.append(accumulated)
+        state = np.random.SeedSequence(entropy).generate_state(1, np.uint64)
+        torch.manual_seed(int(state[0] >> np.uint64(1)))  # below 2^63, which torch accepts
+        every = self.task.redraw_every
+        if every is not None and step > 0 and step % every == 0 and not accumulated:
+            common = np.random.SeedSequence([self.task.seed, step])  # the same on all ranks
             seed = int(common.generate_state(1)[0])
             self.model.redraw_(torch.Generator().manual_seed(seed))
 
     def training_step(self, batch: object, batch_idx: int) -> dict[str, Tensor]:
-        """Returns the loss and values to sum over batches: loss, 1, batch size, the task's sums."""
+        """Returns the loss, and "sums": the `_COUNTED` values of this batch and the task's sums."""
         progress = self.global_step / max(1, self.trainer.max_steps)
-        self._batch, self._size = self.task.name(batch), self.task.size(batch)
+        self._batch_name, self._batch_size = self.task.name(batch), self.task.size(batch)
         loss, sums = self.task.loss(batch, progress)
         self._share_seen()
         self.last_lr = float(self.trainer.optimizers[0].param_groups[0]["lr"])
         if not bool(torch.isfinite(loss)):
             raise ValueError(self._diverged("loss", loss.item()))
-        row = [loss.detach(), loss.new_tensor(1), torch.tensor(self._size), *sums]
-        return {"loss": loss, "sums": _row(row, self.device)}
+        counted = loss.detach(), torch.tensor(1), torch.tensor(self._batch_size)
+        return {"loss": loss, "sums": _stacked([*counted, *sums], self.device)}
 
     def _share_seen(self) -> None:
         """Merges records of the training data, such as its elements, over all ranks."""
@@ -108,15 +110,15 @@ class _LightningTask(pl.LightningModule):
         self._sums, self._metrics = [], None
 
     def validation_step(self, batch: object, batch_idx: int) -> None:
-        self._batch, self._size = self.task.name(batch), self.task.size(batch)
-        self._sums.append(_row(list(self.task.validation_sums(batch)), self.device))
+        self._batch_name, self._batch_size = self.task.name(batch), self.task.size(batch)
+        self._sums.append(_stacked([*self.task.validation_sums(batch)], self.device))
 
     def validation_metrics(self) -> dict[str, float]:
         """Returns the metrics of the whole validation split; must be called by all ranks."""
         if self._metrics is None:
-            width = len(self.task.sums.__annotations__)  # a rank may have no batch
-            zero = torch.zeros(width, dtype=torch.float64, device=self.device)
-            sums = torch.stack([zero, *self._sums]).sum(dim=0)
+            fields = len(self.task.sums.__annotations__)
+            zero = torch.zeros(fields, dtype=torch.float64, device=self.device)
+            sums = torch.stack([zero, *self._sums]).sum(dim=0)  # a rank may have no batch
             totals = self.trainer.strategy.reduce(sums, reduce_op="sum")
             self._metrics = self.task.summarize(totals)
             self.validation_is_finite = bool(totals.isfinite().all())
@@ -139,12 +141,13 @@ class _LightningTask(pl.LightningModule):
 
     def step_description(self) -> str:
         """Describes the current step and its batch, for messages about memory."""
-        size = f"{self._size:,} {self.task.unit}"
-        return f"step {self.global_step} with {size}, {self._batch},"
+        size = f"{self._batch_size:,} {self.task.unit}"
+        return f"step {self.global_step} with {size}, {self._batch_name},"
 
     def _diverged(self, what: str, value: float) -> str:
-        several = self.trainer.accumulate_grad_batches > 1
-        batches = self._batch + (" or the other batches of this step" if several else "")
+        batches = self._batch_name
+        if self.trainer.accumulate_grad_batches > 1:
+            batches += " or the other batches of this step"
         return (
             f"{what} is {value} at step {self.global_step} with learning rate {self.last_lr:.3g} "
             f"on {batches}; expected a finite number; earlier checkpoints are kept; "
@@ -152,8 +155,9 @@ class _LightningTask(pl.LightningModule):
         )
 
 
-def _row(parts: list[Tensor], device: torch.device) -> Tensor:
-    return torch.stack([part.to(device, torch.float64) for part in parts])
+def _stacked(scalars: list[Tensor], device: torch.device) -> Tensor:
+    """Stacks scalars to a float64 tensor (scalars,)."""
+    return torch.stack([scalar.to(device, torch.float64) for scalar in scalars])
 
 
 class _CheckpointIO(TorchCheckpointIO):
@@ -187,18 +191,19 @@ class _MetricsFile(Callback):
         self.columns += ["gradient_norm", self.speed, *(f"val_{name}" for name in self.val)]
         self.path = folder.path / "metrics.csv"
         self.log_every = log_every
-        self.shown: dict[str, str] = {}
-        self._restored: dict[str, Any] = {}  # sums and seconds in the checkpoint
+        self.latest: dict[str, str] = {}  # values for the progress bar
+        self._restored: dict[str, Any] = {}  # totals and seconds in the checkpoint
         self._start_row()
 
     def _start_row(self) -> None:
         self._since = self._paused = time.perf_counter()
-        self._totals: Tensor | None = None
+        self._totals: Tensor | None = None  # "sums" of `training_step` since the last row
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
         self._start_row()
         if self._restored:
-            totals = torch.zeros(3 + len(pl_module.task.sums.__annotations__), dtype=torch.float64)
+            fields = len(_COUNTED) + len(pl_module.task.sums.__annotations__)
+            totals = torch.zeros(fields, dtype=torch.float64)
             if trainer.is_global_zero:  # the checkpoint contains the sum over ranks
                 saved = self._restored["totals"][: len(totals)]  # earlier versions stored fewer
                 totals[: len(saved)] = torch.tensor(saved, dtype=torch.float64)
@@ -233,15 +238,16 @@ class _MetricsFile(Callback):
 
     def _rewind(self, step: int, validates: bool) -> list[dict[str, str]]:
         """Removes rows that will be written again; returns the other rows of the last step."""
-        rows = []
-        for number, row in self._read() if step > 0 else ():
-            # only training rows have a learning rate; early stopping writes one, but keeps its sums
-            repeated = bool(self._restored) if row["lr"] else validates
-            if number < step or (number == step and not repeated):
-                rows.append((number, row))
-        text = csv_text([row for _, row in rows], self.columns)
-        write_atomically(self.path, text.encode())
-        return [row for number, row in rows if number == step]
+
+        def is_repeated(row: dict[str, str]) -> bool:
+            # Only training rows have a learning rate. Early stopping writes one of sums it saves.
+            return bool(self._restored) if row["lr"] else validates
+
+        rows = self._read() if step > 0 else []
+        earlier = [row for number, row in rows if number < step]
+        last = [row for number, row in rows if number == step and not is_repeated(row)]
+        write_atomically(self.path, csv_text(earlier + last, self.columns).encode())
+        return last
 
     def _read(self) -> list[tuple[int, dict[str, str]]]:
         """Reads the rows of metrics.csv, each with its step; ignores an incomplete last row."""
@@ -271,8 +277,8 @@ class _MetricsFile(Callback):
 
     def _log_training(self, trainer: pl.Trainer, module: _LightningTask, totals: Tensor) -> None:
         totals = trainer.strategy.reduce(totals.clone(), reduce_op="sum")
-        loss_sum, batches, size = totals[:3].tolist()
-        metrics = module.task.summarize(totals[3:])
+        loss_sum, batches, size = totals[: len(_COUNTED)].tolist()
+        metrics = module.task.summarize(totals[len(_COUNTED) :])
         loss = loss_sum / batches
         speed = size / (time.perf_counter() - self._since)
         known = [name for name in self.train if name in metrics]
@@ -286,9 +292,9 @@ class _MetricsFile(Callback):
             self.speed: speed,
         }
         self._write(trainer, row)
-        self.shown |= {
+        self.latest |= {
             "loss": f"{loss:.3g}",
-            **{_short(name): f"{metrics[name]:.4g}" for name in known[:2]},
+            **{name.replace("percent", "%"): f"{metrics[name]:.4g}" for name in known[:2]},
             "lr": f"{module.last_lr:.2g}",
             self.speed.replace("_per_", "/"): f"{speed:.0f}",
         }
@@ -309,7 +315,7 @@ class _MetricsFile(Callback):
         row = {f"val_{name}": metrics[name] for name in known}
         self._write(trainer, {"step": trainer.global_step, **row})
         for name in known[:2]:
-            self.shown[f"val_{_short(name)}"] = f"{metrics[name]:.4g}"
+            self.latest[f"val_{name}".replace("percent", "%")] = f"{metrics[name]:.4g}"
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._paused = time.perf_counter()
@@ -327,7 +333,3 @@ def _validation_due(checkpoint: Checkpoint | None) -> bool:
         return False
     progress = checkpoint["loops"]["fit_loop"]["epoch_loop.val_loop.batch_progress"]["total"]
     return bool(progress["processed"] < progress["ready"])
-
-
-def _short(metric: str) -> str:
-    return metric.replace("percent", "%")

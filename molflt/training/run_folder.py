@@ -50,6 +50,14 @@ INIT_RECORD = "init.json"
 
 _VERSIONS = "versions.json"
 _BUSY = "is training in this run folder; wait for it, or start a new run in another folder"
+# Options that may change on resume. Data are compared by content, and epochs in terms of steps.
+_MAY_CHANGE = {
+    "run", "data.root", "data.split_seed", "data.test", "data.train", "data.train_labels",
+    "data.val", "data.val_labels", "data.vocabulary", "data.workers", "trainer.accelerator",
+    "trainer.checkpoint_every", "trainer.log_every", "trainer.logger", "trainer.max_epochs",
+    "trainer.patience",
+}  # fmt: skip
+_STEPS, _EPOCHS = "trainer.max_steps", "trainer.max_epochs"
 
 Provenance = dict[str, Any]
 """Information about a run, stored in its checkpoints under the key "molflt".
@@ -64,16 +72,6 @@ def read_provenance(run: Path) -> Provenance:
     """Reads the provenance in last.ckpt; {} if the file is missing or from an earlier version."""
     last = Path(run) / "checkpoints" / "last.ckpt"
     return read_checkpoint(last).get("molflt", {}) if last.is_file() else {}
-
-
-# Options that may change on resume. Data are compared by content, and epochs in terms of steps.
-_MAY_CHANGE = {
-    "run", "data.root", "data.split_seed", "data.test", "data.train", "data.train_labels",
-    "data.val", "data.val_labels", "data.vocabulary", "data.workers", "trainer.accelerator",
-    "trainer.checkpoint_every", "trainer.log_every", "trainer.logger", "trainer.max_epochs",
-    "trainer.patience",
-}  # fmt: skip
-_STEPS, _EPOCHS = "trainer.max_steps", "trainer.max_epochs"
 
 
 def _flat(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -152,14 +150,14 @@ class RunFolder:
         `trainer.devices`, which multiplies the batch size, are rejected. A run ended by early
         stopping can be resumed only with more patience.
         """
-        self.provenance["config"] = now = plain(config)
+        self.provenance["config"] = plain(config)
         if self.checkpoint is None:
             return
         path = self.path / "config.yaml"
         stored = self._stored().get("config") or read_config(self.path)
         # older configurations do not contain options that were added later
-        old = dict(_flat(plain(defaults(now["recipe"])))) | dict(_flat(stored))
-        new = dict(_flat(now))
+        old = dict(_flat(plain(defaults(config["recipe"])))) | dict(_flat(stored))
+        new = dict(_flat(self.provenance["config"]))
         steps, done = new[_STEPS], self.checkpoint["global_step"]
         # None if max_epochs is set; compared again when the data are known
         if steps is not None and int(steps) < max(done, int(old[_STEPS])):
@@ -364,8 +362,7 @@ def _git_commit() -> str | None:
 class Best(NamedTuple):
     """The best validation of a run; best.safetensors contains its weights."""
 
-    metric: str
-    """name in metrics.csv without ``val_``"""
+    metric: str  # name in metrics.csv without ``val_``
     value: float
     step: int
 

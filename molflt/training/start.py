@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import glob
 import hashlib
-import itertools
 import json
 import os
 import re
@@ -27,7 +26,7 @@ from molflt.shipped import find_config
 from molflt.training.checkpoint import (
     MASKED,
     Saved,
-    expect_finite,
+    check_finite,
     find,
     find_weights,
     is_packaged,
@@ -41,12 +40,14 @@ from molflt.training.run_folder import INIT_RECORD, RunFolder
 _MOST = 8  # names per printed line; init.json contains all names
 _SHARED = "MOLFLT_RUN"  # passes the name of the run to the other processes
 _LONGEST = 60  # characters
+_STEPS, _EPOCHS = "--trainer.max_steps", "--trainer.max_epochs"
+_READ = ("--config", "--init", "--recipe", "--resume", "--run", _STEPS, _EPOCHS)
 
 
 def build_parser(words: Sequence[str] = ()) -> ArgumentParser:
     """Returns the parser for ``molflt train`` with the recipe given in `words`."""
     parser = _TrainParser()
-    add_options(parser, _recipe_named(list(words)))
+    add_options(parser, _recipe_named(_joined(words)))
     return parser
 
 
@@ -92,7 +93,7 @@ class _TrainParser(ArgumentParser):
     """Parser with defaults from the run given by ``--resume`` or the model given by ``--init``."""
 
     def parse_args(self, args: Sequence[str] | None = None) -> Namespace:  # type: ignore[override]
-        words = list(sys.argv[1:] if args is None else args)
+        words = _joined(sys.argv[1:] if args is None else args)
         runs, files = _values_of("--resume", words), _values_of("--config", words)
         words = _with_files(words)
         needs_tokenizer = False
@@ -128,7 +129,7 @@ class _TrainParser(ArgumentParser):
             )
 
     def _take_model_of(self, init: str, recipe: str) -> bool:
-        """Uses the options and the tokenizer of `init` as defaults; True without its tokenizer."""
+        """Uses options and tokenizer of `init` as defaults; True if a tokenizer is missing."""
         source = read_initial_weights(init)
         related = source.recipe in Recipe.of({"recipe": recipe}).relatives
         if source.recipe not in (None, recipe) and not related:
@@ -170,8 +171,8 @@ class _TrainParser(ArgumentParser):
 
 def _keep_one_length(config: Namespace, words: list[str]) -> None:
     """Removes max_steps set in a file if the command line sets max_epochs, and vice versa."""
-    sets_steps = bool({*_values_of("--trainer.max_steps", words)} - {"null"})
-    sets_epochs = bool({*_values_of("--trainer.max_epochs", words)} - {"null"})
+    sets_steps = bool({*_values_of(_STEPS, words)} - {"null"})
+    sets_epochs = bool({*_values_of(_EPOCHS, words)} - {"null"})
     if sets_steps != sets_epochs:
         config.trainer["max_epochs" if sets_steps else "max_steps"] = None
 
@@ -191,18 +192,29 @@ def _with_files(words: Sequence[str]) -> list[str]:
         "--config": find_config,
         "--init": lambda name: find(name) if is_packaged(name) else name,
     }
-    out: list[str] = []
+    resolved = []
     for word in words:
         option, _, value = word.partition("=")
-        if out and out[-1] in path_of:
-            option, value = out.pop(), word
-        out.append(f"{option}={path_of[option](value)}" if option in path_of and value else word)
-    return sorted(out, key=lambda word: not word.startswith("--config="))
+        if option in path_of and value:
+            word = f"{option}={path_of[option](value)}"
+        resolved.append(word)
+    return sorted(resolved, key=lambda word: not word.startswith("--config="))
 
 
-def _values_of(option: str, words: list[str]) -> list[str]:
-    values = [value for word, value in itertools.pairwise(words) if word == option]
-    return values + [w.partition("=")[2] for w in words if w.startswith(f"{option}=")]
+def _joined(words: Sequence[str]) -> list[str]:
+    """Joins the options that this module reads with their values, as in ``--run=NAME``."""
+    joined: list[str] = []
+    for word in words:
+        if joined and joined[-1] in _READ:
+            joined[-1] += f"={word}"
+        else:
+            joined.append(word)
+    return joined
+
+
+def _values_of(option: str, words: Sequence[str]) -> list[str]:
+    """Returns the values of an option in words from `_joined`, in order."""
+    return [word.partition("=")[2] for word in words if word.startswith(f"{option}=")]
 
 
 def dated_run(name: str) -> Path:
@@ -212,9 +224,10 @@ def dated_run(name: str) -> Path:
             raise ValueError("--run: expected the same folder for all processes; got none")
         return Path(os.environ[_SHARED])
     stem = f"{time.strftime('%Y-%m-%d')}-{re.sub(r'[^A-Za-z0-9._+-]+', '-', name)[:_LONGEST]}"
-    names = itertools.chain([stem], (f"{stem}-{count}" for count in itertools.count(2)))
-    runs = (Path("runs", each) for each in names)
-    run = next(path for path in runs if not os.path.lexists(path))
+    run, count = Path("runs", stem), 1
+    while os.path.lexists(run):
+        count += 1
+        run = Path("runs", f"{stem}-{count}")
     os.environ[_SHARED] = str(run)
     return run
 
@@ -225,7 +238,7 @@ def read_initial_weights(name: str) -> Saved:
     if saved.recipe is None and recipe_of(saved.path) is not None:
         saved = _of_transformers(saved)
     for key, tensor in saved.weights[0].items():
-        expect_finite(saved.path, key, tensor)
+        check_finite(saved.path, key, tensor)
     return saved
 
 
@@ -351,21 +364,23 @@ def _transfer(source: Saved, model: nn.Module, files: Mapping[str, bytes]) -> di
     file_of: dict[str, str | None] = dict.fromkeys(prefixes)  # None means any file
     if isinstance(prefixes, Mapping):
         file_of = {prefix: file for file, group in prefixes.items() for prefix in group}
-    weights, earlier = source.weights[0], source.files
-    changed = [x for x in files if earlier is not None and not _is_same(earlier.get(x), files[x])]
+    weights = source.weights[0]
+    changed: list[str] = []
+    if source.files is not None:
+        changed = [x for x in files if not _is_same(source.files.get(x), files[x])]
     loaded, new, of_data = {}, {}, []
     for name, tensor in state.items():
         weight = weights.get(name)
         needed = {file for prefix, file in file_of.items() if name.startswith(prefix)}
-        unlike = [file for file in changed if not needed.isdisjoint({None, file})]
+        needed_but_changed = [file for file in changed if not needed.isdisjoint({None, file})]
         if needed and name in buffers:  # such as the normalizer
             of_data.append(name)
         elif weight is None:
             new[name] = "not in the source"
         elif weight.shape != tensor.shape:
             new[name] = f"{tuple(weight.shape)} in the source"
-        elif unlike:
-            new[name] = f"trained with a different {unlike[0]}"
+        elif needed_but_changed:
+            new[name] = f"trained with a different {needed_but_changed[0]}"
         else:
             loaded[name] = weight
     for buffer, weight in getattr(model, "seen_by", {}).items():  # records of the training data
