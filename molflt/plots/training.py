@@ -132,7 +132,7 @@ def overlaid_curves(
         for name in metrics
         if any(np.isfinite(columns.get(name, [])).any() for columns in runs.values())
     ]
-    if not shown:
+    if not panels:
         return False
     sizes = (7.0, 2.4), (0.0, 0.8 + 0.1 * len(runs))
     with panels_of(file, len(panels), 1, *sizes, sharex=True) as (figure, all_axes):
