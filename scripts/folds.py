@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 from kit.rows import Rows, by_group, markdown, mean_sd, names, pick, write_csv
 from kit.runs import job_of, on_data, publish, read_energies, system_rows, work_all
-from kit.systems import read_arrays, read_systems
+from kit.systems import read_systems
 from kit.words import guarded, parsed, trainings
 
 from molflt import plots
@@ -33,7 +33,7 @@ def read_published(path: Path) -> Published:
 
     n is the number of systems, and k is the number of training runs.
     """
-    arrays = read_arrays(path, ("name",))
+    arrays = dict(np.load(path, allow_pickle=False))
     names = arrays["name"].tolist()
     energies = {model: own for model, own in arrays.items() if own.dtype.kind == "f"}
     if len(set(names)) < len(names) or {len(own) for own in energies.values()} != {len(names)}:

@@ -27,7 +27,7 @@ from pathlib import Path, PurePosixPath
 import numpy as np
 from ase.data import atomic_numbers
 from ase.io.vasp import read_vasp_configuration
-from kit.systems import System, read_arrays, write_systems
+from kit.systems import System, write_systems
 from kit.words import described, guarded
 from torch_geometric.data import Data
 from tqdm import tqdm
@@ -143,7 +143,7 @@ def pairs_of_folds(path: Path, systems: Sequence[System]) -> dict[str, Split]:
     with the fold of each name, or an npz file with the arrays name and fold.
     """
     if path.suffix == ".npz":
-        arrays = read_arrays(path, ("name", "fold"))
+        arrays = np.load(path, allow_pickle=False)
         numbers = dict(zip(arrays["name"].tolist(), arrays["fold"].tolist(), strict=True))
     else:
         numbers = json.loads(path.read_text(encoding="utf-8"))

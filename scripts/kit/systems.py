@@ -1,11 +1,8 @@
-"""Names of systems in systems.csv, next to the stores of a data set, and arrays of npz files."""
+"""Names of systems in systems.csv, next to the stores of a data set."""
 
-import csv
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
-
-import numpy as np
 
 from molflt.files import csv_rows, csv_text, write_atomically
 
@@ -33,28 +30,6 @@ def write_systems(folder: Path, splits: Iterable[tuple[str, Iterable[System]]]) 
 
 def read_systems(folder: Path) -> dict[int, System]:
     """Returns the systems of the data set in a folder, keyed by sid."""
-    path = folder / SYSTEMS
-    if not path.is_file():
-        raise FileNotFoundError(
-            f"{path}: no such file; expected names of systems, as scripts/game_net.py writes them"
-        )
-    try:
-        rows = csv_rows(path.read_text(encoding="utf-8"))
-    except (ValueError, csv.Error) as error:
-        raise ValueError(f"{path}: expected CSV; {error}; write it again") from None
+    rows = csv_rows((folder / SYSTEMS).read_text(encoding="utf-8"))
     found = ([row[field] for field in System._fields] for row in rows)
     return {int(sid): System(int(sid), *others) for sid, *others in found}
-
-
-def read_arrays(path: Path, wanted: Collection[str]) -> dict[str, np.ndarray]:
-    """Reads all arrays of an npz file by name, without unpickling."""
-    try:
-        with np.load(path, allow_pickle=False) as file:
-            arrays = dict(file)
-    except FileNotFoundError:
-        raise
-    except Exception as error:  # a damaged file can raise anything
-        raise ValueError(f"{path}: expected an npz file with arrays; {error}") from None
-    if absent := sorted({*wanted} - arrays.keys()):
-        raise ValueError(f"{path}: expected arrays {', '.join(wanted)}; {absent[0]} is missing")
-    return arrays

@@ -3,7 +3,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from kit.systems import read_systems
 
 from molflt.evaluation.calibration import Calibration
 from molflt.evaluation.common import classes_of, named_sources
@@ -33,11 +32,6 @@ def classes(folder: Path) -> None:
     classes_of(folder, 2)
 
 
-def systems(folder: Path) -> None:
-    (folder / "systems.csv").write_text("sid,name,molecule,family,metal\n1,a,b,c,Cu,extra\n")
-    read_systems(folder)
-
-
 def local(weights: Any, distances: Any, option: str, got: str = "") -> Refusal:
     return refused(lambda: locality(weights, distances), option, "", got)
 
@@ -60,7 +54,6 @@ ROWS = [
         lambda folder: merge_shards(folder / "missing" / "e.csv"), "e.csv", "--shard", "no shards"
     ),
     refused(lambda: named_sources(DATA, ["val"], Path("x")), "--splits", "--data", "both"),
-    Refusal(systems, "systems.csv", "as the header"),
     Refusal(classes, "classes.json", "2", "1 classes"),
     refused(lambda: locality(EYE, APART, fraction=10), "fraction", "(0, 1]", "10"),
     local(2 * EYE, APART, "sum to 1", "2.0"),
