@@ -184,7 +184,7 @@ ROWS = [
     *(Refusal(net(given), "Data", "make_record", error=TypeError) for given in NO_DATA),
     refused(lambda: PBCRadiusGraph(1.0)(Data(pos=ZEROS[:, :2])), "pos", "(atoms, 3)", "(6, 2)"),
     refused(lambda: EnergyComputation(EnergyRegressor(**SMALL, periodic="images")), "compiled"),
-    refused(lambda: EnergyComputation(Potential(**SMALL)), "EnergyRegressor", "", "Potential"),
+    refused(lambda: EnergyComputation(Potential(**SMALL)), "--compiled", "", "Potential"),
     Refusal(layer({"x": [[1.0, 2.0]]}), "x", "torch.Tensor", "list", TypeError),
     Refusal(without_descriptors, "descriptors", "", "element 10"),
     Refusal(layer({}, periodic=None), "has periodic=None"),
