@@ -516,7 +516,8 @@ def row(number):
         if name[0] != "_" and name not in (*own._keys, "id")
     }
     fields |= {"cell": np.asarray(own.cell), "mtime": 1.0, "ctime": 1.0, "user": "me"}
-    fields |= {"key_value_pairs": {"sid": 70 + number, "kind": "x"}, "data": {"extra": [1.0, 2.0]}}
+    data = {"extra": [1.0, 2.0], "pos_relaxed": (own.positions + 0.125).tolist()}
+    fields |= {"key_value_pairs": {"sid": 70 + number, "kind": "x"}, "data": data}
     fields["constraints"] = [each.todict() for each in own.constraints]
     return packed(fields)
 
@@ -539,6 +540,7 @@ def test_everything_in_an_lmdb_is_taken_and_nothing_is_written(tmp_path):
             record.forces, torch.tensor(atoms.calc.results["forces"]).float()
         )
         assert record.stress.abs().amax() == pytest.approx(5e-4)
+        torch.testing.assert_close(record.pos_relaxed, record.pos + 0.125)
     assert [file.name for file in tmp_path.iterdir()] == ["a.aselmdb"]
     path = database(tmp_path / "b.aselmdb", [1, 2, 4, 7], next_id=6)  # 3 and 5 are missing
     with pytest.raises(ValueError, match="row 3 is missing"):

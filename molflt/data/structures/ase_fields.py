@@ -85,7 +85,8 @@ class Converter:
         if isinstance(atoms, ValueError):  # the file has a structure that cannot be read
             raise atoms
         check_fields(atoms)
-        info, relaxed = _entries(atoms), atoms.arrays.get("pos_relaxed")
+        info = _entries(atoms)
+        relaxed = atoms.arrays.get("pos_relaxed", info.get("pos_relaxed"))  # data of a database
         labels = self._labels(atoms, info) | {"y_init": info.get("y_init")}
         labels["y_baseline"] = info.get(self.reading.baseline_key or "y_baseline")
         if relaxed is not None:  # the energy refers to the relaxed positions

@@ -66,8 +66,8 @@ class AseStructures(LoadedStructures):
     ``info["y_relaxed"]``, the energy of the calculator and ``info["energy"]``. ``y_init`` is
     ``info["y_init"]``, and the relaxed positions are the array ``pos_relaxed``. The sid is
     ``info["sid"]`` or, by default, the number of the frame or row, counted over all files. A
-    textual sid becomes the name of the structure. In ASE databases, key-value pairs are treated as
-    entries of ``info``. Energies must be in eV. For charges, see `ase_fields.total_charge`.
+    textual sid becomes the name of the structure. In ASE databases, all of these can be key-value
+    pairs or entries of data. Energies must be in eV. For charges, see `ase_fields.total_charge`.
 
     For potentials, ``energy``, ``forces`` and ``stress`` are also read from the calculator or info,
     optionally with the prefix ``REF_``, as in data for MACE. With relaxed positions, the energy
