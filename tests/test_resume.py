@@ -4,6 +4,7 @@ Some options may change, and damaged files are refused.
 """
 
 import errno
+import multiprocessing
 import os
 import pty
 import shutil
@@ -127,19 +128,37 @@ def test_float64_resumes_to_the_bit(shared_data, tmp_path, decay):
     assert_resumes(run, reference)
 
 
+def signal_all(_):
+    """Sends signals to all processes of a run, as terminals and schedulers do."""
+    for worker in multiprocessing.active_children():
+        for signum in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
+            os.kill(worker.pid, signum)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
 @pytest.mark.parametrize(
     ("method", "step", "saved_at"),
     [("training_step", 15, 16), ("validation_step", 16, 16)],
 )
 def test_sigterm_saves_and_exits_143(shared_data, whole, tmp_path, capsys, method, step, saved_at):
     run, before = tmp_path / "run", signal.getsignal(signal.SIGTERM)
-    with at_step(step, lambda _: os.kill(os.getpid(), signal.SIGTERM), method):
-        assert begin(shared_data, run) == 143
+    with at_step(step, signal_all, method):
+        assert begin(shared_data, run, "--data.workers=1") == 143
     assert signal.getsignal(signal.SIGTERM) == before
     assert f"molflt train --resume {run}" in capsys.readouterr().err
     assert last_state(run)["global_step"] == saved_at
     assert (run / "curve.png").read_bytes().startswith(b"\x89PNG")
     assert_resumes(run, whole)
+
+
+def test_a_job_of_slurm(shared_data, tmp_path, monkeypatch):
+    """Lightning would expect srun, and requeue the job after SIGUSR1."""
+    for name in ("JOB_ID", "NTASKS", "PROCID", "LOCALID", "NODEID"):
+        monkeypatch.setenv(f"SLURM_{name}", "2" if name == "NTASKS" else "0")
+    monkeypatch.setenv("SLURM_JOB_NAME", "oc20")
+    with at_step(5, lambda _: os.kill(os.getpid(), signal.SIGUSR1)):
+        assert begin(shared_data, tmp_path / "run") == 128 + signal.SIGUSR1
+    assert last_state(tmp_path / "run")["global_step"] == 6
 
 
 def test_sigterm_before_the_first_step(shared_data, whole, tmp_path, capsys):

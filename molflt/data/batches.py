@@ -6,6 +6,7 @@ import hashlib
 import itertools
 import math
 import re
+import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from pathlib import Path
@@ -240,7 +241,16 @@ class BatchedData(Generic[_Items]):
             num_workers=self.workers,
             persistent_workers=self.workers > 0,
             pin_memory=torch.cuda.is_available(),
+            worker_init_fn=_outlast_signals,
         )
+
+
+def _outlast_signals(_: int) -> None:
+    """Keeps a worker alive after signals to all processes of a run, which saves its state first."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if hasattr(signal, "alarm"):  # not on Windows
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, lambda *_: signal.alarm(60))  # Python may also have sent it
 
 
 def _bytes_in(item: object) -> Iterator[bytes]:
