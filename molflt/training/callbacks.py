@@ -24,6 +24,7 @@ from molflt.training.run_folder import RunFolder, duration
 from molflt.training.trainer import TrainerOptions
 
 _HANGUP = getattr(signal, "SIGHUP", None)  # not on Windows
+_WARNING = getattr(signal, "SIGUSR1", None)  # from a scheduler; Lightning would requeue the job
 
 
 def _callbacks_of(
@@ -95,8 +96,7 @@ class _Progress(Callback):
     def on_train_end(self, *_: object) -> None:
         self._bar.close()
 
-    def on_exception(self, *_: object) -> None:
-        self._bar.close()
+    on_exception = on_train_end
 
 
 class _Averages(WeightAveraging):
@@ -212,7 +212,7 @@ class _LastCheckpoint(Checkpoint):
         training in the middle of a step.
         """
         if threading.current_thread() is threading.main_thread():
-            for signum in filter(None, (signal.SIGINT, signal.SIGTERM, _HANGUP)):
+            for signum in filter(None, (signal.SIGINT, signal.SIGTERM, _HANGUP, _WARNING)):
                 if signal.getsignal(signum) != signal.SIG_IGN:
                     signal.signal(signum, self._note)
         self._terminals = [number for number in (1, 2) if os.isatty(number)]

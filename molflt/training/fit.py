@@ -59,7 +59,7 @@ def fit(
         warnings.catch_warnings(),
         within_memory(module.step_description, advice),
     ):
-        _silence_lightning()
+        _adapt_lightning()
         trainer = pl.Trainer(
             max_steps=max_steps,
             max_epochs=-1,
@@ -115,9 +115,11 @@ def _stop_others(trainer: pl.Trainer) -> None:
         launcher.procs.clear()  # leaves nothing for the observer to do
 
 
-def _silence_lightning() -> None:
+def _adapt_lightning() -> None:
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.ERROR)
+    if "SLURM_NTASKS" in os.environ and os.environ.get("SLURM_STEP_NUM_TASKS", "1") == "1":
+        os.environ["SLURM_JOB_NAME"] = "bash"  # otherwise Lightning expects srun to start processes
     warnings.filterwarnings("ignore", category=PossibleUserWarning)
     warnings.filterwarnings("ignore", message=".*LeafSpec.*")  # caused by Lightning
     # the replacement adds another broadcast of buffers and is missing in some supported releases
