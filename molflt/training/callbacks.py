@@ -96,7 +96,8 @@ class _Progress(Callback):
     def on_train_end(self, *_: object) -> None:
         self._bar.close()
 
-    on_exception = on_train_end
+    def on_exception(self, *_: object) -> None:
+        self._bar.close()
 
 
 class _Averages(WeightAveraging):
