@@ -63,8 +63,6 @@ class SizeBucketedBatchSampler(Sampler[list[int]]):
 
     def __post_init__(self) -> None:
         self.sizes = np.asarray(self.natoms, dtype=np.int64)
-        if self.batch_size < 1:
-            raise ValueError(f"batch_size must be at least 1; got {self.batch_size}")
 
     def batches(self, epoch: int = 0) -> list[_Indices]:
         """Returns the batches of all ranks in one epoch, as arrays of indices."""

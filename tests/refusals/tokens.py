@@ -6,12 +6,11 @@ from typing import Any
 import numpy as np
 from token_files import idx, pixels, write_folder, write_reviews
 
-from molflt.data.batches import SizeBucketedBatchSampler
 from molflt.data.images.datamodule import ImageData
 from molflt.data.images.files import open_images
 from molflt.data.images.unlabeled import read_alike
 from molflt.data.text.datamodule import TextData, TokenizedText
-from molflt.data.text.glue import _read_texts, read_examples
+from molflt.data.text.glue import read_examples
 from molflt.data.text.parallel import ParallelData, read_parallel
 from molflt.data.text.sentences import SentenceData
 from molflt.data.text.sources import _records
@@ -109,8 +108,6 @@ def pictures(read: Call, content: bytes | None = None) -> Call:
 
 
 ROWS = [
-    # batches
-    refused(lambda: SizeBucketedBatchSampler([10], 0), "batch_size", "at least 1", "0"),
     # vocabularies
     refused(lambda: Vocabulary.from_json(b"{", "v.json"), "v.json", "JSON"),
     # texts
@@ -156,18 +153,12 @@ ROWS = [
     refused(
         lambda: ImageData("a", val_labels="b", val_fraction=0.1), "data.val_labels", "val_fraction"
     ),
-    refused(
-        lambda: ImageData("a", "b", image_size=8, resize=4), "data.resize", "image_size=8", "4"
-    ),
     Refusal(
         command("data download game-net {folder} --splits val_id"),
         "--splits",
         "oc20-is2re",
         "game-net",
         Refused,
-    ),
-    Refusal(
-        given(lambda f: list(_read_texts(f, ["neg"])), {"neg/a.csv": ""}), "neg", ".txt", "none"
     ),
     Refusal(
         pictures(lambda f: open_images(f)[1], b"%!PS-Adobe-3.0 EPSF-3.0\n"), "dog/0.png", "image"

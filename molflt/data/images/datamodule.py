@@ -59,10 +59,6 @@ class ImageData(BatchedData[LabeledImages]):
                 f"data.val_labels has no effect with data.val_fraction={val_fraction}, which takes "
                 "images from data.train; omit one of them"
             )
-        if resize is not None and resize < (image_size or 0):
-            raise ValueError(
-                f"data.resize must be at least data.image_size={image_size}; got {resize}"
-            )
         self.labels = {"train": train_labels, "val": val_labels if val else train_labels}
         self.val_fraction = val_fraction
         self.image_size = image_size

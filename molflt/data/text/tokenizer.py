@@ -207,16 +207,13 @@ def find_tokenizer(path: Path) -> tuple[bytes, str]:
     """Returns the content and the name of a tokenizer file; `path` may be the folder of a model."""
     path = Path(path)
     inside = path / TOKENIZER if path.is_dir() else path
-    if inside.is_file():
-        return inside.read_bytes(), str(inside)
     config = path / "config.json"  # of an exported model
-    with contextlib.suppress(OSError, ValueError, LookupError, AttributeError, TypeError):
-        found = json.loads(config.read_bytes())["files"][TOKENIZER]
-        return json.dumps(found, ensure_ascii=False, indent=0).encode(), f"{config}: {TOKENIZER}"
-    raise FileNotFoundError(
-        f"{inside}: no such file; expected a tokenizer; pass its file or the folder of a run, or "
-        "omit data.tokenizer to train one"
-    )
+    if not inside.is_file() and config.is_file():
+        with contextlib.suppress(ValueError, LookupError, TypeError):
+            found = json.loads(config.read_bytes())["files"][TOKENIZER]
+            content = json.dumps(found, ensure_ascii=False, indent=0).encode()
+            return content, f"{config}: {TOKENIZER}"
+    return inside.read_bytes(), str(inside)
 
 
 def _library() -> Any:
