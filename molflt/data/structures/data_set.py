@@ -75,11 +75,6 @@ class DataSet(NamedTuple):
         whole, fraction = self.whole(skip_bad), self.val_fraction or VAL_FRACTION
         if len(whole) == 0:
             return dict.fromkeys(splits, whole)  # callers report it
-        if self.train == self.val:
-            raise ValueError(
-                f"{self.root}: one file is divided into two splits; got the name {self.train!r} "
-                "for both; omit data.train_split and data.val_split"
-            )
         train, val = split_by_seed(whole, fraction, self.split_seed)
         parts: dict[str, Structures] = {self.train: train, self.val: val}
         for split in splits:

@@ -156,16 +156,16 @@ class IS2REData(BatchedData[Structures]):
 
     def _refuse_options(self, data: DataSet) -> None:
         """Rejects options for one file if the root is a folder of splits, and vice versa."""
-        without_effect: dict[str, object]
         if data.is_one:
-            without_effect = {"train_split": data.train, "val_split": data.val}
+            names = ["train", "val"]
             reason = "is for a folder of splits; got one file, split by data.split_seed"
         else:
-            without_effect = {"split_seed": data.split_seed, "val_fraction": data.val_fraction}
+            names = ["val_fraction", "split_seed"]
             reason = "is for one file; got a folder of splits"
-        for name, value in without_effect.items():
-            if value not in (None, 0, "train", "val_id"):  # the defaults
-                raise ValueError(f"{data.root}: data.{name}={value} {reason}; remove it")
+        for name in names:
+            if (value := getattr(data, name)) != DataSet._field_defaults[name]:
+                option = f"{name}_split" if name in ("train", "val") else name
+                raise ValueError(f"{data.root}: data.{option}={value} {reason}; remove it")
 
     def _labeled(self, opened: Mapping[str, Structures]) -> dict[str, Structures]:
         """Rejects structures with missing or implausible labels (with `skip_bad`, skips them)."""
