@@ -205,9 +205,8 @@ class BatchedData(Generic[_Items]):
         """Returns a loader for one pass over the validation set, divided among the ranks."""
         if (batches := len(self._sampler("val"))) < world:
             raise ValueError(
-                f"expected at least one validation batch for each of {world} processes; got "
-                f"{batches} batches of {self.batch_size} {self.items}; decrease --data.batch_size "
-                "or --trainer.devices, or use more data"
+                f"expected a validation batch for each of {world} processes; got {batches} batches "
+                f"of {self.batch_size} {self.items}; decrease --data.batch_size"
             )
         return self._loader("val", self._sampler("val", rank, world))
 
@@ -242,7 +241,6 @@ class BatchedData(Generic[_Items]):
 
 
 def _bytes_in(item: object) -> Iterator[bytes]:
-    """Yields the tensors, names and numbers in an item as bytes."""
     if isinstance(item, torch.Tensor):
         yield f"{item.dtype}{tuple(item.shape)}".encode()
         yield item.contiguous().numpy().tobytes()
@@ -290,13 +288,11 @@ class Shard(NamedTuple):
 
         `natoms` (structures,) contains the number of atoms in each structure of the data set.
         """
-        structures = len(np.asarray(natoms))
-        batches = math.ceil(structures / batch_size)
+        batches = math.ceil(len(np.asarray(natoms)) / batch_size)
         if self.total > batches:  # raised for every shard, because shards are merged together
             raise ValueError(
                 f"option --shard {self}: expected no more shards than batches; got {batches:,} "
-                f"batches of {batch_size} for {structures:,} structures; use fewer shards, "
-                "or a smaller --batch_size"
+                f"batches of {batch_size} structures; use fewer shards or a smaller --batch_size"
             )
         part = SizeBucketedBatchSampler(natoms, batch_size, rank=self.number - 1, world=self.total)
         return np.sort(np.concatenate([*part])).astype(np.int64)
