@@ -140,7 +140,7 @@ ROWS = [
     Refusal(split("", "r0\tc\n"), "t.tsv", "each record", "'r1'", Refused),
     Refusal(split("", "r0\tr0\nr0\tr1\n"), "t.tsv: line 2", "swap", "MMseqs2", Refused),
     Refusal(
-        split("--val_fraction=0.6 --test_fraction=0.5"), "val_fraction", "below 1", "0.6", Refused
+        split("--val_fraction=0.6 --test_fraction=0.5"), "fractions", "for train", "0.6", Refused
     ),
     # idx files
     Refusal(idx_pair(SQUARES[:-1]), "idx3", "768 bytes", "767"),

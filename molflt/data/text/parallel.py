@@ -160,10 +160,5 @@ def read_parallel(name: str, source: str, target: str) -> ParallelText:
 
 
 def _file(name: str, language: str) -> str:
-    for path in packed_names(f"{name}.{language}"):
-        if Path(path).is_file():
-            return path
-    raise FileNotFoundError(
-        f"{name}.{language}: no such file; expected a text file, plain or compressed (.gz or .xz); "
-        "data.source and data.target are the extensions of the two files"
-    )
+    names = packed_names(f"{name}.{language}")
+    return next((path for path in names if Path(path).is_file()), names[0])
