@@ -73,8 +73,6 @@ class DataSet(NamedTuple):
         if not self.is_one:
             return {split: self._open(split_path(self.root, split), skip_bad) for split in splits}
         whole, fraction = self.whole(skip_bad), self.val_fraction or VAL_FRACTION
-        if len(whole) == 0:
-            return dict.fromkeys(splits, whole)  # callers report it
         train, val = split_by_seed(whole, fraction, self.split_seed)
         parts: dict[str, Structures] = {self.train: train, self.val: val}
         for split in splits:
