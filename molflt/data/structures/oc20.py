@@ -296,7 +296,6 @@ class Oc20Lmdb(Structures):
         return expected
 
     def _locate(self, index: int) -> tuple[LmdbFile, int]:
-        """Returns the shard and the key of a structure."""
         shard, place = locate(self._ends, self._stored(index))
         return self.shards[shard], self._keys[shard][place]
 

@@ -55,7 +55,6 @@ class Part(Structures):
         return int(self._kept[super()._stored(index)])
 
     def _locate(self, index: int) -> tuple[Structures, int]:
-        """Returns the source of a structure, and the index of the structure in this source."""
         number, local = locate(self._ends, self._stored(index))
         return self.sources[number], local
 

@@ -221,7 +221,6 @@ def _library() -> Any:
 
 
 def _untrained(kind: str, library: Any, size: int, lowercase: bool) -> tuple[Any, Any]:
-    """Returns a tokenizer without a vocabulary, and its trainer."""
     options = {"vocab_size": size, "special_tokens": list(_SPECIAL), "show_progress": False}
     if kind == "wordpiece":
         inner = library.Tokenizer(library.models.WordPiece(unk_token=_UNK))
@@ -248,7 +247,6 @@ def _untrained(kind: str, library: Any, size: int, lowercase: bool) -> tuple[Any
 
 
 def _fixed(kind: str, library: Any) -> Any:
-    """Returns a tokenizer with the tokens of `FIXED` after the special tokens."""
     ids = {name: index for index, name in enumerate([*_SPECIAL, *FIXED[kind]])}
     inner = library.Tokenizer(library.models.WordLevel(ids, unk_token=_UNK))
     single = library.pre_tokenizers.Split(library.Regex(r"[\s\S]"), "isolated")
