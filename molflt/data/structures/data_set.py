@@ -54,11 +54,6 @@ class DataSet(NamedTuple):
         """True if the root contains structures without splits."""
         return is_one_source(self.root) and not (self.root.is_dir() and self.has(self.train))
 
-    @property
-    def folder(self) -> Path:
-        """The root if it is a folder; otherwise the folder that contains it."""
-        return self.root if self.root.is_dir() else self.root.parent
-
     def has(self, split: str) -> bool:
         """Returns True if the folder contains a split with this name."""
         try:
