@@ -282,13 +282,11 @@ def verify_tensors(path: Path) -> bool:
 
 
 def _size_and_header(file: IO[bytes]) -> tuple[bytes, bytes]:
-    """Reads the beginning of a safetensors file: the size of the JSON header, and the header."""
     size = file.read(8)
     return size, file.read(int.from_bytes(size, "little"))
 
 
 def _sha256(head: bytes, file: IO[bytes]) -> str:
-    """Returns the digest of `head` and the remaining content of a file."""
     digest = hashlib.sha256(head)
     while block := file.read(2**20):
         digest.update(block)

@@ -64,8 +64,6 @@ class SizeBucketedBatchSampler(Sampler[list[int]]):
 
     def __post_init__(self) -> None:
         self.sizes = np.asarray(self.natoms, dtype=np.int64)
-        if self.batch_size < 1:
-            raise ValueError(f"batch_size must be at least 1; got {self.batch_size}")
 
     def batches(self, epoch: int = 0) -> list[_Indices]:
         """Returns the batches of all ranks in one epoch, as arrays of indices."""
@@ -208,9 +206,8 @@ class BatchedData(Generic[_Items]):
         """Returns a loader for one pass over the validation set, divided among the ranks."""
         if (batches := len(self._sampler("val"))) < world:
             raise ValueError(
-                f"expected at least one validation batch for each of {world} processes; got "
-                f"{batches} batches of {self.batch_size} {self.items}; decrease --data.batch_size "
-                "or --trainer.devices, or use more data"
+                f"expected a validation batch for each of {world} processes; got {batches} batches "
+                f"of {self.batch_size} {self.items}; decrease --data.batch_size"
             )
         return self._loader("val", self._sampler("val", rank, world))
 
@@ -254,7 +251,6 @@ def _outlast_signals(_: int) -> None:
 
 
 def _bytes_in(item: object) -> Iterator[bytes]:
-    """Yields the tensors, names and numbers in an item as bytes."""
     if isinstance(item, torch.Tensor):
         yield f"{item.dtype}{tuple(item.shape)}".encode()
         yield item.contiguous().numpy().tobytes()
@@ -302,13 +298,11 @@ class Shard(NamedTuple):
 
         `natoms` (structures,) contains the number of atoms in each structure of the data set.
         """
-        structures = len(np.asarray(natoms))
-        batches = math.ceil(structures / batch_size)
+        batches = math.ceil(len(np.asarray(natoms)) / batch_size)
         if self.total > batches:  # raised for every shard, because shards are merged together
             raise ValueError(
                 f"option --shard {self}: expected no more shards than batches; got {batches:,} "
-                f"batches of {batch_size} for {structures:,} structures; use fewer shards, "
-                "or a smaller --batch_size"
+                f"batches of {batch_size} structures; use fewer shards or a smaller --batch_size"
             )
         part = SizeBucketedBatchSampler(natoms, batch_size, rank=self.number - 1, world=self.total)
         return np.sort(np.concatenate([*part])).astype(np.int64)

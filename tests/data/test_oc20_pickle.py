@@ -32,11 +32,10 @@ def viewed(storage, offset=0, size=(2, 3), stride=(3, 1)):
     return old_pickle(b"}" + POS + REBUILD + b"(" + load + shape + b"\x89NtRs")
 
 
-NESTED = "posix.system, nested in the storage of a tensor"
 REFUSED = {
     "old Data": (lambda evil: old_pickle(b"}" + POS + opcodes(evil) + b"s"), "posix.system"),
     "new Data": (lambda evil: pickle.dumps(Data(pos=evil)), "posix.system"),
-    "nested legacy": (lambda evil: viewed(saved(evil)), NESTED),
+    "nested legacy": (lambda evil: viewed(saved(evil)), "posix.system"),
 }
 
 

@@ -52,7 +52,8 @@ def center_crop(images: Tensor, size: int) -> Tensor:
     height, width = images.shape[-2:]
     if min(height, width) < size:
         raise ValueError(
-            f"expected images of at least {size} x {size}; got {height} x {width}; resize them"
+            f"expected images of at least {size} x {size}; got {height} x {width}; enlarge them, "
+            "or increase data.resize"
         )
     top, left = (height - size) // 2, (width - size) // 2
     return images[..., top : top + size, left : left + size]

@@ -196,9 +196,8 @@ class Converter:
         for_energies = reading.tags != "any" and not reading.for_prediction
         if of_steps and for_energies and "forces" in self._used and 2 * self._steps > count:
             warn(
-                f"{name}: frames with forces look like steps of relaxations or dynamics; train on "
-                "them with --recipe potential; to learn relaxed energies, keep the first frame of "
-                "each relaxation, with the energy of the last one as y_relaxed"
+                f"{name}: frames with forces look like steps of relaxations or dynamics; set "
+                "--recipe potential, or keep the first frame of each relaxation and set y_relaxed"
             )
         if self._ignored and not reading.keep_atoms:
             kinds = ", ".join(f"{kind} in {n}" for kind, n in sorted(self._ignored.items()))
@@ -479,5 +478,4 @@ def _listed(names: Iterable[str]) -> str:
 
 
 def _brief(name: str) -> str:
-    """Returns a name without control characters, and shortened, for messages."""
     return shown(name, 40)[1:-1]  # without quotes

@@ -200,23 +200,16 @@ def _rows(path: Path, kind: str) -> _Loads:
 
 def _rows_of_lmdb(path: Path) -> _Loads:
     file = LmdbFile(path)
-    present = {int(key) for key in file if key.isdigit()}
-    next_id, deleted = _entry(file, "nextid"), _entry(file, "deleted_ids")
-    expected = range(1, int(next_id or max(present, default=0) + 1))
-    for number in sorted({*expected, *present}.difference([] if deleted is None else deleted)):
+    for number in sorted(int(key) for key in file if key.isdigit()):
         yield number, partial(_row_of_lmdb, file, number)
 
 
 def _row_of_lmdb(file: LmdbFile, number: int) -> Atoms:
     from ase.calculators.calculator import all_properties
     from ase.db.row import AtomsRow
+    from ase.io.jsonio import decode
 
-    fields = _entry(file, str(number))
-    if fields is None:
-        raise ValueError(
-            f"row {number} is missing; download or copy the file again, or skip the row with "
-            "skip_bad"
-        )
+    fields = decode(zlib.decompress(file.get(b"%d" % number) or b"").decode())
     fields |= {name: np.array(fields[name]) for name in all_properties if name in fields}
     return _of_row(AtomsRow(fields | {"id": number}))
 
@@ -226,17 +219,6 @@ def _of_row(row: AtomsRow) -> Atoms:
     pairs = atoms.info.get("key_value_pairs", {})
     pairs |= {key: vars(row)[key] for key in pairs}  # ASE replaces `charge` by a sum over atoms
     return atoms
-
-
-def _entry(file: LmdbFile, key: str) -> Any:
-    """Returns the decoded value of a key in an ASE database, or None if the key is missing."""
-    from ase.io.jsonio import decode
-
-    content = file.get(key.encode())
-    try:
-        return None if content is None else decode(zlib.decompress(content).decode())
-    except zlib.error as error:
-        raise ValueError(f"key {key!r} is damaged: {error}; download or copy it again") from None
 
 
 def ase_format(path: Path) -> str | None:

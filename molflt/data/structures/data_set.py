@@ -54,11 +54,6 @@ class DataSet(NamedTuple):
         """True if the root contains structures without splits."""
         return is_one_source(self.root) and not (self.root.is_dir() and self.has(self.train))
 
-    @property
-    def folder(self) -> Path:
-        """The root if it is a folder; otherwise the folder that contains it."""
-        return self.root if self.root.is_dir() else self.root.parent
-
     def has(self, split: str) -> bool:
         """Returns True if the folder contains a split with this name."""
         try:
@@ -73,13 +68,6 @@ class DataSet(NamedTuple):
         if not self.is_one:
             return {split: self._open(split_path(self.root, split), skip_bad) for split in splits}
         whole, fraction = self.whole(skip_bad), self.val_fraction or VAL_FRACTION
-        if len(whole) == 0:
-            return dict.fromkeys(splits, whole)  # callers report it
-        if self.train == self.val:
-            raise ValueError(
-                f"{self.root}: one file is divided into two splits; got the name {self.train!r} "
-                "for both; omit data.train_split and data.val_split"
-            )
         train, val = split_by_seed(whole, fraction, self.split_seed)
         parts: dict[str, Structures] = {self.train: train, self.val: val}
         for split in splits:

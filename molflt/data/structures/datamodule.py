@@ -136,8 +136,7 @@ class IS2REData(BatchedData[Structures]):
             if self.max_size is not None and dataset.natoms[largest] > self.max_size:
                 raise ValueError(
                     f"{dataset.path}: sid {int(dataset[largest].sid)}: expected at most "
-                    f"data.max_atoms={self.max_size} atoms; got {dataset.natoms[largest]}; "
-                    "increase data.max_atoms"
+                    f"data.max_atoms={self.max_size} atoms; got {dataset.natoms[largest]}"
                 )
         for text in dict.fromkeys(dataset.skipped() for dataset in self.datasets.values()):
             if text:
@@ -156,16 +155,16 @@ class IS2REData(BatchedData[Structures]):
 
     def _refuse_options(self, data: DataSet) -> None:
         """Rejects options for one file if the root is a folder of splits, and vice versa."""
-        without_effect: dict[str, object]
         if data.is_one:
-            without_effect = {"train_split": data.train, "val_split": data.val}
+            names = ["train", "val"]
             reason = "is for a folder of splits; got one file, split by data.split_seed"
         else:
-            without_effect = {"split_seed": data.split_seed, "val_fraction": data.val_fraction}
+            names = ["val_fraction", "split_seed"]
             reason = "is for one file; got a folder of splits"
-        for name, value in without_effect.items():
-            if value not in (None, 0, "train", "val_id"):  # the defaults
-                raise ValueError(f"{data.root}: data.{name}={value} {reason}; remove it")
+        for name in names:
+            if (value := getattr(data, name)) != DataSet._field_defaults[name]:
+                option = f"{name}_split" if name in ("train", "val") else name
+                raise ValueError(f"{data.root}: data.{option}={value} {reason}; remove it")
 
     def _labeled(self, opened: Mapping[str, Structures]) -> dict[str, Structures]:
         """Rejects structures with missing or implausible labels (with `skip_bad`, skips them)."""
@@ -304,10 +303,9 @@ class IS2REData(BatchedData[Structures]):
             minus, advice = f" minus {key}", "check the baseline's tags and calculator, or "
         if not dataset.quantity and energy_kind(energies, natoms) == "total":
             raise ValueError(
-                f"{dataset.path}: y_relaxed{minus} looks like total energies, with a median of "
-                f"{per_atom(energies, natoms):.1f} eV per atom; expected adsorption energies, in "
-                f"eV; {advice}use --model.readout all, with --task.references fit to subtract "
-                "energies per element, or with --task.references none"
+                f"{dataset.path}: y_relaxed{minus} looks like total energies; expected adsorption "
+                f"energies; got {per_atom(energies, natoms):.1f} eV per atom; {advice}use "
+                "--model.readout all with --task.references fit or --task.references none"
             )
 
     def expect_slabs(self, option: str) -> None:
@@ -320,19 +318,11 @@ class IS2REData(BatchedData[Structures]):
             )
 
     def expect_relaxed(self, option: str) -> None:
-        """Warns about missing relaxed training positions; raises ValueError if all are missing."""
-        known, dataset = self._surveyed.domain.relaxed, self.datasets["train"]
-        if not known:
+        """Raises ValueError if no training structure has relaxed positions."""
+        if not self._surveyed.domain.relaxed:
             raise ValueError(
-                f"{dataset.path}: {len(dataset):,} structures, all without relaxed positions; "
-                f"expected relaxed positions for {option}, which moves structures toward them; "
-                "remove it, or use data with pos_relaxed"
-            )
-        if known < len(dataset):
-            warnings.warn(
-                f"{dataset.path}: {len(dataset) - known:,} of {len(dataset):,} structures have no "
-                f"relaxed positions; {option} has no effect on them",
-                stacklevel=2,
+                f"{self.datasets['train'].path}: no structure has relaxed positions; expected "
+                f"pos_relaxed for {option}, which moves structures toward it; remove the option"
             )
 
     def element_energies(

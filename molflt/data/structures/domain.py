@@ -311,12 +311,8 @@ class Domain:
             numbers = [frozenset(atomic_numbers[text] for text in part) for part in symbols]
             fields["elements"] = Elements(*numbers)
             fields["periodic"] = frozenset(fields["periodic"])
-            for key in ("systems", "untagged", "relaxed"):
-                fields[key] = int(fields[key])
             for key in _RANGES:
-                if fields[key] is not None or key == "atoms":
-                    low, high = fields[key]
-                    fields[key] = (low, high)
+                fields[key] = fields[key] and tuple(fields[key])
             initial = stored.get("initial") or ()
             fields["initial"] = tuple(Domain.from_json(x, f"{name}: initial") for x in initial)
             return Domain(**fields)

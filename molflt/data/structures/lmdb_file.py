@@ -43,8 +43,6 @@ class _Page(NamedTuple):
 
 
 class _Node(NamedTuple):
-    """Entry of a leaf, or a branch to another page."""
-
     size: int  # of the value; in a branch, the lower 32 bits of the page number
     flags: int  # of the value; in a branch, the upper 16 bits of the page number
     key: bytes

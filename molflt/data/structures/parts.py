@@ -55,7 +55,6 @@ class Part(Structures):
         return int(self._kept[super()._stored(index)])
 
     def _locate(self, index: int) -> tuple[Structures, int]:
-        """Returns the source of a structure, and the index of the structure in this source."""
         number, local = locate(self._ends, self._stored(index))
         return self.sources[number], local
 
@@ -150,11 +149,6 @@ def element_faults(source: Structures, undescribed: Collection[int]) -> dict[int
 def split_by_seed(source: Structures, fraction: float, seed: int) -> tuple[Part, Part]:
     """Splits a source into random parts for training and validation, determined by `seed`."""
     count = len(source)
-    if count < 2:
-        raise ValueError(
-            f"{source.path}: expected at least 2 structures, for training and validation; got "
-            f"{count}; use a folder with a file for each split"
-        )
     order = np.random.default_rng([seed, count]).permutation(count)
     size = min(count - 1, max(1, round(count * fraction)))  # of the validation part
     return Part(source, np.sort(order[size:])), Part(source, np.sort(order[:size]))

@@ -121,9 +121,8 @@ def _known_tags(tags: _Array | None, count: int, name: str) -> Tensor:
     unknown = (kinds < min(Tag)) | (kinds > max(Tag))
     if unknown.any():
         raise ValueError(
-            f"{name}: tags must be {_TAGS}; got {int(kinds[unknown][0])}; "
-            "ase.build numbers layers instead: set OC20 tags with atoms.set_tags(...), or read the "
-            "file with --tags ase (--data.tags ase when training)"
+            f"{name}: tags must be {_TAGS}; got {int(kinds[unknown][0])}; if ase.build "
+            "numbered the layers, read the file with --tags ase (--data.tags ase when training)"
         )
     return kinds
 
@@ -132,14 +131,10 @@ def _tensor(value: _Array, key: str, name: str) -> Tensor:
     """Returns a tensor on the CPU; raises ValueError if the value is not an array of numbers."""
     try:
         if isinstance(value, Tensor):
-            tensor = value.detach().cpu()
-        else:
-            tensor = torch.from_numpy(np.array(value))  # a copy: the source may be read-only
+            return value.detach().cpu()
+        return torch.from_numpy(np.array(value))  # a copy: the source may be read-only
     except (TypeError, ValueError, OverflowError) as error:
         raise ValueError(f"{name}: {key} must be an array of numbers; {error}") from None
-    if tensor.is_complex():
-        raise ValueError(f"{name}: {key} must be real numbers; got {tensor.dtype}")
-    return tensor
 
 
 def _sid_number(sid: object) -> int:
@@ -208,9 +203,8 @@ def _cell(cell: _Array | None, pbc: _Array | None, name: str) -> tuple[Tensor, T
     lowest = lattice_heights(lattice.numpy(), periodic.numpy()).min()
     if lowest < LOWEST:
         raise ValueError(
-            f"{name}: periodic axes need linearly independent lattice vectors, whose planes are at "
-            f"least {LOWEST} Å apart; got {lowest:.2g} Å of cell {lattice[0].tolist()}; set pbc to "
-            "False along axes without a lattice vector"
+            f"{name}: expected planes of lattice vectors at least {LOWEST} Å apart; got "
+            f"{lowest:.2g} Å of cell {lattice[0].tolist()}; set pbc to False along other axes"
         )
     return lattice, periodic
 

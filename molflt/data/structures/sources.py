@@ -110,9 +110,8 @@ def split_path(root: str | Path, split: str) -> Path:
     root = Path(root)
     if not root.is_dir():
         raise FileNotFoundError(
-            f"{root}: no such folder or file; expected a data set with {split}.safetensors, or one "
-            "file of structures, or several as a pattern such as '{a,b}.extxyz'; get one with "
-            "molflt data download and molflt data convert"
+            f"{root}: no such folder or file; expected a data set with {split}.safetensors, one "
+            "file of structures, or a pattern such as '{a,b}.extxyz'"
         )
     bases = [root, root / "is2re", root / OC20_ARCHIVE.inner]
     subsets = [base / name for base in bases for name in ("10k", "100k", "all")]

@@ -10,8 +10,6 @@ SPLITS_IN_ORDER = ("train", *VAL_SPLITS, *TEST_SPLITS)
 
 
 class _Oc20File(NamedTuple):
-    """LMDB file in the official download."""
-
     records: int
     gigabytes: float
 

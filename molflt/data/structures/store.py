@@ -27,8 +27,6 @@ STORE, _VERSION = "molflt-structures", "1"
 
 
 class _Column(NamedTuple):
-    """Array of a store."""
-
     dtype: str  # of numpy
     shape: tuple[int, ...]  # of one entry
     per: Literal["atom", "structure"]
@@ -135,9 +133,8 @@ class StructureStore(Structures):
         header = read_header(self.path)
         if header.get("format") != STORE or header.get("version") != _VERSION:
             raise ValueError(
-                f"{path}: expected a compact store with format {STORE!r} version {_VERSION!r}; got "
-                f"format {shown(header.get('format'))} version {shown(header.get('version'))}; "
-                "create one with molflt data convert SRC DST"
+                f"{path}: expected format {STORE!r} version {_VERSION!r}; got "
+                f"{shown(header.get('format'))} {shown(header.get('version'))}; convert it again"
             )
         self.source = header.get("source", "")
         """origin of the structures, as stored by the writer"""

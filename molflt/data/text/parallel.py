@@ -115,16 +115,6 @@ class ParallelData(TokenizedData[Pairs]):
         **tokens: Any,
     ) -> None:
         super().__init__(batch_size, {"train": train, "val": val, "test": test}, **tokens)
-        if max_tokens is not None and max_tokens < length:
-            raise ValueError(
-                f"data.max_tokens must be at least data.length={length}; got {max_tokens}; change "
-                "one of them"
-            )
-        if source == target:
-            raise ValueError(
-                f"data.source and data.target must be the extensions of two files; got {source!r} "
-                "for both; change one of them"
-            )
         self.source, self.target = source, target
         self.length, self.max_size, self.bucket = length, max_tokens, bucket
 
@@ -164,17 +154,11 @@ def read_parallel(name: str, source: str, target: str) -> ParallelText:
     if len(sides[0]) != len(sides[1]):
         raise ValueError(
             f"expected the same number of lines in {files[0]} and {files[1]}; got "
-            f"{len(sides[0]):,} and {len(sides[1]):,}; line i of one must be the translation of "
-            "line i of the other"
+            f"{len(sides[0]):,} and {len(sides[1]):,}"
         )
     return ParallelText(*sides, files)
 
 
 def _file(name: str, language: str) -> str:
-    for path in packed_names(f"{name}.{language}"):
-        if Path(path).is_file():
-            return path
-    raise FileNotFoundError(
-        f"{name}.{language}: no such file; expected a text file, plain or compressed (.gz or .xz); "
-        "data.source and data.target are the extensions of the two files"
-    )
+    names = packed_names(f"{name}.{language}")
+    return next((path for path in names if Path(path).is_file()), names[0])

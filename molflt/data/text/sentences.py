@@ -138,11 +138,6 @@ class SentenceData(TokenizedData[Sentences]):
         pairs = ((example.first, example.second) for example in examples)
         texts = (text for pair in pairs for text in pair if text is not None)
         self.set_tokenizer(lambda: texts, str(path))
-        if TASKS[self.task].form == "images" and self.tokenizer.fixed != "byte":
-            raise ValueError(
-                f"data.task={self.task}: expected a tokenizer of bytes, which are gray levels; got "
-                "a different one; set data.kind to byte, or change data.tokenizer or --init"
-            )
         self.collate = cast("None", partial(padded, pad=self.tokenizer.pad))
         for use, (path, examples) in found.items():
             self.datasets[use] = Sentences(examples, self.tokenizer, self.length, str(path))

@@ -93,9 +93,6 @@ def _record(header: str, parts: list[str], source: str) -> Record:
 
 
 def _raw(source: str) -> Iterator[bytes]:
-    path = Path(source)
-    if not path.is_file():
-        raise FileNotFoundError(f"{path}: no such file; expected a plain or compressed text file")
-    with unpacked(path) as file:
+    with unpacked(Path(source)) as file:
         while lines := file.readlines(_BLOCK):
             yield b"".join(lines)

@@ -39,11 +39,6 @@ def split(
         seed: seed of the random split.
     """
     shares = {"val": val_fraction, "test": test_fraction}
-    if sum(shares.values()) >= 1:
-        raise ValueError(
-            "the sum of val_fraction and test_fraction must be below 1; got "
-            f"{val_fraction} and {test_fraction}"
-        )
     records = list(_records(str(src)))
     if clusters is None:
         codes = [record.residues.encode() for record in records]

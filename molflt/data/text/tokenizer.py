@@ -207,16 +207,13 @@ def find_tokenizer(path: Path) -> tuple[bytes, str]:
     """Returns the content and the name of a tokenizer file; `path` may be the folder of a model."""
     path = Path(path)
     inside = path / TOKENIZER if path.is_dir() else path
-    if inside.is_file():
-        return inside.read_bytes(), str(inside)
     config = path / "config.json"  # of an exported model
-    with contextlib.suppress(OSError, ValueError, LookupError, AttributeError, TypeError):
-        found = json.loads(config.read_bytes())["files"][TOKENIZER]
-        return json.dumps(found, ensure_ascii=False, indent=0).encode(), f"{config}: {TOKENIZER}"
-    raise FileNotFoundError(
-        f"{inside}: no such file; expected a tokenizer; pass its file or the folder of a run, or "
-        "omit data.tokenizer to train one"
-    )
+    if not inside.is_file() and config.is_file():
+        with contextlib.suppress(ValueError, LookupError, TypeError):
+            found = json.loads(config.read_bytes())["files"][TOKENIZER]
+            content = json.dumps(found, ensure_ascii=False, indent=0).encode()
+            return content, f"{config}: {TOKENIZER}"
+    return inside.read_bytes(), str(inside)
 
 
 def _library() -> Any:
@@ -224,7 +221,6 @@ def _library() -> Any:
 
 
 def _untrained(kind: str, library: Any, size: int, lowercase: bool) -> tuple[Any, Any]:
-    """Returns a tokenizer without a vocabulary, and its trainer."""
     options = {"vocab_size": size, "special_tokens": list(_SPECIAL), "show_progress": False}
     if kind == "wordpiece":
         inner = library.Tokenizer(library.models.WordPiece(unk_token=_UNK))
@@ -251,7 +247,6 @@ def _untrained(kind: str, library: Any, size: int, lowercase: bool) -> tuple[Any
 
 
 def _fixed(kind: str, library: Any) -> Any:
-    """Returns a tokenizer with the tokens of `FIXED` after the special tokens."""
     ids = {name: index for index, name in enumerate([*_SPECIAL, *FIXED[kind]])}
     inner = library.Tokenizer(library.models.WordLevel(ids, unk_token=_UNK))
     single = library.pre_tokenizers.Split(library.Regex(r"[\s\S]"), "isolated")

@@ -5,14 +5,12 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from typing import Literal, cast, get_args
+from typing import Literal, cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-
-from molflt.files import shown
 
 AMINO_ACIDS = "ACDEFGHIKLMNPQRSTVWY"
 """letters of the 20 standard amino acids (IUPAC-IUB 1983)"""
@@ -57,15 +55,6 @@ class Vocabulary:
         self.tokens = list(tokens)
         self.ids = {token: index for index, token in enumerate(self.tokens)}
         self.unk = self.ids.get(_UNK)
-        if level in _FIXED_LEVELS:
-            is_complete = tokens == _FIXED_LEVELS[level]
-        else:
-            is_complete = self.unk is not None and _EOS in self.ids
-        if level not in get_args(_Level) or not is_complete or len(self.ids) != len(tokens):
-            raise ValueError(
-                f"level={shown(level)}; expected one of {', '.join(get_args(_Level))}, and tokens "
-                f"with {_EOS}, {_UNK} and each token once, or all tokens of a fixed level in order"
-            )
         self.eos = self.ids[_EOS]
 
     def __len__(self) -> int:
