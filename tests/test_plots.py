@@ -1,6 +1,5 @@
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -161,8 +160,7 @@ def test_rpe_profiles(tmp_path: Path, figures) -> None:
     """Without a radial profile, the bias is drawn along the first axis."""
     heads = 5
     position = SpectralPosition(GaussianBasis(heads, 8), GaussianNodes(heads, 4))
-    model = SimpleNamespace(stack=SimpleNamespace(position=position))
-    plots.rpe_profiles(model, tmp_path / "f.png", r_max=6.0)
+    plots.rpe_profiles(position, tmp_path / "f.png", r_max=6.0)
     assert is_picture(tmp_path / "f.png")
     shown = visible(figures[0])
     assert len(shown) == heads
@@ -196,8 +194,7 @@ def test_one_token_has_no_offsets(dim, tmp_path: Path) -> None:
 
 def test_rpe_curves_have_offsets_of_both_signs(tmp_path: Path, figures) -> None:
     position = spectral(GaussianMixture, 5, 1, asymmetric=True)
-    model = SimpleNamespace(stack=SimpleNamespace(position=position))
-    plots.rpe_curves(model, tmp_path / "c.png", 6)
+    plots.rpe_curves(position, tmp_path / "c.png", 6)
     assert is_picture(tmp_path / "c.png")
     for head, axes in enumerate(visible(figures[0])):
         x, y = axes.lines[-1].get_data()
