@@ -46,7 +46,7 @@ def evaluate(
         last two are the attention to the nearest and farthest 10 % of the patches, averaged over
         heads, layers and the first 16 images.
     """
-    classes = common.classes_of(run, model.classes)
+    classes = common.classes_of(run)
     results: Results = {}
     rows: list[dict[str, object]] = []
     by_split = _datasets(config["data"], classes, **which)

@@ -6,7 +6,7 @@ import numpy as np
 from kit.systems import read_systems
 
 from molflt.evaluation.calibration import Calibration
-from molflt.evaluation.common import classes_of, named_sources
+from molflt.evaluation.common import named_sources
 from molflt.evaluation.ensemble import load_ensemble
 from molflt.evaluation.shard_files import merge_shards
 from molflt.metrics import locality
@@ -26,11 +26,6 @@ def calibration(**change):
         Calibration.read(path)
 
     return read
-
-
-def classes(folder: Path) -> None:
-    (folder / "classes.json").write_text('["a"]')
-    classes_of(folder, 2)
 
 
 def systems(folder: Path) -> None:
@@ -61,7 +56,6 @@ ROWS = [
     ),
     refused(lambda: named_sources(DATA, ["val"], Path("x")), "--splits", "--data", "both"),
     Refusal(systems, "systems.csv", "as the header"),
-    Refusal(classes, "classes.json", "2", "1 classes"),
     refused(lambda: locality(EYE, APART, fraction=10), "fraction", "(0, 1]", "10"),
     local(2 * EYE, APART, "sum to 1", "2.0"),
     local(EYE, APART + np.diag([np.inf, 0, 0]), "unmasked", "0.0"),
