@@ -1,4 +1,3 @@
-import json
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +17,9 @@ def fit(count, spread=0.1):
     return lambda _: Calibration.fit(errors, np.full(count, spread), "val_id", ("a", "b"))
 
 
-def calibration(**change):
-    def read(folder: Path) -> None:
-        path = folder / "u.json"
-        Calibration(1.0, 0.1, "val_id", 30, ("a", "b")).save(path)
-        path.write_text(json.dumps(json.loads(path.read_text()) | change))
-        Calibration.read(path)
-
-    return read
+def results(folder: Path) -> None:
+    (folder / "results.json").write_text('{"val": {}}')
+    Calibration.read(folder / "results.json")
 
 
 def systems(folder: Path) -> None:
@@ -40,15 +34,11 @@ def local(weights: Any, distances: Any, option: str, got: str = "") -> Refusal:
 EYE = np.eye(3)
 APART = np.abs(np.arange(3)[:, None] - np.arange(3)).astype(float)
 DATA = {"train": "a.txt", "val": "b.txt", "test": None}
-AGAIN = "evaluate these runs"
 
 ROWS = [
     Refusal(fit(19), "val_id", "at least 20", "19"),
     Refusal(fit(30, spread=0.0), "val_id", "spread", "0 eV"),
-    Refusal(calibration(factor=float("nan")), "factor", "above 0", "nan"),
-    Refusal(
-        lambda folder: Calibration.read(folder / "u.json"), "u.json", AGAIN, "", FileNotFoundError
-    ),
+    Refusal(results, "results.json", "calibration", "evaluate these runs"),
     refused(lambda: load_ensemble([Path("a"), Path("b")], "w.pt"), "--checkpoint", "best", "w.pt"),
     Refusal(lambda folder: merge_shards(folder / "e.csv"), "e.csv", "--shard", "no shards"),
     Refusal(
