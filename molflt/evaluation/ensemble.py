@@ -43,8 +43,6 @@ class EnsembleRegressor(nn.Module):
         self, members: Sequence[nn.Module], data: Mapping[Path, DataSet] | None = None
     ) -> None:
         super().__init__()
-        if len(members) < 2:
-            raise ValueError(f"an ensemble needs at least two members; got {len(members)}")
         self.members = nn.ModuleList(members)
         self.weights = tuple(map(digest_of, members))
         self.data = dict(data or {})

@@ -110,12 +110,6 @@ def evaluate_pixels(
         training images), n and bytes (total over all images).
     """
     data, by_split = common.named_images(PixelData, config["data"], **which)
-    for images in by_split.values():
-        if (images.channels, images.size[0]) != (model.channels, model.image_size):
-            raise ValueError(
-                f"{images.path}: expected images of {model.image_size} pixels and {model.channels} "
-                f"channels, as in training; got {images.size[0]} and {images.channels}"
-            )
     tables, note = _histograms(None if which.get("data") else data, config["data"], model)
     results: Results = {}
     curves: dict[str, NDArray[np.float64]] = {}
