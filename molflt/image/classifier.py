@@ -125,14 +125,8 @@ class ImageClassifier(Redrawn):
 
     def set_normalizer(self, mean: Sequence[float] | Tensor, std: Sequence[float] | Tensor) -> None:
         """Sets the mean and standard deviation that normalize images, each of shape (channels,)."""
-        mean, std = torch.as_tensor(mean), torch.as_tensor(std)
-        if {mean.shape, std.shape} != {self.image_mean.shape} or not bool((std > 0).all()):
-            raise ValueError(
-                f"expected a mean and a positive standard deviation for each of {self.channels} "
-                f"channels; got {mean.tolist()} and {std.tolist()}; see ImageData.statistics()"
-            )
-        self.image_mean.copy_(mean)
-        self.image_std.copy_(std)
+        self.image_mean.copy_(torch.as_tensor(mean))
+        self.image_std.copy_(torch.as_tensor(std))
 
     def tokens(self, images: Tensor) -> Tensor:
         """Embeds the class token, if any, and the patches row by row: (batch, tokens, dim).
