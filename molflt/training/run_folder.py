@@ -368,29 +368,22 @@ class Best(NamedTuple):
 
 
 def best_of(run: Path) -> Best | None:
-    """Reads the best validation result from best.safetensors; None if the file is missing."""
-    path = Path(run) / "checkpoints" / "best.safetensors"
-    if not path.is_file():
+    """Reads the best validation result from best.safetensors; None if it is unknown."""
+    header = _header_of(run, "best")
+    name = next((name for name in header if name.startswith("val_")), None)
+    if name is None:
         return None
-    name = next((name for name in read_header(path) if name.startswith("val_")), "val_")
-    return Best(name.removeprefix("val_"), _number(path, name), steps_of(run, "best"))
+    return Best(name.removeprefix("val_"), float(header[name]), int(header["step"]))
 
 
-def steps_of(run: Path, weights: str = "last") -> int:
-    """Reads the step of the "last" or "best" weights from their header; 0 if they are missing."""
+def steps_of(run: Path) -> int:
+    """Reads the step of the last weights from their header; 0 if it is unknown."""
+    return int(_header_of(run, "last").get("step", 0))
+
+
+def _header_of(run: Path, weights: str) -> Mapping[str, str]:
     path = Path(run) / "checkpoints" / f"{weights}.safetensors"
-    return int(_number(path, "step")) if path.is_file() else 0
-
-
-def _number(path: Path, key: str) -> float:
-    header = read_header(path)
-    try:
-        return float(header[key])
-    except (KeyError, ValueError):
-        raise ValueError(
-            f"{path}: expected weights with {key} in their header; got {shown(header.get(key))}; "
-            "restore the file, or start a new run"
-        ) from None
+    return read_header(path) if path.is_file() else {}
 
 
 def draw_curve(run: Path, file: Path, metrics: Mapping[str, Metric]) -> None:
