@@ -10,8 +10,6 @@ import contextlib
 import hashlib
 import io
 import json
-import pickle
-import re
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -310,16 +308,11 @@ def read_checkpoint(path: Path) -> Checkpoint:
                     raise ValueError(f"checksum of {damaged} differs")
         content.seek(0)
         return torch.load(content, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
-        object_type = re.search(r"GLOBAL (\S+)", str(error))
-        got = f"{object_type[1]}, which could run code" if object_type else "a different format"
-        raise ValueError(
-            f"{path}: rejected; expected only tensors and plain values; got {got}"
-        ) from error
     except Exception as error:  # a damaged pickle can raise any exception
         reason = (str(error) or type(error).__name__).splitlines()[0][:100]
         raise ValueError(
-            f"{path}: not a complete checkpoint; {reason}; restore the file, or start a new run"
+            f"{path}: expected a complete checkpoint of tensors and plain values; got {reason}; "
+            "restore the file, or start a new run"
         ) from error
 
 
@@ -368,9 +361,8 @@ def _packaged(name: str) -> Path:
     path = _WEIGHTS / name / _MODEL
     if not path.is_file():
         raise FileNotFoundError(
-            f"this installation does not include weights ({_WEIGHTS / name}); expected a trained "
-            "model: pass a run, an exported model or hf:OWNER/NAME, as in `molflt predict RUN "
-            "STRUCTURES`; a run is created with `molflt train`"
+            f"this installation does not include weights ({path.parent}); pass a run, an exported "
+            f"model or {HUB}OWNER/NAME, as in `molflt predict RUN STRUCTURES`"
         )
     return path
 
