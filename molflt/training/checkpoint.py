@@ -154,10 +154,6 @@ def _exported(path: Path, weights: dict[str, Tensor]) -> Saved:
             f"{path}: expected an exported model of format {_FORMAT}; got "
             f"{shown(content.get('format'))}; {_ADVICE}, using this version of molflt"
         )
-    copy = path.with_name("config.json")
-    has_copy = path.name == _MODEL and copy.is_file()
-    if has_copy and _parsed(copy.read_text(encoding="utf-8", errors="replace")) != content:
-        raise ValueError(f"{copy}: expected a copy of the header of {path.name}; {_ADVICE}")
     options, members = content["models"], [weights]
     if len(options) > 1:
         members = [_with_prefix(weights, f"members.{i}.") for i in range(len(options))]
