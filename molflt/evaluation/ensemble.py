@@ -76,10 +76,6 @@ def load_ensemble(
     """
     runs = [Path(run) for run in runs]
     first = runs[0]
-    if checkpoint not in ("best", "last"):
-        raise ValueError(
-            f"--checkpoint {checkpoint}: expected best or last in combination with --also"
-        )
     for run in runs:
         if (recipe := read_config(run)["recipe"]) != _RECIPE:
             raise ValueError(

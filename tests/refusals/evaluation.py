@@ -6,7 +6,6 @@ from kit.systems import read_systems
 
 from molflt.evaluation.calibration import Calibration
 from molflt.evaluation.common import named_sources
-from molflt.evaluation.ensemble import load_ensemble
 from molflt.evaluation.shard_files import merge_shards
 from molflt.metrics import locality
 from refusals import Refusal, refused
@@ -39,7 +38,6 @@ ROWS = [
     Refusal(fit(19), "val_id", "at least 20", "19"),
     Refusal(fit(30, spread=0.0), "val_id", "spread", "0 eV"),
     Refusal(results, "results.json", "calibration", "evaluate these runs"),
-    refused(lambda: load_ensemble([Path("a"), Path("b")], "w.pt"), "--checkpoint", "best", "w.pt"),
     Refusal(lambda folder: merge_shards(folder / "e.csv"), "e.csv", "--shard", "no shards"),
     Refusal(
         lambda folder: merge_shards(folder / "missing" / "e.csv"), "e.csv", "--shard", "no shards"
