@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 _Array = NDArray[np.float64]
 
+_FARTHEST = 8.0  # largest distance between atoms, in Å
 _DEPTH = 12.0  # a curve ends this far below its largest value
 
 
@@ -31,7 +32,7 @@ def has_bias(position: torch.nn.Module | None) -> bool:
     return "softmax" in module.mixings and module("softmax", origin, origin).bias is not None
 
 
-def rpe_profiles(encoding: Any, file: Path, r_max: float = 8.0, unit: str = "Å") -> None:
+def rpe_profiles(encoding: Any, file: Path) -> None:
     """Draws the learned relative encoding f(r) of each head on a separate scale.
 
     Softmax attention adds f(r) to its logits; linear attention adds an estimate of f(r).
@@ -41,13 +42,11 @@ def rpe_profiles(encoding: Any, file: Path, r_max: float = 8.0, unit: str = "Å"
 
     Args:
         encoding: a position module, or an encoding of graphs, which may include a near field.
-        r_max: largest distance, in `unit`.
-        unit: unit of positions.
     """
     import torch
 
     position = getattr(encoding, "position", encoding)
-    distances = torch.linspace(0.0, r_max, 321, dtype=torch.float64).to(_like(position))
+    distances = torch.linspace(0.0, _FARTHEST, 321, dtype=torch.float64).to(_like(position))
     if hasattr(encoding, "radial_profile"):
         profiles = _array(encoding.radial_profile(distances))  # [head, r]
     else:
@@ -56,7 +55,7 @@ def rpe_profiles(encoding: Any, file: Path, r_max: float = 8.0, unit: str = "Å"
     profiles = np.where(profiles < profiles.max(axis=1, keepdims=True) - _DEPTH, -np.inf, profiles)
     name, meaning = position.placement
     y_label = f"{name}(r), {meaning}"
-    _draw_curves(file, _array(distances), profiles, f"distance r / {unit}", y_label)
+    _draw_curves(file, _array(distances), profiles, "distance r / Å", y_label)
 
 
 def rpe_curves(position: Any, file: Path, max_offset: float, unit: str = "tokens") -> None:
