@@ -374,7 +374,6 @@ def _crossed(calibration: Calibration, fitted: _Errors, rest: _Errors) -> float 
 def _draw(
     calibration: Calibration, fitted: _Errors, evaluated: dict[str, _Errors], png: Path
 ) -> None:
-    """Draws coverages at several levels, and errors over uncertainties."""
     scores = fitted.error / calibration.uncertainty(fitted.width)
     factors = np.array([conformal_factor(scores, level) for level in _LEVELS])
     coverage = {
