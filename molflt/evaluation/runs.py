@@ -7,7 +7,6 @@ import json
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -62,9 +61,7 @@ class Run:
         last, table = path / "checkpoints/last.ckpt", path / "metrics.csv"
         predictions = path / "predictions.csv"
         task: Any = Recipe.of(self.config).load("task")
-        self.best: Best | None = None
-        with suppress(ValueError):  # reported when these weights are loaded
-            self.best = best_of(path)
+        self.best: Best | None = attempt(lambda: best_of(path), None)
         self.metrics: Mapping[str, Metric] = task.metrics
         self.measure: str = task.best if self.best is None else self.best.metric
         self.parameters: int = attempt(lambda: count_parameters(path, self.config), 0)

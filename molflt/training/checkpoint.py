@@ -6,7 +6,6 @@ config.json is a copy of the header for readers and the Hugging Face Hub.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import io
 import json
@@ -213,10 +212,7 @@ def weights_digest(path: Path) -> str:
     """Returns the SHA-256 digest of a weights file, from its header if possible; "" if missing."""
     if not path.is_file():
         return ""
-    digest = None
-    with contextlib.suppress(ValueError):  # reported when the weights are loaded
-        digest = read_header(path).get("sha256")
-    return digest or hashlib.sha256(path.read_bytes()).hexdigest()
+    return read_header(path).get("sha256") or hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def count_parameters(run: Path, config: Config) -> int:

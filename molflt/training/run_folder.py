@@ -133,7 +133,8 @@ class RunFolder:
                 "another --run"
             )
         weights = self.path.glob("checkpoints/*.safetensors")
-        unexpected = [path for path in weights if not _precedes_training(path)]
+        # weights from step 0 are saved before the first checkpoint
+        unexpected = [path for path in weights if read_header(path).get("step") != "0"]
         if not (self.path / _VERSIONS).exists():
             unexpected += self.path.glob("config.yaml")  # not written by a run
         if unexpected:
@@ -322,14 +323,6 @@ class RunFolder:
                 print(f"{png}: not drawn: {error}", file=sys.stderr)
 
 
-def _precedes_training(path: Path) -> bool:
-    """Returns True for weights from step 0, which are saved before the first checkpoint."""
-    try:
-        return read_header(path).get("step") == "0"
-    except ValueError:
-        return False
-
-
 def _versions() -> dict[str, str | None]:
     packages = ("torch", "torch-geometric", "lightning", "numpy", "safetensors")
     return {
@@ -390,9 +383,7 @@ def draw_curve(run: Path, file: Path, metrics: Mapping[str, Metric]) -> None:
     """Plots metrics.csv of a run to `file` and marks the validation of its best weights."""
     from molflt.plots import training_curve
 
-    best = None
-    with contextlib.suppress(ValueError):  # reported when these weights are loaded
-        best = best_of(run)
+    best = best_of(run)
     marked = best and (best.metric, best.step)
     training_curve(Path(run) / "metrics.csv", file, metrics, marked)
 
