@@ -38,7 +38,7 @@ def test_ends_of_records_do_not_count() -> None:
     share = 100 * val[max(train, key=train.__getitem__)] / val.total()
     assert results["val"]["unigram_accuracy_percent"] == pytest.approx(share, rel=1e-12)
     model, _ = load_run(run)
-    vocabulary = vocabulary_of(run, 26)
+    vocabulary = vocabulary_of(run)
     records = _records(str(data_of(CAUSAL) / "test.fasta"))
     ids = vocabulary.encode("".join(f"{one.residues}\n" for one in records))
     stream, scores = torch.cat((torch.tensor([vocabulary.eos]), ids)), []
@@ -62,7 +62,7 @@ def test_judged_residues_are_always_masked(tmp_path) -> None:
     """The unigram baseline is omitted if the training data are missing."""
     run, results = trained(MASKED), evaluated(MASKED)
     model, _ = load_run(run)
-    tokenizer = tokenizer_of(run, model.vocabulary)
+    tokenizer = tokenizer_of(run)
     blocks = read_pieces(str(data_of(MASKED) / "val.fasta"), tokenizer, 33)
     batch = [torch.stack(parts) for parts in zip(*blocks, strict=True)]
     draws = Draws.of_content(batch[0], batch[2]).tokens

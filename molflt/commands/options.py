@@ -94,7 +94,6 @@ def _kinds_of(action: Action) -> set[object]:
 
 
 def _is_flag(action: Action | None) -> bool:
-    """Returns True if an option is a boolean."""
     return action is not None and _kinds_of(action) - {NoneType, Union, UnionType} == {bool}
 
 

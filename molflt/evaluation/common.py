@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Sized
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -29,10 +29,8 @@ from molflt.tasks.base import Task
 from molflt.training.config import Config
 from molflt.training.recipes import Recipe
 
-_RESTORE = "restore the file that training wrote"
 _Batch = TypeVar("_Batch")
 _Images = TypeVar("_Images", bound=ImageData)
-_Sized = TypeVar("_Sized", bound=Sized)
 
 
 def chosen_splits(
@@ -261,41 +259,23 @@ _Source = Path | Callable[[str], tuple[bytes, str]]
 """folder of a run, or a function that returns the content of a file and its name for messages"""
 
 
-def vocabulary_of(source: _Source, size: int) -> Vocabulary:
-    """Reads the vocabulary of a run or a trained model and checks its size."""
-    return _sized(Vocabulary.from_json, source, "vocabulary.json", size, "tokens")
+def vocabulary_of(source: _Source) -> Vocabulary:
+    """Reads the vocabulary of a run or a trained model."""
+    return Vocabulary.from_json(*_content_of(source, "vocabulary.json"))
 
 
-def tokenizer_of(source: _Source, size: int) -> Tokenizer:
-    """Reads the tokenizer of a run or a trained model and checks its size."""
-    return _sized(Tokenizer.from_json, source, TOKENIZER, size, "tokens")
+def tokenizer_of(source: _Source) -> Tokenizer:
+    """Reads the tokenizer of a run or a trained model."""
+    return Tokenizer.from_json(*_content_of(source, TOKENIZER))
 
 
-def classes_of(source: _Source, count: int) -> list[str]:
-    """Reads the class names of a run or a trained model and checks their number."""
-    return _sized(_classes, source, CLASSES, count, "classes")
+def classes_of(source: _Source) -> list[str]:
+    """Reads the class names of a run or a trained model."""
+    content, _ = _content_of(source, CLASSES)
+    return json.loads(content)
 
 
-def _classes(content: bytes, name: str) -> list[str]:
-    classes: object = None
-    with suppress(ValueError):
-        classes = json.loads(content)
-    if not isinstance(classes, list):
-        raise ValueError(f"{name}: expected a JSON list of class names; {_RESTORE}")
-    return classes
-
-
-def _sized(
-    parse: Callable[[bytes, str], _Sized], source: _Source, name: str, size: int, items: str
-) -> _Sized:
-    """Parses the file `name` of a run or a trained model; raises ValueError for other sizes."""
+def _content_of(source: _Source, name: str) -> tuple[bytes, str]:
     if isinstance(source, Path):
-        content, label = (source / name).read_bytes(), str(source / name)
-    else:
-        content, label = source(name)
-    parsed = parse(content, label)
-    if len(parsed) != size:
-        raise ValueError(
-            f"{label}: {len(parsed):,} {items}; expected {size:,}, as in the checkpoint; {_RESTORE}"
-        )
-    return parsed
+        return (source / name).read_bytes(), str(source / name)
+    return source(name)

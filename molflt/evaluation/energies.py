@@ -192,8 +192,9 @@ def _draw(out: Path, found: Mapping[str, Predictions], model: nn.Module) -> None
             ]
     if panels:
         plots.parity(panels, out / "parity.png", names)
-    if plots.has_bias(getattr(getattr(model, "encoding", None), "position", None)):
-        plots.rpe_profiles(model, out / "encoding.png")
+    encoding = getattr(model, "encoding", None)
+    if plots.has_bias(getattr(encoding, "position", None)):
+        plots.rpe_profiles(encoding, out / "encoding.png")
 
 
 def _write_arrays(path: Path, found: Mapping[str, Predictions]) -> None:

@@ -43,8 +43,6 @@ class EnsembleRegressor(nn.Module):
         self, members: Sequence[nn.Module], data: Mapping[Path, DataSet] | None = None
     ) -> None:
         super().__init__()
-        if len(members) < 2:
-            raise ValueError(f"an ensemble needs at least two members; got {len(members)}")
         self.members = nn.ModuleList(members)
         self.weights = tuple(map(digest_of, members))
         self.data = dict(data or {})
@@ -78,10 +76,6 @@ def load_ensemble(
     """
     runs = [Path(run) for run in runs]
     first = runs[0]
-    if checkpoint not in ("best", "last"):
-        raise ValueError(
-            f"--checkpoint {checkpoint}: expected best or last in combination with --also"
-        )
     for run in runs:
         if (recipe := read_config(run)["recipe"]) != _RECIPE:
             raise ValueError(

@@ -46,7 +46,7 @@ def evaluate(
         last two are the attention to the nearest and farthest 10 % of the patches, averaged over
         heads, layers and the first 16 images.
     """
-    classes = common.classes_of(run, model.classes)
+    classes = common.classes_of(run)
     results: Results = {}
     rows: list[dict[str, object]] = []
     by_split = _datasets(config["data"], classes, **which)
@@ -110,12 +110,6 @@ def evaluate_pixels(
         training images), n and bytes (total over all images).
     """
     data, by_split = common.named_images(PixelData, config["data"], **which)
-    for images in by_split.values():
-        if (images.channels, images.size[0]) != (model.channels, model.image_size):
-            raise ValueError(
-                f"{images.path}: expected images of {model.image_size} pixels and {model.channels} "
-                f"channels, as in training; got {images.size[0]} and {images.channels}"
-            )
     tables, note = _histograms(None if which.get("data") else data, config["data"], model)
     results: Results = {}
     curves: dict[str, NDArray[np.float64]] = {}

@@ -58,7 +58,7 @@ def evaluate(
         (the number of residues, without ends of records), unigram_perplexity and
         unigram_accuracy_percent.
     """
-    vocabulary, length = common.vocabulary_of(run, model.vocabulary), config["data"]["length"]
+    vocabulary, length = common.vocabulary_of(run), config["data"]["length"]
     read = partial(read_blocks, vocabulary=vocabulary, length=length)
     residues = None
     if vocabulary.level == "protein":  # the unigram model also predicts ends of records
@@ -159,7 +159,7 @@ def evaluate_masked(
         residue_accuracy_percent, computed with the mask token in every gap; residues (the number of
         gaps); and unigram_perplexity and unigram_accuracy_percent.
     """
-    tokenizer, options = common.tokenizer_of(run, model.vocabulary), config["data"]
+    tokenizer, options = common.tokenizer_of(run), config["data"]
     read = partial(read_pieces, tokenizer=tokenizer, length=options["length"])
     shares = {name: config["task"][name] for name in ("mask_rate", "mask_share", "random_share")}
     task = MaskedTask(model, **shares)

@@ -286,7 +286,6 @@ def _warn_of_baseline(name: str, baseline: str, trained: str | None) -> None:
 
 
 def _as_columns(rows: Sequence[Mapping[str, Any]]) -> Predictions:
-    """Converts results of `_row` to columns."""
     columns: dict[str, Any] = {name: [row[name] for row in rows] for name in rows[0]}
     columns |= {name: np.array(columns[name]) for name in _ARRAYS}
     outputs = columns["by_atom"]
@@ -330,7 +329,6 @@ def _row(
 
 
 def _warn(predictions: Predictions, name: str, domain: Domain | None, notes: _Notes) -> None:
-    """Warns about unusual structures."""
     count = len(predictions.sid)
     if notes.on_mesh:
         warn(

@@ -9,7 +9,7 @@ import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,7 +29,6 @@ _SPLITS = ("train", "val", "test")  # usual prefixes of split names
 _READING = ("energy_key", "tags", "forces_key", "stress_key")  # options for reading the data
 _TABLES = ["predictions.npz", "predictions.csv", "errors_by_group.csv", "translations-*.txt"]
 _TABLES += ["curves.csv", "best_values.csv"]
-_EARLIER = ["errors.png", "confusion.png", "wrong.png", "published.csv", "published.png"]
 
 FIGURES = {
     "parity": "Predicted against labeled energies, with one panel per split. Errors are "
@@ -199,7 +198,7 @@ def write_results(
         files[name] = f"{json.dumps(content, indent=2, allow_nan=False)}\n".encode()
     figures = [f"{name}.{ending}" for name in FIGURES for ending in FORMATS]
     if (out / RESULTS).is_file():  # other folders may hold unrelated files of these names
-        for name in (*figures, *_TABLES, *_EARLIER, RESULTS, _NOTE):
+        for name in (*figures, *_TABLES, RESULTS, _NOTE):
             for path in [*out.glob(name)]:
                 path.unlink()
     for name, content in files.items():  # results.json is written after the files it belongs to
@@ -210,11 +209,11 @@ def write_results(
 def _warn_of_replaced(out: Path, results: Results, note: ResultsOf) -> None:
     """Warns about earlier results of other splits, another checkpoint or other data."""
     try:
-        earlier, before = read_json(out / RESULTS, "metrics by split", ""), _note(out)
+        splits: Any = read_json(out / RESULTS, "metrics by split", "")
+        before = _note(out)
     except (OSError, ValueError):  # missing or damaged
         return
     same = all(before.get(key, note[key]) == note[key] for key in ("checkpoint", "data"))
-    splits = earlier if isinstance(earlier, dict) else {}
     if replaced := [split for split in splits if split not in results or not same]:
         source = f"checkpoint {shown(before['checkpoint'])}, " if before else ""
         source += f"data {shown(before['data'])}, " if before.get("data") else ""
@@ -284,7 +283,5 @@ def _note(folder: Path) -> ResultsOf:
     if not (folder / RESULTS).is_file() or not path.is_file():
         return {}
     expected, advice = "the weights and data of results.json", "evaluate the run again"
-    note = read_json(path, expected, advice)
-    if not isinstance(note, dict) or not {"checkpoint", "weights", "data"} <= note.keys():
-        raise ValueError(f"{path}: expected {expected}; got {shown(note)}; {advice}")
+    note: Any = read_json(path, expected, advice)
     return note

@@ -49,8 +49,8 @@ def evaluate(
         tasks, also glue_percent, the mean of these metrics, which enters the GLUE average.
     """
     task, length = config["data"]["task"], config["data"]["length"]
-    tokenizer = common.tokenizer_of(run, model.vocabulary)
-    classes = common.classes_of(run, model.classes)
+    tokenizer = common.tokenizer_of(run)
+    classes = common.classes_of(run)
     results: Results = {}
     rows: list[dict[str, object]] = []
     known = ["train", "val", "test"] + (["val_mismatched"] if task == "MNLI" else [])

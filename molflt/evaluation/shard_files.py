@@ -1,9 +1,7 @@
 """Sharded prediction files, and a function that merges them.
 
-Each process predicts some batches of the data set; merged numbers are bitwise equal to those of a
-single process. Each row of a shard contains the index of its structure, the numbers of rows in this
-shard and in all shards, and digests of the model and the data, with which `merge_shards` detects
-missing or truncated shards and shards of different models or data.
+Each row of a shard contains the index of its structure, the numbers of rows in this shard and in
+all shards, and digests of the model and the data.
 """
 
 from __future__ import annotations
@@ -93,8 +91,6 @@ def merge_shards(out: Path) -> int:
                 f"{shown(', '.join(different), 300)}; predict all shards again with the same "
                 "model, structures and options"
             )
-    if len(rows) != int(first_origin.partition(";")[0]):
-        raise ValueError(f"{out}: expected each structure in one shard; predict all shards again")
     _, text_of = _FORMATS[out.suffix]
     write_atomically(out, text_of([rows[index] for index in sorted(rows)]).encode())
     return len(rows)

@@ -51,7 +51,7 @@ def evaluate(
         Per split: bleu, chrf, perplexity, pairs (the number of pairs) and length_ratio (length of
         the translations relative to that of the references).
     """
-    tokenizer, options = common.tokenizer_of(run, model.vocabulary), config["data"]
+    tokenizer, options = common.tokenizer_of(run), config["data"]
     languages = options["source"], options["target"]
     lowercase = tokenizer.ignores_case
     bleu(["a"], ["a"])  # fails without sacrebleu before anything is computed

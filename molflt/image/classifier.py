@@ -86,10 +86,7 @@ class ImageClassifier(Redrawn):
         known_names(ImageClassifier, stack, Stack, Attention)
         at_least_one(dim=dim, patch_size=patch_size)
         if classes is None or channels is None or image_size is None:
-            raise ValueError(
-                f"expected numbers; got {classes=}, {channels=}, {image_size=}; pass them, or let "
-                "`molflt train` take them from the data"
-            )
+            raise ValueError(f"expected numbers; got {classes=}, {channels=}, {image_size=}")
         at_least_one(classes=classes, channels=channels, image_size=image_size)
         side, rest = divmod(image_size, patch_size)
         if rest:
@@ -125,14 +122,8 @@ class ImageClassifier(Redrawn):
 
     def set_normalizer(self, mean: Sequence[float] | Tensor, std: Sequence[float] | Tensor) -> None:
         """Sets the mean and standard deviation that normalize images, each of shape (channels,)."""
-        mean, std = torch.as_tensor(mean), torch.as_tensor(std)
-        if {mean.shape, std.shape} != {self.image_mean.shape} or not bool((std > 0).all()):
-            raise ValueError(
-                f"expected a mean and a positive standard deviation for each of {self.channels} "
-                f"channels; got {mean.tolist()} and {std.tolist()}; see ImageData.statistics()"
-            )
-        self.image_mean.copy_(mean)
-        self.image_std.copy_(std)
+        self.image_mean.copy_(torch.as_tensor(mean))
+        self.image_std.copy_(torch.as_tensor(std))
 
     def tokens(self, images: Tensor) -> Tensor:
         """Embeds the class token, if any, and the patches row by row: (batch, tokens, dim).
@@ -218,8 +209,6 @@ def _refuse_misfits(
     if position is None:
         return
     name = type(position).__name__
-    if position.dim > 2:
-        raise ValueError(f"position_options dim must be 1 or 2; got {position.dim}; omit it for 2")
     if position.dim == 1 and scale != 1:
         no_effect("in one dimension, where positions are indices", position_scale=scale)
     if position.grid and position.dim == 2 and pool == "token":

@@ -74,16 +74,6 @@ class LearnedOptimizer(Optimizer):
         # the base class returns only its own attributes; copies of the model are rebuilt
         return {**super().__getstate__(), "model": self.model, "chunk": self.chunk, "_models": {}}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads a state; raises ValueError if it belongs to another kind of optimizer."""
-        for number, kept in state_dict["state"].items():
-            if kept and kept.keys() != {"step", "moments", "memory"}:
-                raise ValueError(
-                    f"the state of parameter {number} must contain step, moments and memory; got "
-                    f"{', '.join(kept)}; load the state_dict() of a LearnedOptimizer"
-                )
-        super().load_state_dict(state_dict)
-
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a parameter group; raises ValueError if an option is invalid."""
         super().add_param_group(param_group)

@@ -46,9 +46,10 @@ def attention_matrices(
         title: title of the figure, such as the name of the layer.
         tokens: names of the queries and of the keys, shown if both contain at most 32 tokens.
     """
+    import torch
     from torch.nn.functional import avg_pool2d
 
-    matrices = _checked(weights)
+    matrices = torch.as_tensor(weights, dtype=torch.float64).detach().cpu()
     heads, queries, keys = matrices.shape
     named = tokens if tokens is not None and max(map(len, tokens)) <= _MAX_NAMES else None
     step = -(-queries // _MAX_PIXELS), -(-keys // _MAX_PIXELS)
@@ -82,21 +83,6 @@ def attention_matrices(
         figure.supylabel("query")
         if notes:
             figure.suptitle("\n".join(notes))
-
-
-def _checked(weights: ArrayLike | torch.Tensor) -> torch.Tensor:
-    """Converts weights of shape (heads, queries, keys) to float64 and checks them."""
-    import torch
-
-    matrices = torch.as_tensor(weights, dtype=torch.float64).detach().cpu()
-    if matrices.ndim != 3 or matrices.numel() == 0:
-        raise ValueError(
-            "weights must be non-empty, of shape (heads, queries, keys); got "
-            f"{tuple(matrices.shape)}; select one item of a batch with weights[0]"
-        )
-    if bad := int((~matrices.isfinite()).sum()):
-        raise ValueError(f"weights must be finite; {bad} are not; remove padding")
-    return matrices
 
 
 def _weight_colors(pixels: _Array) -> tuple[Normalize, Colormap, str, str]:

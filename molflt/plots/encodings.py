@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 _Array = NDArray[np.float64]
 
+_FARTHEST = 8.0  # largest distance between atoms, in Å
 _DEPTH = 12.0  # a curve ends this far below its largest value
 
 
@@ -31,7 +32,7 @@ def has_bias(position: torch.nn.Module | None) -> bool:
     return "softmax" in module.mixings and module("softmax", origin, origin).bias is not None
 
 
-def rpe_profiles(model: torch.nn.Module, file: Path, r_max: float = 8.0, unit: str = "Å") -> None:
+def rpe_profiles(encoding: Any, file: Path) -> None:
     """Draws the learned relative encoding f(r) of each head on a separate scale.
 
     Softmax attention adds f(r) to its logits; linear attention adds an estimate of f(r).
@@ -40,48 +41,40 @@ def rpe_profiles(model: torch.nn.Module, file: Path, r_max: float = 8.0, unit: s
     corresponds to a factor of 1e5 in the weights.
 
     Args:
-        model: a position module, or a model with one at `encoding.position`.
-        r_max: largest distance, in `unit`.
-        unit: unit of positions.
+        encoding: a position module, or an encoding of graphs, which may include a near field.
     """
     import torch
 
-    position = _found(model)
-    distances = torch.linspace(0.0, r_max, 321, dtype=torch.float64).to(_like(position))
-    owner = getattr(model, "encoding", position)  # includes a near field
-    if hasattr(owner, "radial_profile"):
-        profiles = _array(owner.radial_profile(distances))  # [head, r]
+    position = getattr(encoding, "position", encoding)
+    distances = torch.linspace(0.0, _FARTHEST, 321, dtype=torch.float64).to(_like(position))
+    if hasattr(encoding, "radial_profile"):
+        profiles = _array(encoding.radial_profile(distances))  # [head, r]
     else:
         profiles = _bias(position, distances[:, None] * torch.eye(position.dim)[0].to(distances))
     # Values beyond a cutoff would flatten the rest of the curve.
     profiles = np.where(profiles < profiles.max(axis=1, keepdims=True) - _DEPTH, -np.inf, profiles)
     name, meaning = position.placement
     y_label = f"{name}(r), {meaning}"
-    _draw_curves(file, _array(distances), profiles, f"distance r / {unit}", y_label)
+    _draw_curves(file, _array(distances), profiles, "distance r / Å", y_label)
 
 
-def rpe_curves(
-    position: torch.nn.Module, file: Path, max_offset: float, unit: str = "tokens"
-) -> None:
+def rpe_curves(position: Any, file: Path, max_offset: float, unit: str = "tokens") -> None:
     """Draws the encoding f(r_i - r_j) of positions on a line for offsets of both signs.
 
     Scales differ between heads. Curves have gaps where f is -inf.
 
     Args:
-        position: a position module of dimension 1, or a model with one at `encoding.position`.
+        position: a position module of dimension 1.
         max_offset: largest offset between a query and a key, in `unit`; an integer for encodings on
             a grid of tokens.
         unit: unit of positions.
     """
-    module = _found(position)
-    if module.dim != 1:
-        raise ValueError(f"rpe_curves: expected a position of dimension 1; got {module.dim}")
     end = math.ceil(max_offset)
     per_token = math.ceil(400 / end)  # at least 800 intervals, with a point at each integer offset
-    (offsets,), curves = _sampled(module, (max_offset,), 2 * end * per_token + 1)
+    (offsets,), curves = _sampled(position, (max_offset,), 2 * end * per_token + 1)
     label = f"offset $r_i - r_j$ / {unit}\n(left: keys after the query; right: before it)"
     marker = "." if len(offsets) <= 65 else ""
-    _draw_curves(file, offsets, curves, label, _of_offsets(module), marker)
+    _draw_curves(file, offsets, curves, label, _of_offsets(position), marker)
 
 
 def _draw_curves(
@@ -101,7 +94,7 @@ def _draw_curves(
 
 
 def rpe_surfaces(
-    position: torch.nn.Module,
+    position: Any,
     file: Path,
     extent: float | tuple[float, float],
     unit: str = "patches",
@@ -114,8 +107,7 @@ def rpe_surfaces(
     0. As in images, the first axis points down.
 
     Args:
-        position: a position module of dimension 2 or more, or a model with one at
-            `encoding.position`.
+        position: a position module of dimension 2 or more.
         extent: largest offset in `unit`, either one number for both axes or one number per axis;
             for encodings on a grid of H x W tokens, (H - 1, W - 1).
         unit: unit of positions.
@@ -123,11 +115,8 @@ def rpe_surfaces(
     """
     from matplotlib import colormaps
 
-    module = _found(position)
-    if module.dim < 2:
-        raise ValueError("rpe_surfaces: expected a position of dimension 2 or more; got 1")
     reach = extent if isinstance(extent, tuple) else (extent, extent)
-    lines, surfaces = _sampled(module, reach, points)
+    lines, surfaces = _sampled(position, reach, points)
     finite = np.ma.masked_invalid(surfaces)
     most = float(np.abs(finite).max() or 1.0)
     colors = colormaps["RdBu_r"].with_extremes(bad=ZERO)
@@ -144,24 +133,12 @@ def rpe_surfaces(
             axes.set_title(f"head {head}: {span}", fontsize="small")
             axes.locator_params(nbins=5)
         gray = "; gray: −∞" if np.ma.is_masked(finite) else ""
-        label = f"{_of_offsets(module)}{gray}"
+        label = f"{_of_offsets(position)}{gray}"
         figure.colorbar(image, ax=all_axes, label=label, aspect=30, fraction=0.05)
         figure.supxlabel(f"offset along axis 2 / {unit}")
         figure.supylabel(f"offset along axis 1 / {unit}")
-        if module.dim > 2:
+        if position.dim > 2:
             figure.suptitle("section at offset 0 along all other axes")
-
-
-def _found(model: object) -> Any:
-    owner = getattr(model, "encoding", None) or getattr(model, "stack", model)
-    position: Any = getattr(owner, "position", model if hasattr(model, "grid") else None)
-    if not has_bias(position):
-        raise ValueError(
-            "expected a position module with a bias for mixing 'softmax', or a model with one at "
-            "encoding.position or stack.position; got "
-            f"{type(position or model).__name__}; use attention_matrices"
-        )
-    return position
 
 
 def _of_offsets(position: Any) -> str:

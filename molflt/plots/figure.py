@@ -60,9 +60,6 @@ def picture(file: Path, **options: object) -> Iterator[Figure]:
     file = Path(file)
     names, written = _further.get()
     more = [path for name in names if (path := file.with_suffix(f".{name}")) != file]
-    for path in (file, *more):
-        if path.suffix.removeprefix(".") not in FORMATS:
-            raise ValueError(f"{path}: expected a name that ends in .png, .svg or .pdf")
     with rc_context(_STYLE):
         figure = Figure(**{"layout": "constrained", **options})  # type: ignore[arg-type]
         FigureCanvasAgg(figure)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,20 +19,19 @@ if TYPE_CHECKING:
 def structure_views(structures: Mapping[str, Data], file: Path) -> None:
     """Draws records of `molflt.data.structures` from the top and the side; the keys are titles.
 
-    The views of a single structure are next to each other. An empty title is replaced by the sid.
+    The views of a single structure are next to each other.
     """
     count = len(structures)
     with panels(file, 2 * count, max(2, count), (2.9, 3.1)) as (_, all_axes):
         for column, (title, structure) in enumerate(structures.items()):
             for view, axes in zip(("top", "side"), all_axes[column::count], strict=True):
                 _view(axes, structure, view)
-                if title:
-                    axes.set_title(title if view == "top" else "", fontsize=9)
+                axes.set_title(title if view == "top" else "", fontsize=9)
 
 
 def _view(axes: Axes, structure: Data, view: str) -> None:
     """Draws a structure and its cell in Å, viewed along -z ("top") or +y ("side")."""
-    from ase.data import chemical_symbols, covalent_radii
+    from ase.data import covalent_radii
     from ase.data.colors import jmol_colors
     from matplotlib.patches import Circle
 
@@ -61,7 +59,3 @@ def _view(axes: Axes, structure: Data, view: str) -> None:
     for axis, limits in ((0, axes.set_xlim), (up, axes.set_ylim)):
         limits(pos[:, axis].min() - 1.5 * radius, pos[:, axis].max() + 1.5 * radius)
     axes.set(aspect="equal", xlabel="x (Å)", ylabel=f"{'xyz'[up]} (Å)")
-    present = " ".join(sorted({chemical_symbols[z] for z in numbers}))
-    energy = float(structure.y_relaxed)
-    label = "" if math.isnan(energy) else f", label {energy:.2f} eV".replace("-", "−")
-    axes.set_title(f"sid {structure.sid}, {view} view{label}\n{present}", fontsize=9)

@@ -6,7 +6,6 @@ import csv
 import itertools
 import warnings
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -75,25 +74,12 @@ def training_curve(
 
 
 def read_columns(path: Path) -> dict[str, _Array]:
-    """Reads each column of metrics.csv as an array (rows,); empty cells become NaN.
-
-    Rows without a step, such as a row of units, are omitted.
-    """
+    """Reads each column of metrics.csv as an array (rows,); empty cells become NaN."""
     with open(path, newline="") as file:
         reader = csv.DictReader(file)
         names = reader.fieldnames or []
         rows = list(reader)
-    if "step" not in names:
-        raise ValueError(f"{path}: expected a column step; got {', '.join(names) or 'no columns'}")
-    columns = {name: np.array([_number(row[name]) for row in rows], dtype=float) for name in names}
-    known = np.isfinite(columns["step"])
-    return {name: values[known] for name, values in columns.items()}
-
-
-def _number(cell: str | None) -> float:
-    with suppress(ValueError):  # a row of units
-        return float(cell or "nan")
-    return float("nan")
+    return {name: np.array([float(row[name] or "nan") for row in rows]) for name in names}
 
 
 def _star(axes: Axes, columns: dict[str, _Array], name: str, metric: Metric, step: int) -> None:

@@ -50,7 +50,7 @@ class TextWriter(Pretrained):
     @cached_property
     def vocabulary(self) -> Vocabulary:
         """The vocabulary of the training text."""
-        return vocabulary_of(self.trained.content, self.model.vocabulary)
+        return vocabulary_of(self.trained.content)
 
     def generate(
         self,
@@ -166,7 +166,7 @@ class _Classifier(Pretrained):
     @cached_property
     def classes(self) -> list[str]:
         """The names of the classes."""
-        return classes_of(self.trained.content, self.model.classes)
+        return classes_of(self.trained.content)
 
 
 class ImageLabeler(_Classifier):
@@ -204,7 +204,7 @@ class _Tokenized(Pretrained):
     @cached_property
     def tokenizer(self) -> Tokenizer:
         """The tokenizer of the training text."""
-        return tokenizer_of(self.trained.content, self.model.vocabulary)
+        return tokenizer_of(self.trained.content)
 
 
 class GapFiller(_Tokenized):

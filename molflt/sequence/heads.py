@@ -91,11 +91,6 @@ class _AdaptiveHead(Head):
                 f"adaptive_cutoffs: {len(cutoffs)} clusters need dim of at least "
                 f"{_SHRINK ** len(cutoffs):g}; got {dim}; use fewer cutoffs"
             )
-        bounds = [0, *cutoffs, vocabulary]
-        if not cutoffs or bounds != sorted({*bounds}):
-            raise ValueError(
-                f"adaptive_cutoffs must increase from above 0 to below {vocabulary=}; got {cutoffs}"
-            )
         self.softmax = nn.AdaptiveLogSoftmaxWithLoss(dim, vocabulary, cutoffs, div_value=_SHRINK)
         # few tokens need the logits of rarer ids
         self.width = self.softmax.cutoffs[0] + len(cutoffs)

@@ -32,7 +32,6 @@ class PixelModel(LanguageModel):
     """
 
     of_data: ClassVar[tuple[str, ...]] = ()
-    _axes = (1, 3)  # index of the byte, or (row, column, channel)
 
     def __init__(
         self,
@@ -42,10 +41,7 @@ class PixelModel(LanguageModel):
         **language: Any,
     ) -> None:
         if channels is None or image_size is None:
-            raise ValueError(
-                f"channels and image_size must be numbers; got {channels}, {image_size}; take them "
-                "from the data"
-            )
+            raise ValueError(f"expected numbers; got {channels=}, {image_size=}")
         at_least_one(channels=channels, image_size=image_size)
         self.channels, self.image_size = channels, image_size
         super().__init__(

@@ -50,7 +50,6 @@ class TokenModel(Redrawn):
     """
 
     _stack_name: ClassVar = "stack"
-    _axes: ClassVar[tuple[int, ...]] = (1,)  # supported dimensions of relative encodings
     places: nn.Embedding | None
 
     def __init__(
@@ -93,11 +92,6 @@ class TokenModel(Redrawn):
             dim, heads, causal=causal, position=position, position_options=options, **stack
         )
         self.add_module(self._stack_name, blocks)
-        if blocks.position is not None and blocks.position.dim not in self._axes:
-            raise ValueError(
-                f"position_options dim must be {' or '.join(map(str, self._axes))}; got "
-                f"{blocks.position.dim}; omit it for 1, the index of the token"
-            )
         self.embedding_dropout = nn.Dropout(embedding_dropout)
 
     def _set_places(self, std: float) -> None:

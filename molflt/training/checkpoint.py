@@ -6,12 +6,9 @@ config.json is a copy of the header for readers and the Hugging Face Hub.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import io
 import json
-import pickle
-import re
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -156,10 +153,6 @@ def _exported(path: Path, weights: dict[str, Tensor]) -> Saved:
             f"{path}: expected an exported model of format {_FORMAT}; got "
             f"{shown(content.get('format'))}; {_ADVICE}, using this version of molflt"
         )
-    copy = path.with_name("config.json")
-    has_copy = path.name == _MODEL and copy.is_file()
-    if has_copy and _parsed(copy.read_text(encoding="utf-8", errors="replace")) != content:
-        raise ValueError(f"{copy}: expected a copy of the header of {path.name}; {_ADVICE}")
     options, members = content["models"], [weights]
     if len(options) > 1:
         members = [_with_prefix(weights, f"members.{i}.") for i in range(len(options))]
@@ -219,10 +212,7 @@ def weights_digest(path: Path) -> str:
     """Returns the SHA-256 digest of a weights file, from its header if possible; "" if missing."""
     if not path.is_file():
         return ""
-    digest = None
-    with contextlib.suppress(ValueError):  # reported when the weights are loaded
-        digest = read_header(path).get("sha256")
-    return digest or hashlib.sha256(path.read_bytes()).hexdigest()
+    return read_header(path).get("sha256") or hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def count_parameters(run: Path, config: Config) -> int:
@@ -310,16 +300,11 @@ def read_checkpoint(path: Path) -> Checkpoint:
                     raise ValueError(f"checksum of {damaged} differs")
         content.seek(0)
         return torch.load(content, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
-        object_type = re.search(r"GLOBAL (\S+)", str(error))
-        got = f"{object_type[1]}, which could run code" if object_type else "a different format"
-        raise ValueError(
-            f"{path}: rejected; expected only tensors and plain values; got {got}"
-        ) from error
     except Exception as error:  # a damaged pickle can raise any exception
         reason = (str(error) or type(error).__name__).splitlines()[0][:100]
         raise ValueError(
-            f"{path}: not a complete checkpoint; {reason}; restore the file, or start a new run"
+            f"{path}: expected a complete checkpoint of tensors and plain values; got {reason}; "
+            "restore the file, or start a new run"
         ) from error
 
 
@@ -368,9 +353,8 @@ def _packaged(name: str) -> Path:
     path = _WEIGHTS / name / _MODEL
     if not path.is_file():
         raise FileNotFoundError(
-            f"this installation does not include weights ({_WEIGHTS / name}); expected a trained "
-            "model: pass a run, an exported model or hf:OWNER/NAME, as in `molflt predict RUN "
-            "STRUCTURES`; a run is created with `molflt train`"
+            f"this installation does not include weights ({path.parent}); pass a run, an exported "
+            f"model or {HUB}OWNER/NAME, as in `molflt predict RUN STRUCTURES`"
         )
     return path
 

@@ -89,11 +89,7 @@ def read_config(run: Path) -> Config:
     """Reads config.yaml in the folder of a run and adds defaults for missing options."""
     path = Path(run) / "config.yaml"
     if not path.is_file():
-        runs = (parent for parent in Path(run).parents if (parent / "config.yaml").is_file())
-        parent = next(runs, None)
-        advice = "" if parent is None else f"; pass {parent}"
-        got = f"{run}: not a folder" if Path(run).is_file() else f"{path}: no such file"
-        raise FileNotFoundError(f"{got}; expected the folder of a training run{advice}")
+        raise FileNotFoundError(f"{path}: no such file; expected the folder of a training run")
     content = read_yaml(path)
     try:
         parser = ArgumentParser(exit_on_error=False)
@@ -111,16 +107,7 @@ def read_config(run: Path) -> Config:
 
 
 class _Loader(yaml.SafeLoader):
-    """Safe YAML loader that rejects repeated keys and references.
-
-    PyYAML would use the last value of a key. A few lines of references could fill the memory.
-    """
-
-    def compose_node(self, parent: Any, index: Any) -> yaml.Node | None:
-        if self.check_event(yaml.AliasEvent):
-            line = self.peek_event().start_mark.line + 1
-            raise yaml.YAMLError(f"a reference (*) in line {line}; expected the value")
-        return super().compose_node(parent, index)
+    """Safe YAML loader that rejects repeated keys, of which PyYAML would use the last."""
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         mapping = super().compose_mapping_node(anchor)

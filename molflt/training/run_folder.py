@@ -133,7 +133,8 @@ class RunFolder:
                 "another --run"
             )
         weights = self.path.glob("checkpoints/*.safetensors")
-        unexpected = [path for path in weights if not _precedes_training(path)]
+        # weights from step 0 are saved before the first checkpoint
+        unexpected = [path for path in weights if read_header(path).get("step") != "0"]
         if not (self.path / _VERSIONS).exists():
             unexpected += self.path.glob("config.yaml")  # not written by a run
         if unexpected:
@@ -322,14 +323,6 @@ class RunFolder:
                 print(f"{png}: not drawn: {error}", file=sys.stderr)
 
 
-def _precedes_training(path: Path) -> bool:
-    """Returns True for weights from step 0, which are saved before the first checkpoint."""
-    try:
-        return read_header(path).get("step") == "0"
-    except ValueError:
-        return False
-
-
 def _versions() -> dict[str, str | None]:
     packages = ("torch", "torch-geometric", "lightning", "numpy", "safetensors")
     return {
@@ -368,38 +361,29 @@ class Best(NamedTuple):
 
 
 def best_of(run: Path) -> Best | None:
-    """Reads the best validation result from best.safetensors; None if the file is missing."""
-    path = Path(run) / "checkpoints" / "best.safetensors"
-    if not path.is_file():
+    """Reads the best validation result from best.safetensors; None if it is unknown."""
+    header = _header_of(run, "best")
+    name = next((name for name in header if name.startswith("val_")), None)
+    if name is None:
         return None
-    name = next((name for name in read_header(path) if name.startswith("val_")), "val_")
-    return Best(name.removeprefix("val_"), _number(path, name), steps_of(run, "best"))
+    return Best(name.removeprefix("val_"), float(header[name]), int(header["step"]))
 
 
-def steps_of(run: Path, weights: str = "last") -> int:
-    """Reads the step of the "last" or "best" weights from their header; 0 if they are missing."""
+def steps_of(run: Path) -> int:
+    """Reads the step of the last weights from their header; 0 if it is unknown."""
+    return int(_header_of(run, "last").get("step", 0))
+
+
+def _header_of(run: Path, weights: str) -> Mapping[str, str]:
     path = Path(run) / "checkpoints" / f"{weights}.safetensors"
-    return int(_number(path, "step")) if path.is_file() else 0
-
-
-def _number(path: Path, key: str) -> float:
-    header = read_header(path)
-    try:
-        return float(header[key])
-    except (KeyError, ValueError):
-        raise ValueError(
-            f"{path}: expected weights with {key} in their header; got {shown(header.get(key))}; "
-            "restore the file, or start a new run"
-        ) from None
+    return read_header(path) if path.is_file() else {}
 
 
 def draw_curve(run: Path, file: Path, metrics: Mapping[str, Metric]) -> None:
     """Plots metrics.csv of a run to `file` and marks the validation of its best weights."""
     from molflt.plots import training_curve
 
-    best = None
-    with contextlib.suppress(ValueError):  # reported when these weights are loaded
-        best = best_of(run)
+    best = best_of(run)
     marked = best and (best.metric, best.step)
     training_curve(Path(run) / "metrics.csv", file, metrics, marked)
 

@@ -137,8 +137,6 @@ def test_resumes_to_the_bit() -> None:
         assert torch.equal(part, second.state_dict()[name]), name
     assert second.best.value == whole.best.value and second.evaluations == 7 * MEMBERS
     assert whole.best.value < 14  # the value at the start
-    with pytest.raises(ValueError, match=r"'position': \(1, 5, 3\).*'position': \(1, 6, 3\)"):
-        PopulationOptimizer(model, 5).load_state_dict(kept)
 
 
 def test_a_generation_has_one_answer() -> None:

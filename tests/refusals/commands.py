@@ -50,7 +50,6 @@ ROWS = [
     with_config("model: !!python/object/apply:os.system [touch pwned]", "c.yaml", "YAML"),
     with_config("model: {dim: 8}\nmodel: {heads: 2}", "model", "once", "lines 1 and 2"),
     with_config("model: {dim: 8, dim: 16}", "'dim'", "once", "lines 1 and 1"),
-    with_config("a: &a [x]\nrecipe: *a", "c.yaml", "value", "line 2"),
     with_config("recipe: is2ree", "recipe", "is2re", "'is2ree'"),
     # files and folders that do not exist
     refused(f"train --data.root={ABSENT} --run={{folder}}/run", "absent", "data set"),

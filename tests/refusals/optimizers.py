@@ -29,14 +29,6 @@ def decayed() -> None:
     LearnedOptimizer([group], CoordinateOptimizer())
 
 
-def of_adam() -> None:
-    own = [nn.Parameter(torch.ones(3))]
-    own[0].grad = torch.ones(3)
-    adam = torch.optim.Adam(own)
-    adam.step()
-    LearnedOptimizer(own, CoordinateOptimizer()).load_state_dict(adam.state_dict())
-
-
 def sparse() -> None:
     layer = nn.Embedding(4, 2, sparse=True)
     layer(torch.tensor([1])).sum().backward()
@@ -63,12 +55,10 @@ ROWS = [
     refused(lambda: step(chunk=0), "chunk", "at least 1", "0"),
     refused(lambda: step(torch.bfloat16), "bfloat16", "float32"),
     refused(decayed, "weight_decay=0.01 of group 0", "no effect"),
-    refused(of_adam, "parameter 0", "moments", "exp_avg"),
     refused(sparse, "weight", "dense", "sparse"),
     refused(lambda: population().tell([1.0] * 6), "tell", "ask", "generation 0"),
     refused(lambda: population().best, "tell"),
     refused(lambda: told([1.0] * 5), "member", "(6,)", "(5,)"),
-    refused(lambda: population(start=[1.0, 2.0]), "start", "one finite number or 3"),
     refused(lambda: drawn("none", 3), "'none'"),
     refused(lambda: drawn("rosenbrock", 1), "2"),
 ]

@@ -56,7 +56,6 @@ ROWS = [
     refused(language(absolute="sinusoidal", dim=15, heads=1), "absolute", "even dim", "15"),
     refused(language(position="spectral", position_scale=0.0), "position_scale", "positive", "0.0"),
     refused(language(position="cosine", mixing="softmax"), "mixing", "does not support", "softmax"),
-    refused(language(adaptive_cutoffs=[3, 20]), "adaptive_cutoffs", "vocabulary", "20"),
     refused(published(hidden_act="silu"), "hidden_act", "gelu", "'silu'"),
     # inputs of models of tokens
     *(
