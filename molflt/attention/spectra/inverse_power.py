@@ -59,9 +59,6 @@ class InversePower(Spectrum):
         factor = math.pi if self.power == 1 else math.pi**1.5
         return factor * self.sharpness ** (self.power - 3) * torch.where(zero, at_zero, g)
 
-    def mask(self, delta: Tensor) -> Tensor:
-        return self.smooth(delta.square().sum(dim=-1))[:, None]
-
     def smooth(self, square: Tensor) -> Tensor:
         """Computes f, in units of length^-p, from squared distances of any shape; analytic at 0."""
         x, half = self.sharpness**2 * square, self.power / 2
