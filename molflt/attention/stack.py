@@ -7,7 +7,15 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self, Unpack, cast
 import torch
 from torch import Tensor, nn
 
-from molflt.attention.checks import _head_width, at_least_one, known_names, no_effect, one_of, share
+from molflt.attention.checks import (
+    _head_width,
+    at_least_one,
+    from_options,
+    known_names,
+    no_effect,
+    one_of,
+    share,
+)
 from molflt.attention.encodings import Encoding
 from molflt.attention.fnet import TOKEN_MIXERS, Mixer
 from molflt.attention.keys import Keys, check_width, finite_positions, without_masked
@@ -196,7 +204,7 @@ class Stack(Positioned):
         for number in range(layers):
             layer: Attention | Mixer
             if number < num_mixers:
-                layer = _make_mixer(mixer, dim, mixer_options or {})
+                layer = from_options(TOKEN_MIXERS[mixer], mixer_options or {}, dim=dim)
             else:
                 # a direct call, from which jsonargparse reads the options of the command line
                 layer = Attention(
@@ -329,15 +337,6 @@ def _check_positions(attentions: Sequence[Attention], position: Position | None)
             f"layers that share a {name} must have the same kind of attention; got "
             f"{' and '.join(kinds)}; use Attention of one kind"
         )
-
-
-def _make_mixer(name: str, dim: int, options: Mapping[str, Any]) -> Mixer:
-    """Builds the mixer with a key of `TOKEN_MIXERS`."""
-    mixer_class = TOKEN_MIXERS[name]
-    known_names(mixer_class, options)
-    if mixer_class.takes_max_tokens and "max_tokens" not in options:
-        raise ValueError(f"mixer={name!r} needs mixer_options max_tokens, the longest sequence")
-    return mixer_class(dim, **options)
 
 
 def _count_mixers(

@@ -170,7 +170,7 @@ ROWS = [
     refused(lambda: stack_of(None, layer(position())), "block 0", "", "SpectralPosition"),
     refused(lambda: stack_of(position(), TOKEN_MIXERS["fourier"](DIM)), "Spectral", "attention"),
     refused(lambda: stack(mixer="fourier").decode(X), "FourierMixer", "causal attention"),
-    refused(lambda: stack(mixer="dense"), "max_tokens", "mixer_options", "'dense'"),
+    refused(lambda: stack(mixer="dense"), "max_tokens", "missing", "LinearMixer"),
     refused(lambda: stack(mixer="fourier", attention_layers=1), "attention_layers", "0 to 0", "1"),
     refused(
         lambda: stack_of(P, layer(P), softmax(P)), "Spectral", "kind", "kernelized and softmax"
@@ -191,7 +191,7 @@ ROWS = [
     refused(lambda: position(nodes="shells"), "node_diameter", "ShellNodes"),
     refused(lambda: position(sampled=False).factors(R, R), "GraphNodes"),
     refused(lambda: position(spectrum="shell_weights", nodes="sobol"), "nodes='shells'", "sobol"),
-    refused(lambda: position("toeplitz", radius=3), "radius", "max_tokens", "'toeplitz'"),
+    refused(lambda: position("toeplitz", radius=3), "radius", "max_tokens", "Toeplitz"),
     refused(lambda: position(sampled=False, num_nodes=8), "num_nodes", "no effect", "softmax"),
     # positions on a grid
     refused(lambda: ToeplitzPosition(2, 4)("linear", line(), line()), "5 tokens", "4 places"),
