@@ -109,14 +109,9 @@ class Block(nn.Module):
         key_positions: Tensor | None = None,
     ) -> tuple[Tensor, DecodeState]:
         """Applies the block to new tokens; see `Attention.decode`."""
-        if not isinstance(self.attention, Attention):
-            raise ValueError(
-                f"{type(self.attention).__name__} mixes all tokens at once and cannot decode; use "
-                "causal attention"
-            )
         check_width(self.attention.dim, self.ffn, x=x)
         normalized = self._normalized(x, self.attention_norm)
-        mixed, state = self.attention.decode(
+        mixed, state = cast(Attention, self.attention).decode(
             normalized, positions, state, encoding=encoding, key_positions=key_positions
         )
         return self._feed_forward(self._residual(x, mixed, self.attention_norm)), state
@@ -331,12 +326,6 @@ def _check_positions(attentions: Sequence[Attention], position: Position | None)
                 f"attention of block {number} was built {actual}; expected {expected}; pass the "
                 "same object to Attention(position=...) and Stack.of(blocks, position)"
             )
-    kinds = sorted({attention.kind for attention in attentions})
-    if position is not None and len(kinds) > 1:
-        raise ValueError(
-            f"layers that share a {name} must have the same kind of attention; got "
-            f"{' and '.join(kinds)}; use Attention of one kind"
-        )
 
 
 def _count_mixers(
