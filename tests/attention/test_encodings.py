@@ -42,7 +42,7 @@ def on_mesh(near: Pairs | None = None) -> MeshNodes:
     position = MultiplicativePosition.build(HEADS, sampled=False).double()
     mask = torch.ones(2, TOKENS, dtype=torch.bool)
     cell = randn(2, 3, 3, seed=8) + 8 * torch.eye(3)
-    lattice = Lattice.of(cell, torch.ones(2, 3, dtype=torch.bool))
+    lattice = Lattice.of(cell, torch.ones(2, 3, dtype=torch.bool), torch.zeros(2, 3))
     return MeshNodes(position.on_mesh(5 * randn(2, TOKENS, 3), mask, lattice, 0.2, 5), near)
 
 

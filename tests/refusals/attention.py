@@ -63,8 +63,8 @@ ODD = torch.tensor([[[0.0], [1.5], [2.0]]])
 BEYOND = torch.tensor([[[0.0], [-1.0], [2.0]]])
 MASK = torch.ones(1, 5, dtype=torch.bool)
 CELL, PERIODIC = 7 * torch.eye(3).repeat(2, 1, 1), torch.tensor([[1, 1, 1], [1, 1, 0]]).bool()
-HUGE = Lattice.of(1e4 * CELL, PERIODIC | True)
-ONES, KERNEL = ShellWeights(2, torch.ones(3)), torch.zeros(HEADS, 8)
+HUGE = Lattice.of(1e4 * CELL, PERIODIC | True, torch.zeros(2, 3))
+KERNEL = torch.zeros(HEADS, 8)
 P = position()
 MADE, TURNS = P("linear", R, R), RotaryPosition(8)("", line(4), line(4))
 UNIT = {"normalize_qk": True}
@@ -244,13 +244,9 @@ ROWS = [
         )
     ),
     refused(lambda: suggest_nodes(2.5, 1.0, widest=0.5), "widest", "width=1", "0.5"),
-    refused(lambda: suggest_nodes(2.5, 1.0, 1e-7), "tol", "1e-6", "1e-07"),
     refused(lambda: suggest_nodes(10.0, 1.0, 3e-2), "tol", "0.035", "0.03"),
     refused(lambda: Mesh.of(HUGE, 0, 0.3, 5), "mesh points", "graph 0"),
     # cells
-    cells("extent", "free_extent", "None", extent=None),
-    cells("extent", "non-negative", "-4", extent=torch.tensor([[0, 0, 0], [0, 0, -4.0]])),
-    refused(lambda: SpectralPosition(ONES, weighted_shells()), "radii of the shells", "3 radii"),
     refused(lambda: Decoder(16, 2, 2, refinements=2), "refinements", "remove", "2"),
     refused(lambda: Decoder(16, 2, 2, causal=True), "causal", "remove", "True"),
     refused(lambda: Decoder(16, 2, 2, mixer="fourier"), "mixer", "all tokens", "'fourier'"),

@@ -126,18 +126,6 @@ class ShellNodes(Nodes):
     def sample(self, spectrum: Spectrum) -> tuple[Tensor, Tensor]:
         return self.xi, self.weights * hermitian(spectrum, self.xi)
 
-    def check(self, spectrum: Spectrum) -> None:
-        super().check(spectrum)
-        if not spectrum.on_shells:
-            return
-        radii, shells = spectrum.get_buffer("radius"), self.shell_radius
-        alike = radii.shape == shells.shape
-        if alike and not (radii.is_meta or shells.is_meta):
-            alike = torch.allclose(radii, shells.to(radii))
-        if not alike:
-            expected = f"the {len(shells)} radii of the shells"
-            raise ValueError(f"ShellWeights must have {expected}; got {len(radii)} radii")
-
     @classmethod
     def sizes(cls, spectrum: Spectrum, num_nodes: int | None) -> dict[str, object]:
         no_effect("with nodes='shells'", num_nodes=num_nodes)
