@@ -195,7 +195,7 @@ class Attention(Positioned):
         if self.floor and self.normalize == "none":
             no_effect("with normalize='none'", floor=self.floor)
         if self.position is not None:
-            self.position.check(self.encoded_for, self.causal, gate, self.heads, self.head_dim)
+            self.position.check(self.encoded_for, gate, self.heads, self.head_dim)
         if self.mixing == TRITON:
             expect_triton()
 

@@ -28,7 +28,6 @@ class Position(nn.Module):
     cost: ClassVar[str] = ""  #: operations for N tokens, m features and values of width d
     dim: int = 1  #: dimension l of the positions
     mixings: ClassVar[tuple[str, ...]] = MIXINGS  #: supported mixings
-    causal: ClassVar[bool] = True  #: True if causal attention can use the encoding
     decodes: ClassVar[bool] = True  #: True if linear causal attention has a state of constant size
     #: True if training should redraw its random numbers along with random features. Nodes of a
     #: spectrum are kept, because the mask is learned with them.
@@ -53,7 +52,7 @@ class Position(nn.Module):
         """
         raise NotImplementedError(f"{type(self).__name__} must override forward")
 
-    def check(self, mixing: str, causal: bool, gate: bool, heads: int, head_dim: int) -> None:
+    def check(self, mixing: str, gate: bool, heads: int, head_dim: int) -> None:
         """Raises ValueError if attention with these choices and sizes cannot use the encoding.
 
         An encoding that depends on `heads` or `head_dim` has the number as an attribute. All heads
@@ -72,8 +71,6 @@ class Position(nn.Module):
             raise ValueError(
                 f"{name} does not support mixing={mixing!r}; expected {' or '.join(self.mixings)}"
             )
-        if causal and not self.causal:
-            raise ValueError(f"{name} is not causal; use causal=False or another position")
         if gate and not self.decodes:
             raise ValueError(
                 f"gate=True needs a running state, which {name} does not have; use gate=False or "
