@@ -203,7 +203,6 @@ ROWS = [
     ),
     refused(lambda: ToeplitzPosition(2, 9)("linear", line(), line() + 1), "first key"),
     refused(lambda: BucketedPosition(2, num_buckets=31), "num_buckets=31", "equally many"),
-    refused(lambda: ToeplitzPosition(2, shape=(4, 3, 2)), "shape", "two sides", "(4, 3, 2)"),
     refused(lambda: RotaryPosition(5, 3), "head_dim", "at least 6", "5"),
     *(
         refused(lambda p=p, m=m: Attention(16, 4, mixing=m, position=p), f"{size}={n}", "same", "4")
