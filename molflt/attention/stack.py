@@ -319,12 +319,10 @@ def _check_positions(attentions: Sequence[Attention], position: Position | None)
     if position is not None and not attentions:
         raise ValueError(f"{name} needs attention, which no block has; remove it")
     for number, attention in enumerate(attentions):
-        if (other := attention.position) is not position:
-            actual = f"with a different {type(other).__name__}" if other else "without a position"
-            expected = f"the {name} of the stack" if position else "no position"
+        if attention.position is not position:
             raise ValueError(
-                f"attention of block {number} was built {actual}; expected {expected}; pass the "
-                "same object to Attention(position=...) and Stack.of(blocks, position)"
+                "Attention(position=...) and Stack.of(blocks, position) need the same object; got "
+                f"{type(attention.position).__name__} in block {number}, and {name}"
             )
 
 
@@ -346,10 +344,7 @@ def _count_mixers(
     if not 0 <= count < max(layers, 1):
         raise ValueError(f"attention_layers must be 0 to {layers - 1} for {layers=}; got {count}")
     if attention.get("causal"):
-        raise ValueError(
-            f"mixer={mixer!r} mixes all tokens; expected causal=False; got True; use "
-            f"mixer={ATTENTION!r} for causal tokens"
-        )
+        raise ValueError(f"mixer={mixer!r} mixes all tokens and needs causal=False; got True")
     if not count:
         defaults = signature(Attention).parameters
         changed = {name: x for name, x in attention.items() if x != defaults[name].default}

@@ -239,10 +239,7 @@ class _Output(torch.autograd.Function):
 
 def _expect_first_derivative() -> None:
     if torch.is_grad_enabled():
-        raise ValueError(
-            "mixing='triton' supports first derivatives only; got create_graph=True, as for forces "
-            "in training; use mixing='auto'"
-        )
+        raise ValueError("mixing='triton' supports first derivatives only; use mixing='auto'")
 
 
 def _graph_sums(

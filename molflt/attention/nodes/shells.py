@@ -33,8 +33,7 @@ def _directions(dim: int, degree: int) -> tuple[Tensor, Tensor]:
     known = [d for d in _DEGREES if d >= degree]
     if not known:
         raise ValueError(
-            f"degree must be at most {_DEGREES[-1]} (Lebedev's largest rule); got {degree}; reduce "
-            "max_frequency or the diameter"
+            f"degree must be at most {_DEGREES[-1]}; got {degree}; reduce max_frequency or diameter"
         )
     from scipy.integrate import lebedev_rule
 

@@ -73,8 +73,7 @@ class Position(nn.Module):
             )
         if gate and not self.decodes:
             raise ValueError(
-                f"gate=True needs a running state, which {name} does not have; use gate=False or "
-                "another position"
+                f"gate=True needs a running state, which {name} does not have; use gate=False"
             )
 
     def use_for(self, mixing: str) -> None:
@@ -116,10 +115,7 @@ class Positioned(nn.Module):
     def __init__(self, position: Position | None) -> None:
         super().__init__()
         if not (position is None or isinstance(position, Position)):
-            raise TypeError(
-                f"position must be a Position or None; got {position!r}; make one with "
-                "molflt.attention.make_position(name, heads, head_dim)"
-            )
+            raise TypeError(f"position must be a Position of make_position; got {position!r}")
         self.position = position
 
     def _evaluate(
@@ -135,8 +131,7 @@ class Positioned(nn.Module):
             return None
         if positions is None:
             raise ValueError(
-                f"{type(position).__name__} needs positions; pass them, (batch, tokens, "
-                f"{position.dim}), or pass their encoding to an attention layer"
+                f"{type(position).__name__} needs positions, (batch, tokens, {position.dim})"
             )
         keys = positions if key_positions is None else key_positions
         position.check_axes(positions, keys)

@@ -264,6 +264,5 @@ def _expect_grid(
     start = (positions[:, :1] - key_positions[:, :1]).abs()
     if not (start <= _TOLERANCE).all():
         raise ValueError(
-            f"{name} needs the first key at the position of the first query with this mixing;"
-            f" got a distance of {float(start.max()):g}; use mixing='softmax'"
+            f"{name} needs the first key at the position of the first query; use mixing='softmax'"
         )
