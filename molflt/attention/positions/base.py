@@ -5,7 +5,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from molflt.attention.checks import in_transform, tensors
+from molflt.attention.checks import in_transform
 from molflt.attention.encodings import Encoding
 from molflt.attention.keys import check_width
 from molflt.attention.numerics import at_least_float32, options_of
@@ -79,15 +79,6 @@ class Position(nn.Module):
     def use_for(self, mixing: str) -> None:
         """Freezes parameters that a mixing does not use."""
 
-    def check_axes(self, *positions: Tensor) -> None:
-        """Raises ValueError unless positions have the shape (batch, tokens, l)."""
-        for x in positions:
-            if x.ndim != 3 or x.shape[-1] != self.dim:
-                raise ValueError(
-                    f"positions of {type(self).__name__} must have shape (batch, tokens, "
-                    f"{self.dim}); got {tuple(x.shape)}; add the last axis, or change dim"
-                )
-
     def check_range(self, positions: Tensor, max_tokens: int, integers: bool = False) -> None:
         """Raises ValueError unless positions are in [0, max_tokens) and, if required, integers."""
         if not positions.numel() or torch.compiler.is_compiling() or in_transform():
@@ -123,7 +114,6 @@ class Positioned(nn.Module):
     ) -> Encoding | None:
         """Evaluates the position for tokens x, or returns None if the module has no position."""
         check_width(self.dim, x=x)
-        tensors(positions=positions, key_positions=key_positions)
         position, name = self.position, type(self).__name__.lower()
         if position is None:
             if positions is not None or key_positions is not None:
@@ -134,7 +124,7 @@ class Positioned(nn.Module):
                 f"{type(position).__name__} needs positions, (batch, tokens, {position.dim})"
             )
         keys = positions if key_positions is None else key_positions
-        position.check_axes(positions, keys)
+        check_width(position.dim, positions=positions, key_positions=keys)
         if positions.shape[1] != x.shape[1] or positions.shape[0] not in (1, x.shape[0]):
             raise ValueError(
                 f"positions must have one row for each token of x, {tuple(x.shape[:2])}, or one "
