@@ -226,7 +226,6 @@ class MeshNodes(_Multiplied):
     Queries and keys are the same tokens; `pairs` contains w, as in `Kernel`.
     """
 
-    decodes = False
     chunked = False
 
     def __init__(self, on_mesh: MeshKernel, pairs: Pairs | None = None) -> None:
@@ -252,7 +251,6 @@ class RaggedKernel(_Multiplied):
     """
 
     supports = (TRITON,)
-    decodes = False
     chunked = False
 
     def __init__(

@@ -14,7 +14,6 @@ from molflt.attention.checks import (
     known_names,
     no_effect,
     one_of,
-    share,
 )
 from molflt.attention.encodings import Encoding
 from molflt.attention.fnet import TOKEN_MIXERS, Mixer
@@ -73,7 +72,6 @@ class Block(nn.Module):
         one_of("norm", norm, ("pre", "post"))
         one_of("activation", activation, ACTIVATIONS)
         at_least_one(ffn_dim=ffn_dim)
-        share(dropout=dropout)
         dim = attention.dim
         self.attention = attention
         self.attention_norm = nn.LayerNorm(dim, norm_eps)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from molflt.attention.checks import at_least_one, from_options, no_effect, one_of
+from molflt.attention.checks import from_options, no_effect, one_of
 from molflt.attention.encodings import Bias, Encoding, Factors
 from molflt.attention.features.base import NUM_FEATURES, Projected
 from molflt.attention.nodes import NODES, Nodes, ShellNodes
@@ -229,7 +229,6 @@ class FrequencyProjection(nn.Module):
 
     def __init__(self, heads: int, num_features: int = NUM_FEATURES, dim: int = 3) -> None:
         super().__init__()
-        at_least_one(heads=heads, num_features=num_features, dim=dim)
         self.register_buffer("vectors", torch.empty(3, heads, num_features, dim))
         self.register_buffer("turns", torch.empty(heads, num_features))
         self.redraw_()

@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from molflt.attention.checks import one_of, positive
+from molflt.attention.checks import one_of
 from molflt.attention.numerics import distances
 from molflt.attention.spectra.base import Spectrum
 
@@ -33,7 +33,6 @@ class InversePower(Spectrum):
     def __init__(self, power: int, sharpness: float) -> None:
         super().__init__(heads=1, dim=3)
         one_of("power", power, POWERS)
-        positive(sharpness=sharpness)
         self.power = power
         self.sharpness = sharpness
 
