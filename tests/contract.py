@@ -152,14 +152,13 @@ def combinations() -> list[Combination]:
     """
     found = []
     for name, case in CASES.items():
-        position = case.build()
         maps = ["positive", "elu"]
         if case.core:
             maps = [m for m in FEATURE_MAPS if m not in ELEMENTWISE or name in PLAIN_AND_FACTORS]
         for causal in (False, True):
             if "linear" in case.mixings:
                 found += [Combination(phi, name, "linear", causal) for phi in maps]
-            if "softmax" in case.mixings and (position is None or position.causal or not causal):
+            if "softmax" in case.mixings:
                 found.append(Combination("positive", name, "softmax", causal))
     return found
 

@@ -1,11 +1,14 @@
 """Checks of arguments, and of the state of torch that decides whether values can be read."""
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from inspect import signature
+from typing import TypeVar
 
 import torch
+
+_T = TypeVar("_T")
 
 
 def at_least_one(**counts: int) -> None:
@@ -88,6 +91,22 @@ def known_names(
             close = get_close_matches(option, known, 1)
             hint = f"did you mean {close[0]}?" if close else f"see help({name})"
             raise TypeError(f"{name} does not take the argument {option!r}; {hint}")
+
+
+def from_options(
+    part: Callable[..., _T], options: Mapping[str, object], prefix: str = "", **fixed: object
+) -> _T:
+    """Builds a part of a model from `fixed` arguments and options whose names have a prefix.
+
+    Raises ValueError, with the names of all options, if an option is unknown or missing.
+    """
+    own = {name.removeprefix(prefix): value for name, value in options.items()}
+    try:
+        arguments = signature(part).bind(**fixed, **own)
+    except TypeError as error:
+        names = ", ".join(prefix + x for x in signature(part).parameters if x not in fixed)
+        raise ValueError(f"{part.__qualname__} {error}; expected {names}") from None
+    return part(*arguments.args, **arguments.kwargs)
 
 
 def tensors(**arguments: object) -> None:

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from molflt.attention.checks import known_names, no_effect
+from molflt.attention.checks import no_effect
 from molflt.attention.features.base import Operand
 from molflt.attention.keys import check_mask, check_width, without_masked
 from molflt.attention.layer import Attention
@@ -102,7 +102,6 @@ class Decoder(nn.Module):
         **stack: Any,
     ) -> None:
         super().__init__()
-        known_names(Decoder, stack, Stack, Attention)
         unused = {name: stack.pop(name, None) for name in ("refinements", "causal")}
         no_effect("in a decoder, which is causal and applied once", **unused)
         self.stack = Stack(

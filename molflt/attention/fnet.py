@@ -129,8 +129,7 @@ class _LinearMixer(Mixer):
             longest = max(lengths, default=0)
             if longest > self.max_tokens:
                 raise ValueError(
-                    f"a sequence is too long; expected at most max_tokens={self.max_tokens} "
-                    f"tokens; got {longest}; build the mixer with a larger max_tokens"
+                    f"expected at most max_tokens={self.max_tokens} tokens; got {longest}"
                 )
         if key_mask is not None:
             unmasked_first = key_mask.to(torch.uint8).argsort(dim=1, descending=True, stable=True)

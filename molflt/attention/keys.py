@@ -44,8 +44,7 @@ def check_mask(mask: Tensor | None, shape: torch.Size, name: str = "key_mask") -
     tensors(**{name: mask})
     if mask is not None and (mask.dtype is not torch.bool or mask.shape != shape):
         raise ValueError(
-            f"{name} is wrong; expected bool of shape {tuple(shape)}; got {mask.dtype} of "
-            f"{tuple(mask.shape)}; pass True where a token exists"
+            f"{name} must be bool of shape {tuple(shape)}; got {mask.dtype} of {tuple(mask.shape)}"
         )
 
 

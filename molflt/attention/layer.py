@@ -186,16 +186,15 @@ class Attention(Positioned):
         has_kernel = self.position is not None and self.normalize != "unmasked"
         if self.mixing == TRITON and (self.causal or not has_kernel):
             raise ValueError(
-                "mixing='triton' needs position='multiplicative', causal=False and normalize "
-                f"'masked' or 'none'; got {type(self.position).__name__}, causal={self.causal}, "
-                f"normalize={self.normalize!r}; use mixing='auto'"
+                "mixing='triton' needs position='multiplicative', without causal and "
+                f"normalize='unmasked'; got {type(self.position).__name__}; use mixing='auto'"
             )
         if self.normalize == "unmasked" and not (self.position and self.position.weighs):
             no_effect("without a position that weighs keys", normalize=self.normalize)
         if self.floor and self.normalize == "none":
             no_effect("with normalize='none'", floor=self.floor)
         if self.position is not None:
-            self.position.check(self.encoded_for, self.causal, gate, self.heads, self.head_dim)
+            self.position.check(self.encoded_for, gate, self.heads, self.head_dim)
         if self.mixing == TRITON:
             expect_triton()
 
@@ -203,11 +202,6 @@ class Attention(Positioned):
     def encoded_for(self) -> str:
         """Mixing for which an encoding is evaluated; "linear" if mixing is "auto"."""
         return "linear" if self.mixing == "auto" else self.mixing
-
-    @property
-    def kind(self) -> str:
-        """Kind of attention, which determines the encodings that the layer accepts."""
-        return self.mixing if self.mixing in (SOFTMAX, TRITON) else KERNELIZED
 
     def forward(
         self, x: Tensor, positions: Tensor | None = None, **inputs: Unpack[_Inputs]
@@ -247,14 +241,11 @@ class Attention(Positioned):
         """
         if not self.causal or self.mixing == "quadratic":
             raise ValueError(
-                "decode needs causal=True and mixing 'linear', 'auto' or 'softmax'; got "
-                f"causal={self.causal}, mixing={self.mixing!r}"
+                f"decode needs causal=True, not 'quadratic'; got {self.causal} and {self.mixing!r}"
             )
         encoding = self._encode(x, encoding, positions, key_positions)
         if self.mixing != "softmax" and not encoding.decodes:
-            raise ValueError(
-                "a Toeplitz kernel does not have a state for decoding; use a spectral position"
-            )
+            raise ValueError("a Toeplitz kernel does not have a state; use a spectral position")
         heads = self._split(x)
         if state:
             self._check_state(state, len(x))
@@ -314,9 +305,7 @@ class Attention(Positioned):
     ) -> tuple[_Heads, Encoding]:
         """Checks the arguments of `forward`, and returns the heads and the encoding."""
         if context is not None and positions is not None and key_positions is None:
-            raise ValueError(
-                "context needs its own positions; pass key_positions, (batch, keys, l)"
-            )
+            raise ValueError("context needs its own positions; pass key_positions")
         check_width(self.dim, self.to_query, x=x, context=context)
         heads = self._split(x, context, **keys)  # first, because it checks the mask
         positions, key_positions = finite_positions(positions, key_positions, keys)
@@ -335,7 +324,8 @@ class Attention(Positioned):
             return Encoding() if encoding is None else encoding
         if positions is not None or key_positions is not None:
             raise ValueError("got both positions and an encoding; pass one of them")
-        if self.kind not in encoding.supports:
+        kind = self.mixing if self.mixing in (SOFTMAX, TRITON) else KERNELIZED
+        if kind not in encoding.supports:
             raise ValueError(
                 f"the encoding is {type(encoding).__name__}, for {' and '.join(encoding.supports)} "
                 f"attention; this layer has mixing={self.mixing!r}; evaluate it for this mixing"
@@ -352,9 +342,7 @@ class Attention(Positioned):
     ) -> _Heads:
         """Projects tokens to queries, keys, values and gates of all heads."""
         if self.causal and (context is not None or key_index is not None):
-            raise ValueError(
-                "causal attention does not take context or key_index; set causal=False"
-            )
+            raise ValueError("context and key_index need causal=False; got True")
         x, source = without_masked(x, key_mask, key_index, context)
         query = self.scaling(self._project(self.to_query, x))
         key = self.scaling(self._project(self.to_key, source))

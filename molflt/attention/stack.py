@@ -7,7 +7,14 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self, Unpack, cast
 import torch
 from torch import Tensor, nn
 
-from molflt.attention.checks import _head_width, at_least_one, known_names, no_effect, one_of, share
+from molflt.attention.checks import (
+    _head_width,
+    at_least_one,
+    from_options,
+    known_names,
+    no_effect,
+    one_of,
+)
 from molflt.attention.encodings import Encoding
 from molflt.attention.fnet import TOKEN_MIXERS, Mixer
 from molflt.attention.keys import Keys, check_width, finite_positions, without_masked
@@ -65,7 +72,6 @@ class Block(nn.Module):
         one_of("norm", norm, ("pre", "post"))
         one_of("activation", activation, ACTIVATIONS)
         at_least_one(ffn_dim=ffn_dim)
-        share(dropout=dropout)
         dim = attention.dim
         self.attention = attention
         self.attention_norm = nn.LayerNorm(dim, norm_eps)
@@ -101,14 +107,9 @@ class Block(nn.Module):
         key_positions: Tensor | None = None,
     ) -> tuple[Tensor, DecodeState]:
         """Applies the block to new tokens; see `Attention.decode`."""
-        if not isinstance(self.attention, Attention):
-            raise ValueError(
-                f"{type(self.attention).__name__} mixes all tokens at once and cannot decode; use "
-                "causal attention"
-            )
         check_width(self.attention.dim, self.ffn, x=x)
         normalized = self._normalized(x, self.attention_norm)
-        mixed, state = self.attention.decode(
+        mixed, state = cast(Attention, self.attention).decode(
             normalized, positions, state, encoding=encoding, key_positions=key_positions
         )
         return self._feed_forward(self._residual(x, mixed, self.attention_norm)), state
@@ -196,7 +197,7 @@ class Stack(Positioned):
         for number in range(layers):
             layer: Attention | Mixer
             if number < num_mixers:
-                layer = _make_mixer(mixer, dim, mixer_options or {})
+                layer = from_options(TOKEN_MIXERS[mixer], mixer_options or {}, dim=dim)
             else:
                 # a direct call, from which jsonargparse reads the options of the command line
                 layer = Attention(
@@ -316,28 +317,11 @@ def _check_positions(attentions: Sequence[Attention], position: Position | None)
     if position is not None and not attentions:
         raise ValueError(f"{name} needs attention, which no block has; remove it")
     for number, attention in enumerate(attentions):
-        if (other := attention.position) is not position:
-            actual = f"with a different {type(other).__name__}" if other else "without a position"
-            expected = f"the {name} of the stack" if position else "no position"
+        if attention.position is not position:
             raise ValueError(
-                f"attention of block {number} was built {actual}; expected {expected}; pass the "
-                "same object to Attention(position=...) and Stack.of(blocks, position)"
+                "Attention(position=...) and Stack.of(blocks, position) need the same object; got "
+                f"{type(attention.position).__name__} in block {number}, and {name}"
             )
-    kinds = sorted({attention.kind for attention in attentions})
-    if position is not None and len(kinds) > 1:
-        raise ValueError(
-            f"layers that share a {name} must have the same kind of attention; got "
-            f"{' and '.join(kinds)}; use Attention of one kind"
-        )
-
-
-def _make_mixer(name: str, dim: int, options: Mapping[str, Any]) -> Mixer:
-    """Builds the mixer with a key of `TOKEN_MIXERS`."""
-    mixer_class = TOKEN_MIXERS[name]
-    known_names(mixer_class, options)
-    if mixer_class.takes_max_tokens and "max_tokens" not in options:
-        raise ValueError(f"mixer={name!r} needs mixer_options max_tokens, the longest sequence")
-    return mixer_class(dim, **options)
 
 
 def _count_mixers(
@@ -358,10 +342,7 @@ def _count_mixers(
     if not 0 <= count < max(layers, 1):
         raise ValueError(f"attention_layers must be 0 to {layers - 1} for {layers=}; got {count}")
     if attention.get("causal"):
-        raise ValueError(
-            f"mixer={mixer!r} mixes all tokens; expected causal=False; got True; use "
-            f"mixer={ATTENTION!r} for causal tokens"
-        )
+        raise ValueError(f"mixer={mixer!r} mixes all tokens and needs causal=False; got True")
     if not count:
         defaults = signature(Attention).parameters
         changed = {name: x for name, x in attention.items() if x != defaults[name].default}

@@ -211,7 +211,7 @@ def test_equals_the_sum_over_images(kind):
 @pytest.mark.parametrize("max_frequency", [0.25, 0.5])
 def test_nodes_are_all_vectors_of_half_the_ball(max_frequency):
     cell = torch.tensor([[[8.0, 0.0, 0.0], [1.5, 8.0, 0.0], [0.0, 0.0, 29.9]]]).double()
-    nodes, _ = reciprocal_nodes(cell, torch.ones(1, 3).bool(), max_frequency)
+    nodes, _ = reciprocal_nodes(cell, torch.ones(1, 3).bool(), max_frequency, torch.zeros(1, 3))
     box = np.indices((41, 41, 41)).reshape(3, -1).T - 20
     ball = np.linalg.norm(box @ np.linalg.inv(cell[0].numpy()).T, axis=1) < max_frequency
     assert 2 * nodes.shape[1] - 1 == ball.sum()
@@ -239,7 +239,11 @@ def test_positive_taper_keeps_positive():
     line = torch.zeros(1, 100, 3).double()
     line[0, :, 0] = torch.linspace(0, 20, 100)
     step, positive = (
-        product(spectrum, line, reciprocal_nodes(cell, periodic("crystal"), 0.3, taper=taper))[0, 0]
+        product(
+            spectrum,
+            line,
+            reciprocal_nodes(cell, periodic("crystal"), 0.3, torch.zeros(1, 3), taper=taper),
+        )[0, 0]
         for taper in ("step", "positive")
     )
     assert step[0].min() < -0.05 * step[0, 0]

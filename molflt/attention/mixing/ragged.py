@@ -26,20 +26,12 @@ _STATE = 2**26  # nodes are summed in chunks if the states of all pieces have mo
 
 def expect_triton() -> None:
     """Raises ValueError unless Triton kernels can run, on a GPU or in Triton's interpreter."""
-    if importlib.util.find_spec("triton") is None:
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    if not (importlib.util.find_spec("triton") and (torch.cuda.is_available() or interpreted)):
         raise ValueError(
-            "mixing='triton' needs the package triton; got none; pip install 'molflt[gpu]', or use "
-            "mixing='auto'"
+            "mixing='triton' needs a GPU with CUDA, or TRITON_INTERPRET=1 for tests on a CPU, and "
+            "the package triton (pip install 'molflt[gpu]'); use mixing='auto'"
         )
-    if not (torch.cuda.is_available() or _interpreted()):
-        raise ValueError(
-            "mixing='triton' needs a GPU with CUDA; got none; use mixing='auto', or, to test the "
-            "kernels on the CPU, set TRITON_INTERPRET=1"
-        )
-
-
-def _interpreted() -> bool:
-    return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 class Waves(NamedTuple):
@@ -120,10 +112,6 @@ def ragged(
         positions: positions of queries and keys, each (batch * tokens, l).
         tokens: tokens of the queries and of the keys.
     """
-    if not (value.is_cuda or _interpreted()):
-        raise ValueError(
-            f"mixing='triton' runs on a GPU; got tensors on {value.device}; use mixing='auto' there"
-        )
     batch, heads, _, width = value.shape
     phi_q, phi_k, shift = _stabilize(_join_rows(query), _join_rows(key), *tokens)
     value, dtype = _one_row(value), phi_q.dtype
@@ -251,10 +239,7 @@ class _Output(torch.autograd.Function):
 
 def _expect_first_derivative() -> None:
     if torch.is_grad_enabled():
-        raise ValueError(
-            "mixing='triton' supports first derivatives only; got create_graph=True, as for forces "
-            "in training; use mixing='auto'"
-        )
+        raise ValueError("mixing='triton' supports first derivatives only; use mixing='auto'")
 
 
 def _graph_sums(

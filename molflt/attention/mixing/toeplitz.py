@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from molflt.attention.checks import one_of, readable
+from molflt.attention.checks import readable
 from molflt.attention.features import Features
 from molflt.attention.mixing.sums import Sums, _per_token, _stabilize, with_ones
 from molflt.attention.numerics import ceil_div, finite, recomputed
@@ -55,7 +55,6 @@ def toeplitz(
         method: one of `METHODS`; "auto" chooses by size, but never "fft" for causal attention.
     """
     queries, keys = query.tokens, value.shape[-2]
-    one_of("method", method, METHODS)
     layout = _Layout.of(log_kernel, queries, keys)
     if 0 in (queries, keys, len(value)):
         zeros = value.new_zeros(*value.shape[:2], queries, value.shape[-1] + 1)

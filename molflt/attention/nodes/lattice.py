@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from molflt.attention.checks import positive
 from molflt.attention.numerics import at_least_float32, counts_of, finite, opaque
 
 _DEGENERATE = 1e-6  # volume of the periodic vectors relative to the product of their lengths
@@ -24,34 +23,15 @@ class Lattice(NamedTuple):
     volume: Tensor  # (b,), in Å^3
 
     @classmethod
-    def of(
-        cls, cell: Tensor, pbc: Tensor, extent: Tensor | None = None, reach: float = 20.0
-    ) -> "Lattice":
+    def of(cls, cell: Tensor, pbc: Tensor, extent: Tensor, reach: float = 20.0) -> "Lattice":
         """Builds lattices; see `reciprocal_nodes` for the arguments."""
-        positive(reach=reach)
         rows, periodic = _sorted_rows(cell, pbc)
-        if extent is None:
-            if not bool(pbc.all()):
-                raise ValueError(
-                    "extent is required for nonperiodic axes; got None; use free_extent(...)"
-                )
-            extent = torch.zeros_like(rows[..., 0])
-        if not torch.compiler.is_compiling():
-            _check_extent(extent, pbc)
         vectors = rows * torch.where(periodic, 1.0, extent.to(rows.dtype) + reach)[..., None]
         a, b, c = vectors.unbind(1)
         cross = torch.linalg.cross
         normals = torch.stack((cross(b, c), cross(c, a), cross(a, b)), dim=1)
         volume = (normals[:, 0] * a).sum(dim=-1)
         return cls(vectors, normals / volume[:, None, None], volume.abs())
-
-
-def _check_extent(extent: Tensor, pbc: Tensor) -> None:
-    if extent.shape != pbc.shape or not bool((extent >= 0).all()):
-        raise ValueError(
-            f"extent must be non-negative, of shape {tuple(pbc.shape)}; got {extent.tolist()}; "
-            "use free_extent(...)"
-        )
 
 
 def free_extent(

@@ -58,9 +58,8 @@ class Mesh(NamedTuple):
         sides = [max(order, 2 * m + 1, n) for m, n in zip(bounds, fine, strict=True)]
         if math.prod(sides) > _MOST_POINTS:
             raise ValueError(
-                f"too many mesh points below {max_frequency} cycles/Å; expected at most "
-                f"{_MOST_POINTS:,}; got {math.prod(sides):,} for graph {graph} with sides of "
-                f"{length.tolist()} Å; reduce max_frequency"
+                f"too many mesh points, {math.prod(sides):,}, for graph {graph} with sides of "
+                f"{length.tolist()} Å; reduce max_frequency={max_frequency}"
             )
         lows = 0, -bounds[1], -bounds[2]
         ranges = [

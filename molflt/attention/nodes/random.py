@@ -134,10 +134,7 @@ class DensityNodes(Nodes):
     @classmethod
     def sizes(cls, spectrum: Spectrum, num_nodes: int | None) -> dict[str, object]:
         if not isinstance(spectrum, ShiftInvariant):
-            raise ValueError(
-                f"nodes='density' requires a kernel, whose spectral density it draws from; got "
-                f"{type(spectrum).__name__}; use 'gaussian' or another rule"
-            )
+            raise ValueError(f"nodes='density' needs a kernel; got {type(spectrum).__name__}")
         count = {} if num_nodes is None else {"num_nodes": num_nodes}
         return {"density": spectrum, **count}
 

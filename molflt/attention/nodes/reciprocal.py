@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from molflt.attention.checks import one_of, positive
 from molflt.attention.nodes.lattice import Lattice
 from molflt.attention.numerics import counts_of, distances, fade, gauss_rule, opaque, sinc
 from molflt.attention.spectra import Spectrum
@@ -38,7 +37,7 @@ def reciprocal_nodes(
     cell: Tensor,
     pbc: Tensor,
     max_frequency: float,
-    extent: Tensor | None = None,
+    extent: Tensor,
     reach: float = 20.0,
     taper: Literal["step", "positive"] = "step",
 ) -> tuple[Tensor, Tensor]:
@@ -62,15 +61,13 @@ def reciprocal_nodes(
         cell: (b, 3, 3), lattice vectors as rows, in Å; rows of nonperiodic axes are ignored.
         pbc: (b, 3) bool, True for periodic lattice vectors.
         max_frequency: k, in cycles/Å.
-        extent: (b, 3), widths of the graphs in Å, from `free_extent`; not needed for crystals.
+        extent: (b, 3), widths of the graphs in Å, from `free_extent`; 0 along periodic axes.
         reach: distance in Å beyond which the mask is negligible, for nonperiodic axes. For
             Gaussians and a reach of 4, 5.5 and 7 widths, the error relative to the height of the
             mask is 4e-4, 4e-7 and 3e-11. If the taper truncates the spectrum, the error is about
             3e-4 and 4e-5 for k times reach = 6 and 9.
         taper: "step" or "positive"; see above.
     """
-    positive(max_frequency=max_frequency)
-    one_of("taper", taper, _TAPERS)
     vectors, dual, volume = Lattice.of(cell, pbc, extent, reach)
     index, valid = _indices(vectors.detach(), dual.detach(), max_frequency)
     # Unlike matrix products, these sums are bitwise independent of other graphs in the batch.

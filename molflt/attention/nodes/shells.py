@@ -33,8 +33,7 @@ def _directions(dim: int, degree: int) -> tuple[Tensor, Tensor]:
     known = [d for d in _DEGREES if d >= degree]
     if not known:
         raise ValueError(
-            f"degree must be at most {_DEGREES[-1]} (Lebedev's largest rule); got {degree}; reduce "
-            "max_frequency or the diameter"
+            f"degree must be at most {_DEGREES[-1]}; got {degree}; reduce max_frequency or diameter"
         )
     from scipy.integrate import lebedev_rule
 
@@ -125,18 +124,6 @@ class ShellNodes(Nodes):
 
     def sample(self, spectrum: Spectrum) -> tuple[Tensor, Tensor]:
         return self.xi, self.weights * hermitian(spectrum, self.xi)
-
-    def check(self, spectrum: Spectrum) -> None:
-        super().check(spectrum)
-        if not spectrum.on_shells:
-            return
-        radii, shells = spectrum.get_buffer("radius"), self.shell_radius
-        alike = radii.shape == shells.shape
-        if alike and not (radii.is_meta or shells.is_meta):
-            alike = torch.allclose(radii, shells.to(radii))
-        if not alike:
-            expected = f"the {len(shells)} radii of the shells"
-            raise ValueError(f"ShellWeights must have {expected}; got {len(radii)} radii")
 
     @classmethod
     def sizes(cls, spectrum: Spectrum, num_nodes: int | None) -> dict[str, object]:

@@ -4,7 +4,7 @@ import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Literal
 
-from molflt.attention.checks import no_effect, one_of
+from molflt.attention.checks import from_options, no_effect, one_of
 from molflt.attention.positions.base import Position
 from molflt.attention.positions.gaussian_bias import GaussianBias
 from molflt.attention.positions.grid import BucketedPosition, LowRankPosition, ToeplitzPosition
@@ -55,16 +55,6 @@ def make_position(
         no_effect("with position='none'", **options)
         return None
     one_of("position", name, ("none", *POSITIONS))
-    build = POSITIONS[name]
     # Each encoding receives the sizes that it depends on.
-    known = inspect.signature(build).parameters
-    sizes = {"heads": heads, "head_dim": head_dim, "sampled": mixing != "softmax"}
-    options = {**known_options(name, **sizes), **options}
-    takes_any = any(p.kind is p.VAR_KEYWORD for p in known.values())
-    unknown = sorted(set(options) - set(known))
-    if unknown and not takes_any:
-        raise ValueError(
-            f"position={name!r} does not take {', '.join(unknown)}; expected one or more of "
-            f"{', '.join(sorted(set(known) - set(sizes)))}"
-        )
-    return build(**options)
+    sizes = known_options(name, heads=heads, head_dim=head_dim, sampled=mixing != "softmax")
+    return from_options(POSITIONS[name], {**sizes, **options})

@@ -5,7 +5,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from molflt.attention.checks import in_transform, tensors
+from molflt.attention.checks import in_transform
 from molflt.attention.encodings import Encoding
 from molflt.attention.keys import check_width
 from molflt.attention.numerics import at_least_float32, options_of
@@ -28,7 +28,6 @@ class Position(nn.Module):
     cost: ClassVar[str] = ""  #: operations for N tokens, m features and values of width d
     dim: int = 1  #: dimension l of the positions
     mixings: ClassVar[tuple[str, ...]] = MIXINGS  #: supported mixings
-    causal: ClassVar[bool] = True  #: True if causal attention can use the encoding
     decodes: ClassVar[bool] = True  #: True if linear causal attention has a state of constant size
     #: True if training should redraw its random numbers along with random features. Nodes of a
     #: spectrum are kept, because the mask is learned with them.
@@ -53,7 +52,7 @@ class Position(nn.Module):
         """
         raise NotImplementedError(f"{type(self).__name__} must override forward")
 
-    def check(self, mixing: str, causal: bool, gate: bool, heads: int, head_dim: int) -> None:
+    def check(self, mixing: str, gate: bool, heads: int, head_dim: int) -> None:
         """Raises ValueError if attention with these choices and sizes cannot use the encoding.
 
         An encoding that depends on `heads` or `head_dim` has the number as an attribute. All heads
@@ -72,25 +71,13 @@ class Position(nn.Module):
             raise ValueError(
                 f"{name} does not support mixing={mixing!r}; expected {' or '.join(self.mixings)}"
             )
-        if causal and not self.causal:
-            raise ValueError(f"{name} is not causal; use causal=False or another position")
         if gate and not self.decodes:
             raise ValueError(
-                f"gate=True needs a running state, which {name} does not have; use gate=False or "
-                "another position"
+                f"gate=True needs a running state, which {name} does not have; use gate=False"
             )
 
     def use_for(self, mixing: str) -> None:
         """Freezes parameters that a mixing does not use."""
-
-    def check_axes(self, *positions: Tensor) -> None:
-        """Raises ValueError unless positions have the shape (batch, tokens, l)."""
-        for x in positions:
-            if x.ndim != 3 or x.shape[-1] != self.dim:
-                raise ValueError(
-                    f"positions of {type(self).__name__} must have shape (batch, tokens, "
-                    f"{self.dim}); got {tuple(x.shape)}; add the last axis, or change dim"
-                )
 
     def check_range(self, positions: Tensor, max_tokens: int, integers: bool = False) -> None:
         """Raises ValueError unless positions are in [0, max_tokens) and, if required, integers."""
@@ -119,10 +106,7 @@ class Positioned(nn.Module):
     def __init__(self, position: Position | None) -> None:
         super().__init__()
         if not (position is None or isinstance(position, Position)):
-            raise TypeError(
-                f"position must be a Position or None; got {position!r}; make one with "
-                "molflt.attention.make_position(name, heads, head_dim)"
-            )
+            raise TypeError(f"position must be a Position of make_position; got {position!r}")
         self.position = position
 
     def _evaluate(
@@ -130,7 +114,6 @@ class Positioned(nn.Module):
     ) -> Encoding | None:
         """Evaluates the position for tokens x, or returns None if the module has no position."""
         check_width(self.dim, x=x)
-        tensors(positions=positions, key_positions=key_positions)
         position, name = self.position, type(self).__name__.lower()
         if position is None:
             if positions is not None or key_positions is not None:
@@ -138,11 +121,10 @@ class Positioned(nn.Module):
             return None
         if positions is None:
             raise ValueError(
-                f"{type(position).__name__} needs positions; pass them, (batch, tokens, "
-                f"{position.dim}), or pass their encoding to an attention layer"
+                f"{type(position).__name__} needs positions, (batch, tokens, {position.dim})"
             )
         keys = positions if key_positions is None else key_positions
-        position.check_axes(positions, keys)
+        check_width(position.dim, positions=positions, key_positions=keys)
         if positions.shape[1] != x.shape[1] or positions.shape[0] not in (1, x.shape[0]):
             raise ValueError(
                 f"positions must have one row for each token of x, {tuple(x.shape[:2])}, or one "

@@ -48,8 +48,6 @@ class RotaryPosition(Position):
 
     def forward(self, mixing: str, positions: Tensor, key_positions: Tensor) -> Encoding:
         turn = functools.partial(_rotate, self._waves(positions))
-        if key_positions is positions:
-            return Rotation(turn, turn)
         return Rotation(turn, functools.partial(_rotate, self._waves(key_positions)))
 
     def _waves(self, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -81,9 +79,7 @@ class CosinePosition(Position):
         self.max_tokens = self.longest = max_tokens
 
     def forward(self, mixing: str, positions: Tensor, key_positions: Tensor) -> Encoding:
-        left = self._waves(positions)
-        same = key_positions is positions
-        return Kernel(left, left if same else self._waves(key_positions))
+        return Kernel(self._waves(positions), self._waves(key_positions))
 
     def _waves(self, positions: Tensor) -> Tensor:
         """Returns [cos, sin] of pi i / 2M: (b, n, 1) -> (b, 1, n, 2)."""

@@ -3,13 +3,13 @@
 import math
 import warnings
 from inspect import signature
-from typing import Any, ClassVar, Literal, NamedTuple, Self, TypeVar
+from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from molflt.attention.checks import at_least_one, no_effect, one_of
+from molflt.attention.checks import from_options, no_effect, one_of
 from molflt.attention.encodings import Bias, Encoding, Factors
 from molflt.attention.features.base import NUM_FEATURES, Projected
 from molflt.attention.nodes import NODES, Nodes, ShellNodes
@@ -17,8 +17,6 @@ from molflt.attention.nodes.base import hermitian
 from molflt.attention.numerics import at_least_float32, rand64, randn64
 from molflt.attention.positions.base import Position, _real, differences
 from molflt.attention.spectra import SPECTRA, Spectrum
-
-_T = TypeVar("_T")
 
 
 class GraphNodes(NamedTuple):
@@ -96,23 +94,21 @@ class SpectralPosition(Position):
         node_options = {key: x for key, x in given if key.startswith("node_")}
         g_options = {key: x for key, x in given if key not in position_options | node_options}
         if family.on_shells:  # the shells are built first
-            if name != "shells" or num_nodes is not None:
-                raise ValueError(
-                    f"spectrum={spectrum!r} is defined on shells, which determine num_nodes; "
-                    f"expected nodes='shells' and num_nodes=None; got {name!r}, {num_nodes}"
-                )
-            shells = _make_part(ShellNodes, node_options, "node_", dim=dim, normalized=True)
-            g = _make_part(family, g_options, heads=heads, dim=dim, radii=shells.shell_radius)
+            if name != "shells":
+                raise ValueError(f"spectrum={spectrum!r} needs nodes='shells'; got {name!r}")
+            no_effect("with nodes='shells'", num_nodes=num_nodes)
+            shells = from_options(ShellNodes, node_options, "node_", dim=dim, normalized=True)
+            g = from_options(family, g_options, heads=heads, dim=dim, radii=shells.shell_radius)
             return cls(g, shells, **position_options)
-        g = _make_part(family, g_options, heads=heads, dim=dim)
+        g = from_options(family, g_options, heads=heads, dim=dim)
         if not sampled:
             why = "for softmax, which uses the exact mask, or where nodes come with each batch"
             no_effect(why, nodes=nodes, num_nodes=num_nodes, **node_options)
             # Drawing nodes gives other weights the same values for a seed with and without nodes.
-            _make_part(NODES[name], {}, "node_", **NODES[name].sizes(g, None))
+            from_options(NODES[name], {}, "node_", **NODES[name].sizes(g, None))
             return cls(g, None, **position_options)
         sizes = NODES[name].sizes(g, num_nodes)
-        return cls(g, _make_part(NODES[name], node_options, "node_", **sizes), **position_options)
+        return cls(g, from_options(NODES[name], node_options, "node_", **sizes), **position_options)
 
     def width(self, head_dim: int) -> int:
         return head_dim + (0 if self.nodes is None else 2 * self.nodes.num_nodes)
@@ -209,24 +205,6 @@ def _waves(positions: Tensor, nodes: Tensor) -> tuple[Tensor, Tensor]:
     return phase.cos(), phase.sin()
 
 
-def _make_part(part: type[_T], options: dict[str, object], prefix: str = "", **fixed: object) -> _T:
-    """Builds a spectrum or nodes from `fixed` arguments and options whose keys have a prefix."""
-    known = {
-        prefix + name: parameter
-        for name, parameter in signature(part).parameters.items()
-        if name not in fixed
-    }
-    if unknown := sorted(set(options) - set(known)):
-        raise ValueError(
-            f"{part.__name__} does not take {', '.join(unknown)}; expected one or more of "
-            f"{', '.join(known)}"
-        )
-    required = [name for name, parameter in known.items() if parameter.default is parameter.empty]
-    if missing := [name for name in required if name not in options]:
-        raise ValueError(f"{part.__name__} needs {', '.join(missing)}; set them")
-    return part(**fixed, **{name[len(prefix) :]: value for name, value in options.items()})
-
-
 class FrequencyProjection(nn.Module):
     """Random projection of Fourier factors; its rows are functions of the frequency.
 
@@ -251,7 +229,6 @@ class FrequencyProjection(nn.Module):
 
     def __init__(self, heads: int, num_features: int = NUM_FEATURES, dim: int = 3) -> None:
         super().__init__()
-        at_least_one(heads=heads, num_features=num_features, dim=dim)
         self.register_buffer("vectors", torch.empty(3, heads, num_features, dim))
         self.register_buffer("turns", torch.empty(heads, num_features))
         self.redraw_()

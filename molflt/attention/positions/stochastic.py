@@ -35,8 +35,8 @@ _Code = Callable[[Tensor], Tensor]
 class _StochasticPosition(Position):
     """Base class that multiplies queries and keys by noise and a gate.
 
-    A subclass overrides `_code` and `_position_kernel` and chooses the shape of the standard normal
-    noise. The noise of the gate is the same for all positions, and for queries and keys.
+    A subclass overrides `_code` and chooses the shape of the standard normal noise. The noise of
+    the gate is the same for all positions, and for queries and keys.
     """
 
     weighs = False
@@ -76,14 +76,6 @@ class _StochasticPosition(Position):
         encode_key = functools.partial(self._encode, key_code, key_positions.shape[1])
         return Rotation(encode_query, encode_key)
 
-    def kernel(self, delta: Tensor) -> Tensor:
-        """Returns delta_d + (1 - delta_d) P_d for lags i - j: (*shape) -> (heads, d, *shape)."""
-        kernel = self._position_kernel(delta.flatten())
-        if self.gate is not None:
-            gate = self.gate.sigmoid()[..., None]
-            kernel = gate + (1 - gate) * kernel
-        return kernel.view(self.heads, self.head_dim, *delta.shape)
-
     @torch.no_grad()
     def redraw_(self, generator: torch.Generator | None = None) -> None:
         for buffer in self.buffers():
@@ -92,10 +84,6 @@ class _StochasticPosition(Position):
     def _code(self, positions: Tensor, query: bool) -> _Code:
         """Returns a function that multiplies x by Qbar or Kbar at positions (b, n)."""
         raise NotImplementedError(f"{type(self).__name__} must override _code(positions, query)")
-
-    def _position_kernel(self, lags: Tensor) -> Tensor:
-        """Returns P_d: lags (m,) -> (heads, d, m)."""
-        raise NotImplementedError(f"{type(self).__name__} must override _position_kernel(lags)")
 
     def _encode(self, code: _Code, count: int, x: Tensor) -> Tensor:
         """Encodes queries or keys, in their dtype: (batch, heads, n, d) -> (batch, heads, n, R)."""
@@ -171,11 +159,6 @@ class SineSPE(_StochasticPosition):
             out = out + recomputed(_wave, x, *wave, several=self.num_sines > 1)
         return out
 
-    def _position_kernel(self, lags: Tensor) -> Tensor:
-        angular = 2 * math.pi * self.max_frequency * self.frequency.sigmoid()
-        phase = lags[:, None] * angular[:, :, None] + self.offset[:, :, None]  # [h, d, m, k]
-        return (F.softplus(self.gain).square()[:, :, None] * phase.cos()).sum(dim=-1)
-
 
 class ConvSPE(_StochasticPosition):
     """Convolutional SPE: P_d(i - j) = sum_p phi^Q_d(p) phi^K_d(p + i - j), 0 for |i - j| >= P.
@@ -248,15 +231,6 @@ class ConvSPE(_StochasticPosition):
 
     def _row(self, index: Tensor, kernel: Tensor, noise: Tensor | None, x: Tensor) -> Tensor:
         return _product(self._noise_at(index, kernel, noise), x)
-
-    def _position_kernel(self, lags: Tensor) -> Tensor:
-        last = self.kernel_size - 1
-        channels = self.heads * self.head_dim
-        padded = F.pad(self.key_filter, (last, last)).view(1, channels, -1)
-        filters = self.query_filter.view(channels, 1, -1)
-        by_lag = F.conv1d(padded, filters, groups=channels)  # lags -P + 1 to P - 1
-        by_lag = by_lag.view(self.heads, self.head_dim, -1)
-        return by_lag[..., (lags.long() + last).clamp(0, 2 * last)] * (lags.abs() <= last)
 
 
 def _wave(

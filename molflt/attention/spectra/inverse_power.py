@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from molflt.attention.checks import one_of, positive
+from molflt.attention.checks import one_of
 from molflt.attention.numerics import distances
 from molflt.attention.spectra.base import Spectrum
 
@@ -33,7 +33,6 @@ class InversePower(Spectrum):
     def __init__(self, power: int, sharpness: float) -> None:
         super().__init__(heads=1, dim=3)
         one_of("power", power, POWERS)
-        positive(sharpness=sharpness)
         self.power = power
         self.sharpness = sharpness
 
@@ -58,9 +57,6 @@ class InversePower(Spectrum):
             g, at_zero = (gaussian * (1 - 2 * s**2) + 2 * s**2 * tail) / 3, 1 / 3
         factor = math.pi if self.power == 1 else math.pi**1.5
         return factor * self.sharpness ** (self.power - 3) * torch.where(zero, at_zero, g)
-
-    def mask(self, delta: Tensor) -> Tensor:
-        return self.smooth(delta.square().sum(dim=-1))[:, None]
 
     def smooth(self, square: Tensor) -> Tensor:
         """Computes f, in units of length^-p, from squared distances of any shape; analytic at 0."""
