@@ -73,8 +73,8 @@ class ImageData(BatchedData[LabeledImages]):
         train = self._open("train", self.class_names)
         self.classes, self.channels = train.classes, train.channels
         val = train if self.val_fraction is not None else self._open("val", self.classes)
-        self._expect_alike(train, train)
-        self._expect_alike(val, train)
+        self._expect_alike("train", train, train)
+        self._expect_alike("val", val, train)
         of_train, of_val = torch.arange(len(train)), torch.arange(len(val))
         if self.val_fraction is not None:
             held = held_out(train.labels, self.val_fraction, train.path, "images")
@@ -124,7 +124,7 @@ class ImageData(BatchedData[LabeledImages]):
     def _open(self, use: str, classes: list[str] | None) -> LabeledImages:
         return open_images(Path(self.sources[use]), self.labels[use], self.resize, classes)
 
-    def _expect_alike(self, images: LabeledImages, train: LabeledImages) -> None:
+    def _expect_alike(self, use: str, images: LabeledImages, train: LabeledImages) -> None:
         (height, width), path = images.size, images.path
         if height != width:
             raise ValueError(
@@ -133,8 +133,9 @@ class ImageData(BatchedData[LabeledImages]):
             )
         if images.size != train.size or images.channels != train.channels:
             raise ValueError(
-                f"{path}: expected {train.size[0]} pixels and {train.channels} channels, as in "
-                f"training; got {height} and {images.channels}; convert the images"
+                f"{path}: expected {use} images of {train.size[0]} pixels and {train.channels} "
+                f"channels, as in training; got {height} and {images.channels}; set "
+                "data.image_size, or use files of the same kind"
             )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import math
 import os
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -18,7 +19,7 @@ from torch.nn import functional as F
 from torch.utils.data import Dataset
 
 from molflt.data.images.augment import center_crop
-from molflt.files import unpacked
+from molflt.files import shown, unpacked
 
 _MAGIC = {3: b"\0\0\x08\x03", 1: b"\0\0\x08\x01"}  # type (unsigned byte) and number of axes
 _CHUNK = 4096  # images that are resized at once
@@ -172,12 +173,19 @@ def _open_folder(
 ) -> LabeledImages:
     entries = sorted(entry for entry in path.iterdir() if entry.name[0] != ".")
     found = [entry.name for entry in entries if entry.is_dir()]
+    unused = [entry.name for entry in entries if _is_image(Path(entry.name))]
     if flat and not found:
         found = ["."]
     elif not found:
         raise ValueError(
             f"{path}: expected a folder of images for each class; got none; pass an idx file, or "
             f"create folders, as in {path}/cat/1.png"
+        )
+    elif unused:
+        warnings.warn(
+            f"{path}: {len(unused)} images outside the folders of classes are ignored, such as "
+            f"{shown(unused[0])}; move them into a folder, or remove them",
+            stacklevel=3,
         )
     known = found if classes is None else list(classes)
     if unknown := sorted(set(found) - set(known)):
@@ -283,9 +291,10 @@ def _read_idx(path: Path, axes: int) -> Tensor:
     size = math.prod(shape)
     if content[:4] != _MAGIC[axes] or not size or len(content) != head + size:
         raise ValueError(
-            f"{path}: expected an idx file, which begins with {_MAGIC[axes].hex(' ')} and has "
-            f"{size:,} bytes after its header of {head}; got {content[:4].hex(' ')} and "
-            f"{max(0, len(content) - head):,}; download or copy the file again"
+            f"{path}: expected an idx file of bytes, which begins with {_MAGIC[axes].hex(' ')} and "
+            f"has {size:,} bytes after the header, for the shape {shape}; got "
+            f"{content[:4].hex(' ')} and {max(0, len(content) - head):,}; download or copy the "
+            "file again, or pass a folder of classes"
         )
     return torch.frombuffer(bytearray(content[head:]), dtype=torch.uint8).view(shape)
 
