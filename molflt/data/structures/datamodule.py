@@ -318,11 +318,18 @@ class IS2REData(BatchedData[Structures]):
             )
 
     def expect_relaxed(self, option: str) -> None:
-        """Raises ValueError if no training structure has relaxed positions."""
-        if not self._surveyed.domain.relaxed:
+        """Warns about missing relaxed training positions; raises ValueError if all are missing."""
+        known, dataset = self._surveyed.domain.relaxed, self.datasets["train"]
+        if not known:
             raise ValueError(
-                f"{self.datasets['train'].path}: no structure has relaxed positions; expected "
-                f"pos_relaxed for {option}, which moves structures toward it; remove the option"
+                f"{dataset.path}: no structure has relaxed positions; expected pos_relaxed for "
+                f"{option}, which moves structures toward it; remove the option"
+            )
+        if known < len(dataset):
+            warnings.warn(
+                f"{dataset.path}: {len(dataset) - known:,} of {len(dataset):,} structures have no "
+                f"relaxed positions; {option} has no effect on them",
+                stacklevel=2,
             )
 
     def element_energies(
