@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Adam, AdamW, Optimizer
 
-from molflt.attention.checks import at_least_one, not_negative, one_of, positive
 from molflt.metrics import Metric
 
 _Batch = TypeVar("_Batch", contravariant=True)
@@ -35,7 +34,8 @@ class Task(ABC, Generic[_Batch, _Data]):
     """Base class for tasks: a model, its loss, its metrics and its optimizer.
 
     Subclasses return the loss of a batch together with sums over its items. The sums are added over
-    all batches and ranks, and `metrics()` of the total computes the metrics over all items.
+    all batches and ranks, and `metrics()` of the total computes the metrics over all items. Ranges
+    of options are checked by the command line (`molflt.training.limits`).
 
     Args:
         model: the model to train.
@@ -85,11 +85,6 @@ class Task(ABC, Generic[_Batch, _Data]):
         seed: int = 0,
     ) -> None:
         self.model = model
-        one_of("task.schedule", schedule, ("linear", "inverse_sqrt", "cosine", "constant"))
-        one_of("task.optimizer", optimizer, ("adamw", "adam"))
-        positive(lr=lr)
-        not_negative(warmup_steps=warmup_steps)
-        at_least_one(redraw_every=1 if redraw_every is None else redraw_every)
         self.lr = lr
         self.warmup_steps = warmup_steps
         self.schedule = schedule

@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from molflt.attention.checks import not_negative, positive
 from molflt.data.structures import augment
 from molflt.data.structures.base import with_bar
 from molflt.files import warn
@@ -136,13 +135,6 @@ class IS2RETask(OfStructures, Task["Batch", "IS2REData"]):
             raise ValueError(
                 f"task.references={references} already removes the mean; got "
                 f"task.energy_mean={energy_mean}; remove one of the two"
-            )
-        positive(energy_std=1.0 if energy_std is None else energy_std)
-        not_negative(repeat=repeat, interpolate=interpolate, noise=noise)
-        if max(repeat, interpolate) > 1:
-            raise ValueError(
-                "task.repeat and task.interpolate must be at most 1; got "
-                f"{repeat} and {interpolate}"
             )
         if noise and not interpolate:
             raise ValueError(f"task.noise={noise} has no effect without task.interpolate")

@@ -14,7 +14,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from molflt.attention.checks import not_negative, positive, share
 from molflt.metrics import Metric
 from molflt.tasks.base import Task
 from molflt.tasks.language import perplexity
@@ -79,9 +78,6 @@ class MaskedTask(Task[_Batch, "TokenizedText"]):
         **optimization: Any,
     ) -> None:
         super().__init__(model, **optimization)
-        share(mask_rate=mask_rate)
-        positive(mask_rate=mask_rate)
-        not_negative(mask_share=mask_share, random_share=random_share)
         if mask_share + random_share > 1:
             raise ValueError(
                 "task.mask_share and task.random_share must be at most 1 together; got "
