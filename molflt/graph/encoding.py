@@ -70,9 +70,7 @@ class GraphEncoding(nn.Module):
         **scheme: float | None,
     ) -> None:
         super().__init__()
-        one_of("position", position, _GRAPH_POSITIONS[1:])
         feature_map = feature_map or DEFAULT_MAP
-        one_of("feature_map", feature_map, FEATURE_MAPS)
         self.periodic = make_periodic(periodic, **scheme)
         self.mixing, self.softmax = mixing, mixing == "softmax"
         options = position_options or {}
@@ -285,12 +283,12 @@ def _make_position(
 ) -> SpectralPosition:
     """Builds the position with the defaults of a periodic scheme, unless options override them."""
     spectrum = str(position_options.get("spectrum", "gaussian_basis"))
-    options = {"dim": 3, **scheme.defaults(name, spectrum), **position_options}
+    options = {**scheme.defaults(name, spectrum), **position_options}
     if scheme.lattice:
         options["sampled"] = False
-    position = cast(SpectralPosition, make_position(name, heads, 0, mixing=mixing, **options))
-    if position.dim != 3:
-        raise ValueError(f"positions of atoms have dim=3; got dim={position.dim}; omit it")
+    position = cast(
+        SpectralPosition, make_position(name, heads, 0, mixing=mixing, dim=3, **options)
+    )
     position.on_lattice = scheme.lattice
     if scheme.lattice and position.spectrum.on_shells:
         raise ValueError(

@@ -10,12 +10,12 @@ from torch import Tensor
 
 from molflt.atoms import MAX_ATOMIC_NUMBER, Tag
 from molflt.attention import Attention, Stack
-from molflt.attention.checks import at_least_one, known_names, no_effect, not_negative, positive
+from molflt.attention.checks import known_names, no_effect, not_negative, positive
 from molflt.attention.features import FeatureMapName
 from molflt.attention.positions.base import MixingName
 from molflt.attention.stack import ATTENTION, Redrawn
 from molflt.graph.encoding import GraphEncoding, GraphPositionName, _encode, _make_encoding
-from molflt.graph.geometry import Atoms, Geometry, _refuse_order
+from molflt.graph.geometry import Atoms, Geometry
 from molflt.graph.heads import AtomEmbedding, EnergyReadout, MessagePairs, PositionHead, ReadoutName
 from molflt.graph.neighbors import Neighbors, neighbor_list
 from molflt.graph.periodic import Near, Open, PeriodicName
@@ -142,8 +142,6 @@ class EnergyRegressor(Redrawn):
     ) -> None:
         super().__init__()
         known_names(EnergyRegressor, stack, Stack, Attention)
-        _refuse_order(stack)
-        at_least_one(dim=dim, heads=heads)
         not_negative(radial_basis=radial_basis, messages=messages)
         if not (position_head or radial_basis or messages) and readout == "all":
             why = "with readout='all', without position_head, radial_basis and messages"
