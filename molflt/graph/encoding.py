@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from molflt.attention.checks import no_effect, one_of, positive
+from molflt.attention.checks import no_effect, one_of
 from molflt.attention.encodings import (
     TRITON,
     Bias,
@@ -314,7 +314,6 @@ def _expect_no_mesh(scheme: Open) -> None:
 
 
 def _make_near_field(heads: int, cutoff: float, position: str, exact: bool) -> NearField:
-    positive(near_field=cutoff)
     if cutoff <= _NARROWEST or position != "multiplicative":
         raise ValueError(
             f"near_field corrects a multiplicative kernel and must be above {_NARROWEST} Å, the "

@@ -61,12 +61,8 @@ class Geometry(NamedTuple):
         else:
             batch = torch.zeros(pos.shape[0], dtype=torch.long, device=pos.device)
             if pos.shape[0]:
-                most = max(rows, default=1)
-                if graphs not in (None, 1) or most != 1:
-                    raise ValueError(
-                        f"without batch, there must be one graph; got batch_size={graphs} and "
-                        f"{most} in cell or pbc; pass batch, (atoms,), the graph of each atom"
-                    )
+                if graphs not in (None, 1):
+                    raise ValueError(f"batch_size={graphs} needs batch, (atoms,); got None")
                 graphs = 1
         if graphs is None:
             graphs = _number_of_graphs(batch, rows)
@@ -120,8 +116,7 @@ class Geometry(NamedTuple):
 
     def above_subsurface(self) -> Tensor:
         """Selects atoms with tag > 0, and all atoms of graphs without such atoms: mask (atoms,)."""
-        if self.tags is None:
-            raise ValueError("tags, (atoms,), are needed; got None; set 0 where unknown")
+        assert self.tags is not None
         above = self.tags > Tag.SUBSURFACE.value  # in a form that compilers support
         tagged = self.sum(above.long()) > 0
         return above | ~tagged[self.batch]

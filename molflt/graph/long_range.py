@@ -22,7 +22,6 @@ from molflt.attention.numerics import (
     at_least_float32,
     distances,
     fade,
-    options_of,
     recomputed,
     uncompiled,
 )
@@ -167,8 +166,6 @@ class LongRange(nn.Module):
             if power > 1:
                 row[::2] *= -1  # attraction
         return (near * strength).sum(dim=(1, 2)), (far * strength).sum(dim=(1, 2)), charges
-
-    extra_repr = options_of
 
 
 def dipole(charges: Tensor, geometry: Geometry) -> Tensor:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import math
 from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from functools import partial
@@ -96,11 +95,6 @@ class Task(ABC, Generic[_Batch, _Data]):
         for pattern in freeze or []:
             for name in _matching(parameters, pattern, "freeze"):
                 parameters[name].requires_grad_(False)
-        if freeze and not any(parameter.requires_grad for parameter in parameters.values()):
-            raise ValueError(
-                f"task.freeze: all {len(parameters)} parameters are frozen; expected some that are "
-                "trainable; remove a pattern"
-            )
         self.lr_factors = dict(lr_factors or {})
 
     def check_new(self) -> None:
@@ -200,10 +194,6 @@ def _is_random(model: nn.Module) -> bool:
 def _matching(parameters: Mapping[str, nn.Parameter], pattern: str, option: str) -> list[str]:
     names = [name for name in parameters if fnmatchcase(name, pattern)]
     if not names:
-        count = Counter(f"{name.partition('.')[0]}.*" for name in parameters)
-        known = ", ".join(f"{prefix} ({number})" for prefix, number in count.items())
-        raise ValueError(
-            f"task.{option} {pattern!r}: no parameter matches; expected one or more of {known}, "
-            f"such as {next(iter(parameters), 'none')}"
-        )
+        known = ", ".join(dict.fromkeys(f"{name.partition('.')[0]}.*" for name in parameters))
+        raise ValueError(f"task.{option} {pattern!r}: no parameter matches; expected {known}")
     return names

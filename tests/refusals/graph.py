@@ -97,7 +97,8 @@ LAYER_INPUT: list[tuple[dict[str, Any], *Words]] = [
     ({"pos": 1e8 * POS}, "pos", "within 100000 Å", "atom 0"),
     ({"cell": None, "pbc": None}, "cell, (graphs, 3, 3), Å", "pbc of False"),
     ({"batch": torch.tensor([0, 1, 0, 1, 1, 1])}, "batch", "ascending", "after a later one"),
-    ({"cell": CELL.expand(2, 3, 3)}, "without batch", "one graph", "2 in cell or pbc"),
+    ({"batch_size": 2}, "batch_size=2", "batch, (atoms,)", "None"),
+    ({"cell": CELL.expand(2, 3, 3)}, "cell", "(1, 3, 3) or (3, 3)", "(2, 3, 3)"),
     ({"batch": ONE, "cell": torch.zeros(6, 3)}, "cell", "store (1, 3, 3) in the", "(6, 3)"),
 ]
 
