@@ -277,9 +277,8 @@ def _prepared(slab: Atoms, name: str) -> Atoms:
         whole.positions -= turns[:, None] * slab.cell.array[2]
     if vacuum < MIN_VACUUM:
         raise ValueError(
-            f"{name}: not a slab; expected atoms that are periodic along the first two "
-            f"cell vectors, with vacuum of at least {MIN_VACUUM} Å along the third; cut a facet, "
-            "or add vacuum"
+            f"{name}: not a slab; expected periodic axes 1 and 2, and at least {MIN_VACUUM} Å of "
+            "vacuum along axis 3; cut a facet, or add vacuum"
         )
     whole.pbc = True
     heights, fixed = whole.positions @ Tiles(whole).up, ase_fields.fixed_atoms(whole)

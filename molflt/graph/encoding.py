@@ -143,9 +143,8 @@ class GraphEncoding(nn.Module):
         needs_cell_gradient = geometry.cell.requires_grad and torch.is_grad_enabled()
         if needs_cell_gradient and self.frequency_projection is not None:
             raise ValueError(
-                "position='spectral' with reciprocal nodes has no gradient for the cell: random "
-                "features jump when frequencies change; got a cell that requires a gradient; "
-                "use position='multiplicative' for stress"
+                "position='spectral' with reciprocal nodes has no gradient for the cell; got a "
+                "cell that requires one; use position='multiplicative' for stress"
             )
         dense = self.periodic.dense(geometry)
         if terms.on_mesh is not None and bool(terms.on_mesh.any()):  # all graphs of a class

@@ -186,9 +186,8 @@ def _per_graph(name: str, x: Tensor, shape: tuple[int, ...], graphs: int) -> Ten
     """Checks that `x` has the shape `shape` or (graphs, *shape), and expands it to the latter."""
     if not torch.compiler.is_compiling() and x.shape not in (shape, (graphs, *shape)):
         raise ValueError(
-            f"{name} must have shape {(graphs, *shape)} or {shape}; got {tuple(x.shape)}; "
-            f"store {(1, *shape)} in the Data of each graph, and pass batch_size if the last "
-            "graphs are empty"
+            f"{name} must have shape {(graphs, *shape)} or {shape}; got {tuple(x.shape)}; store "
+            f"{(1, *shape)} in the Data of each graph; pass batch_size if the last are empty"
         )
     return x.expand(graphs, *shape)
 

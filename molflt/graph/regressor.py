@@ -186,9 +186,8 @@ class EnergyRegressor(Redrawn):
         passes = blocks.refinements
         if move_atoms and not (position_head and passes > 1 and self.encoding is not None):
             raise ValueError(
-                "move_atoms moves atoms between passes to recompute the mask; got "
-                f"position_head={position_head}, refinements={passes} and position={position!r}; "
-                "use a position head, 2 passes or more and a position"
+                "move_atoms needs position_head, 2 passes or more and a position; got "
+                f"{position_head=}, refinements={passes} and {position=}"
             )
         self.embedding = AtomEmbedding(
             dim, radial_basis, cutoff, descriptors, messages, message_pairs or "all"
@@ -260,9 +259,8 @@ class EnergyRegressor(Redrawn):
         energies = batch.get("y_baseline")
         if energies is None or not bool(energies.isfinite().all()):
             raise ValueError(
-                "the model adds a correction to the baseline energy of each structure; expected "
-                "finite y_baseline in eV; got structures without it; compute it in the same way as "
-                "for the training data, for example with molflt data baseline"
+                "the model corrects baseline energies; expected finite y_baseline in eV; got "
+                "structures without it; compute it as for the training data (molflt data baseline)"
             )
         return energies.double()
 

@@ -1,9 +1,4 @@
-"""Masked language modeling as in BERT (arXiv:1810.04805, section 3.1).
-
-The model predicts hidden tokens and, optionally, whether the second part of a pair follows the
-first. Random numbers are passed as arguments: training draws new numbers at each step, and
-validation derives them from the tokens of each sequence, independently of the batch.
-"""
+"""Masked language modeling as in BERT (arXiv:1810.04805, section 3.1)."""
 
 from __future__ import annotations
 
