@@ -148,8 +148,7 @@ def placements(
         placed = _placed_on(_prepared(slab, name), adsorbate, np.arange(0, 359.99, rotation))
         if not placed:
             raise ValueError(
-                f"{adsorbate.symbols}: too large for the cell of {name}; "
-                "expected space between its images and above it; repeat the slab, or add vacuum"
+                f"{adsorbate.symbols}: too large for {name}; repeat the slab, or add vacuum"
             )
         tags = _slab_tags(slab.get_tags(), placed[0], share)
         for atoms in placed:

@@ -307,8 +307,7 @@ def _expect_no_mesh(scheme: Open) -> None:
     smooth = isinstance(scheme, Reciprocal) and scheme.smooth
     if smooth or isinstance(scheme, Images | OnMesh | Near):
         raise ValueError(
-            "mixing='triton' requires periodic 'none', 'reciprocal' or 'auto'; got "
-            f"{scheme!r}; use one of them, or mixing='auto'"
+            f"mixing='triton' requires periodic 'none', 'reciprocal' or 'auto'; got {scheme!r}"
         )
 
 

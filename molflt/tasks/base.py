@@ -101,8 +101,7 @@ class Task(ABC, Generic[_Batch, _Data]):
         """Raises ValueError for options that have no effect; called only for new runs."""
         if self.redraw_every is not None and not _is_random(self.model):
             raise ValueError(
-                f"task.redraw_every={self.redraw_every}: this model does not have random features; "
-                "remove the option"
+                f"task.redraw_every={self.redraw_every} needs random features; remove the option"
             )
         parameters = dict(self.model.named_parameters())
         free = {name for name, parameter in parameters.items() if parameter.requires_grad}
