@@ -222,10 +222,7 @@ class Atoms(NamedTuple):
         tensors(**by_atom)
         for name, values in by_atom.items():
             if values.shape != pos.shape[:1]:
-                raise ValueError(
-                    f"{name} must have shape ({len(pos)},), one for each atom; got "
-                    f"{tuple(values.shape)}"
-                )
+                raise ValueError(f"{name} must have shape ({len(pos)},); got {tuple(values.shape)}")
         whole("atomic_numbers", numbers, 1, MAX_ATOMIC_NUMBER, "elements")
         whole("tags", tags, min(Tag), max(Tag), "subsurface, surface, adsorbate; all 0 if unknown")
         dtype = at_least_float32(weight).dtype
