@@ -140,8 +140,6 @@ def placements(
         share: smallest and largest share of surface atoms in a slab, such as
             `model.domain.surface`; see `molflt.data.structures.tags.guess_tags`.
     """
-    if rotation <= 0:
-        raise ValueError(f"rotation={rotation}; expected a step above 0 degrees")
     if not isinstance(adsorbate, Atoms):
         adsorbate = molecule(adsorbate)
     results: list[Atoms] = []
@@ -150,8 +148,7 @@ def placements(
         placed = _placed_on(_prepared(slab, name), adsorbate, np.arange(0, 359.99, rotation))
         if not placed:
             raise ValueError(
-                f"{adsorbate.symbols}: too large for the cell of {name}; "
-                "expected space between its images and above it; repeat the slab, or add vacuum"
+                f"{adsorbate.symbols}: too large for {name}; repeat the slab, or add vacuum"
             )
         tags = _slab_tags(slab.get_tags(), placed[0], share)
         for atoms in placed:
@@ -279,9 +276,8 @@ def _prepared(slab: Atoms, name: str) -> Atoms:
         whole.positions -= turns[:, None] * slab.cell.array[2]
     if vacuum < MIN_VACUUM:
         raise ValueError(
-            f"{name}: not a slab; expected atoms that are periodic along the first two "
-            f"cell vectors, with vacuum of at least {MIN_VACUUM} Å along the third; cut a facet, "
-            "or add vacuum"
+            f"{name}: not a slab; expected periodic axes 1 and 2, and at least {MIN_VACUUM} Å of "
+            "vacuum along axis 3; cut a facet, or add vacuum"
         )
     whole.pbc = True
     heights, fixed = whole.positions @ Tiles(whole).up, ase_fields.fixed_atoms(whole)

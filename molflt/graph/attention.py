@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from molflt.attention.checks import at_least_one, known_names, tensors
+from molflt.attention.checks import known_names, tensors
 from molflt.attention.features import FeatureMapName
 from molflt.attention.layer import Attention
 from molflt.attention.numerics import at_least_float32
 from molflt.attention.positions.base import MixingName
 from molflt.attention.stack import Redrawn
 from molflt.graph.encoding import GraphEncoding, GraphPositionName, _encode, _make_encoding
-from molflt.graph.geometry import Geometry, _refuse_order
+from molflt.graph.geometry import Geometry
 from molflt.graph.periodic import Open
 
 
@@ -63,8 +63,6 @@ class GraphAttention(Redrawn):
     ) -> None:
         super().__init__()
         known_names(GraphAttention, attention, Attention)
-        at_least_one(dim=dim, heads=heads)
-        _refuse_order(attention)
         kernel = dict[str, Any](mixing=mixing, feature_map=feature_map, num_features=num_features)
         encoding_options: dict[str, Any] = {
             "position_options": position_options,
@@ -81,7 +79,9 @@ class GraphAttention(Redrawn):
         self.periodic = periodic
         self.encoding = _make_encoding(heads, position, kernel, **encoding_options)
         own_position = None if self.encoding is None else self.encoding.position
-        self.attention = Attention(dim, heads, position=own_position, **kernel, **attention)
+        self.attention = Attention(
+            dim, heads, causal=False, gate=False, position=own_position, **kernel, **attention
+        )
         self.attention.share_position()
 
     def reset_parameters(self) -> None:
@@ -110,10 +110,6 @@ class GraphAttention(Redrawn):
                 if a cell is given.
             batch_size: number of graphs; required if the last graphs may be empty.
         """
-        if torch.jit.is_tracing():
-            raise ValueError(
-                "torch.jit.trace keeps the nodes of one batch; use torch.compile or torch.export"
-            )
         tensors(x=x, pos=pos, batch=batch, cell=cell, pbc=pbc)
         if x.ndim != 2 or x.shape[1] != self.dim:
             raise ValueError(f"x must have shape (atoms, {self.dim}); got {tuple(x.shape)}")
@@ -121,7 +117,7 @@ class GraphAttention(Redrawn):
             pos = x.new_zeros(x.shape[0], 3)  # not used
         else:
             self._expect_cell(self.encoding, cell, pbc)
-            if pos is not None and pos.is_floating_point():  # ASE's positions are float64
+            if pos is not None:  # ASE's positions are float64
                 pos = pos.to(at_least_float32(next(self.encoding.parameters())).dtype)
         geometry = Geometry.of(pos, batch, cell, pbc, graphs=batch_size, atoms=x.shape[0])
         if not x.shape[0]:
@@ -147,6 +143,3 @@ class GraphAttention(Redrawn):
                 f"'reciprocal' or 'images', or 'none' to ignore the boundaries; the layer has "
                 f"periodic={self.periodic!r}; pass pbc of False for molecules"
             )
-
-    def extra_repr(self) -> str:
-        return f"{self.dim}, heads={self.attention.heads}"

@@ -33,9 +33,7 @@ def period_and_group(number: int) -> tuple[int, int]:
 
 
 def _valence(number: int) -> tuple[int, int, int, int]:
-    """Returns the numbers of s, p, d and f electrons outside closed shells."""
-    if number == 2:
-        return 2, 0, 0, 0
+    """Returns the numbers of s, p, d and f electrons outside closed shells, except for He."""
     period, group = period_and_group(number)
     d = group - 2 if 3 <= group <= 12 else 0
     f = max(0, min(14, number - _NOBLE_GASES[period - 1] - 3)) if group == 3 and period >= 6 else 0

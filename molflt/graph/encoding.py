@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from molflt.attention.checks import no_effect, one_of, positive
+from molflt.attention.checks import no_effect, one_of
 from molflt.attention.encodings import (
     TRITON,
     Bias,
@@ -70,9 +70,7 @@ class GraphEncoding(nn.Module):
         **scheme: float | None,
     ) -> None:
         super().__init__()
-        one_of("position", position, _GRAPH_POSITIONS[1:])
         feature_map = feature_map or DEFAULT_MAP
-        one_of("feature_map", feature_map, FEATURE_MAPS)
         self.periodic = make_periodic(periodic, **scheme)
         self.mixing, self.softmax = mixing, mixing == "softmax"
         options = position_options or {}
@@ -145,9 +143,8 @@ class GraphEncoding(nn.Module):
         needs_cell_gradient = geometry.cell.requires_grad and torch.is_grad_enabled()
         if needs_cell_gradient and self.frequency_projection is not None:
             raise ValueError(
-                "position='spectral' with reciprocal nodes has no gradient for the cell: random "
-                "features jump when frequencies change; got a cell that requires a gradient; "
-                "use position='multiplicative' for stress"
+                "position='spectral' with reciprocal nodes has no gradient for the cell; got a "
+                "cell that requires one; use position='multiplicative' for stress"
             )
         dense = self.periodic.dense(geometry)
         if terms.on_mesh is not None and bool(terms.on_mesh.any()):  # all graphs of a class
@@ -285,12 +282,12 @@ def _make_position(
 ) -> SpectralPosition:
     """Builds the position with the defaults of a periodic scheme, unless options override them."""
     spectrum = str(position_options.get("spectrum", "gaussian_basis"))
-    options = {"dim": 3, **scheme.defaults(name, spectrum), **position_options}
+    options = {**scheme.defaults(name, spectrum), **position_options}
     if scheme.lattice:
         options["sampled"] = False
-    position = cast(SpectralPosition, make_position(name, heads, 0, mixing=mixing, **options))
-    if position.dim != 3:
-        raise ValueError(f"positions of atoms have dim=3; got dim={position.dim}; omit it")
+    position = cast(
+        SpectralPosition, make_position(name, heads, 0, mixing=mixing, dim=3, **options)
+    )
     position.on_lattice = scheme.lattice
     if scheme.lattice and position.spectrum.on_shells:
         raise ValueError(
@@ -310,13 +307,11 @@ def _expect_no_mesh(scheme: Open) -> None:
     smooth = isinstance(scheme, Reciprocal) and scheme.smooth
     if smooth or isinstance(scheme, Images | OnMesh | Near):
         raise ValueError(
-            "mixing='triton' requires periodic 'none', 'reciprocal' or 'auto'; got "
-            f"{scheme!r}; use one of them, or mixing='auto'"
+            f"mixing='triton' requires periodic 'none', 'reciprocal' or 'auto'; got {scheme!r}"
         )
 
 
 def _make_near_field(heads: int, cutoff: float, position: str, exact: bool) -> NearField:
-    positive(near_field=cutoff)
     if cutoff <= _NARROWEST or position != "multiplicative":
         raise ValueError(
             f"near_field corrects a multiplicative kernel and must be above {_NARROWEST} Å, the "

@@ -1,6 +1,6 @@
 """Positions, cells and batch indices of a PyG batch, checked and converted to a uniform format."""
 
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -53,8 +53,6 @@ class Geometry(NamedTuple):
         """
         tensors(pos=pos, batch=batch, cell=cell, pbc=pbc, tags=tags)
         pos = _checked_positions(pos, atoms)
-        if pbc is not None and pbc.is_floating_point():
-            raise ValueError(f"pbc must be bool, one for each axis; got {pbc.dtype}; use .bool()")
         per_graph = ((cell, 3), (pbc, 2))  # tensors, with their axes if they have rows per graph
         # `len` would fix the size in exported programs
         rows = [x.shape[0] for x, axes in per_graph if x is not None and x.ndim == axes]
@@ -63,12 +61,8 @@ class Geometry(NamedTuple):
         else:
             batch = torch.zeros(pos.shape[0], dtype=torch.long, device=pos.device)
             if pos.shape[0]:
-                most = max(rows, default=1)
-                if graphs not in (None, 1) or most != 1:
-                    raise ValueError(
-                        f"without batch, there must be one graph; got batch_size={graphs} and "
-                        f"{most} in cell or pbc; pass batch, (atoms,), the graph of each atom"
-                    )
+                if graphs not in (None, 1):
+                    raise ValueError(f"batch_size={graphs} needs batch, (atoms,); got None")
                 graphs = 1
         if graphs is None:
             graphs = _number_of_graphs(batch, rows)
@@ -77,10 +71,6 @@ class Geometry(NamedTuple):
         cell = pos.new_zeros(3, 3) if cell is None else cell.to(pos)
         pbc = _per_graph("pbc", pbc.to(pos.device).bool(), (3,), graphs)
         cell = _per_graph("cell", cell, (3, 3), graphs).masked_fill(~pbc[..., None], 0.0)
-        if readable(pos) and not bool(cell.isfinite().all()):
-            raise ValueError(
-                "cell must be finite along periodic axes; got NaN or infinity; correct it"
-            )
         return cls(pos, batch, _starts(counts_of(batch, graphs)), cell, pbc, tags)
 
     @classmethod
@@ -89,9 +79,7 @@ class Geometry(NamedTuple):
         if not hasattr(data, "stores"):  # all PyG data have `stores`; avoids loading PyG
             raise TypeError(
                 f"expected PyG Data or Batch; got {type(data).__name__}; use Data(**mapping), "
-                "Batch.from_data_list(list), or make_record(pos=atoms.positions, "
-                "atomic_numbers=atoms.numbers, cell=atoms.cell.array, pbc=atoms.pbc) from "
-                "molflt.data.structures.records"
+                "Batch.from_data_list, or molflt.data.structures.records.make_record"
             )
         pos, batch, cell, pbc, tags = (
             data.get(name) for name in ("pos", "batch", "cell", "pbc", "tags")
@@ -128,8 +116,7 @@ class Geometry(NamedTuple):
 
     def above_subsurface(self) -> Tensor:
         """Selects atoms with tag > 0, and all atoms of graphs without such atoms: mask (atoms,)."""
-        if self.tags is None:
-            raise ValueError("tags, (atoms,), are needed; got None; set 0 where unknown")
+        assert self.tags is not None
         above = self.tags > Tag.SUBSURFACE.value  # in a form that compilers support
         tagged = self.sum(above.long()) > 0
         return above | ~tagged[self.batch]
@@ -156,10 +143,6 @@ def _checked_positions(pos: Tensor | None, atoms: int | None) -> Tensor:
         rows = "atoms" if atoms is None else atoms
         got = None if pos is None else tuple(pos.shape)
         raise ValueError(f"pos must have shape ({rows}, 3), Å; got {got}; pass positions")
-    if not pos.is_floating_point():
-        raise ValueError(
-            f"pos must be real numbers, Å; got {pos.dtype}; pass positions instead of indices"
-        )
     pos = at_least_float32(pos)
     if readable(pos):
         in_range = pos.detach().abs() <= FARTHEST  # False for NaN
@@ -174,10 +157,9 @@ def _checked_positions(pos: Tensor | None, atoms: int | None) -> Tensor:
 
 def _checked_batch(batch: Tensor, pos: Tensor, graphs: int | None) -> Tensor:
     """Checks the graphs `batch` (atoms,) of the atoms at `pos`, and casts them to int64."""
-    if batch.device != pos.device or batch.shape != pos.shape[:1]:
+    if batch.shape != pos.shape[:1]:
         raise ValueError(
-            f"batch must have shape ({len(pos)},), the graph of each atom, on {pos.device}; "
-            f"got {tuple(batch.shape)} on {batch.device}; correct it"
+            f"batch must have shape ({len(pos)},), the graph of each atom; got {tuple(batch.shape)}"
         )
     last = _MOST_GRAPHS if graphs is None else graphs - 1
     whole("batch", batch, 0, last, "the graph of each atom, below batch_size")
@@ -204,9 +186,8 @@ def _per_graph(name: str, x: Tensor, shape: tuple[int, ...], graphs: int) -> Ten
     """Checks that `x` has the shape `shape` or (graphs, *shape), and expands it to the latter."""
     if not torch.compiler.is_compiling() and x.shape not in (shape, (graphs, *shape)):
         raise ValueError(
-            f"{name} must have shape {(graphs, *shape)} or {shape}; got {tuple(x.shape)}; "
-            f"store {(1, *shape)} in the Data of each graph, and pass batch_size if the last "
-            "graphs are empty"
+            f"{name} must have shape {(graphs, *shape)} or {shape}; got {tuple(x.shape)}; store "
+            f"{(1, *shape)} in the Data of each graph; pass batch_size if the last are empty"
         )
     return x.expand(graphs, *shape)
 
@@ -234,25 +215,16 @@ class Atoms(NamedTuple):
                 "the data need atomic_numbers, (atoms,) int64; got "
                 f"{', '.join(sorted(map(str, data.keys())))}; set data.atomic_numbers"
             )
-        if data.get("cell") is None and readable(geometry.pbc) and bool(geometry.pbc.any()):
-            raise ValueError(
-                "pbc is True, which needs cell, (graphs, 3, 3), Å; got None; set one of them"
-            )
         zeros = torch.zeros(len(pos), dtype=torch.long, device=pos.device)
         tags = zeros if geometry.tags is None else geometry.tags
         fixed = zeros.bool() if data.get("fixed") is None else data.fixed
         by_atom = {"atomic_numbers": numbers, "tags": tags, "fixed": fixed}
         tensors(**by_atom)
         for name, values in by_atom.items():
-            if values.shape != pos.shape[:1] or values.device != pos.device:
-                raise ValueError(
-                    f"{name} must have shape ({len(pos)},), one for each atom, on {pos.device}; "
-                    f"got {tuple(values.shape)} on {values.device}"
-                )
+            if values.shape != pos.shape[:1]:
+                raise ValueError(f"{name} must have shape ({len(pos)},); got {tuple(values.shape)}")
         whole("atomic_numbers", numbers, 1, MAX_ATOMIC_NUMBER, "elements")
         whole("tags", tags, min(Tag), max(Tag), "subsurface, surface, adsorbate; all 0 if unknown")
-        if fixed.dtype != torch.bool:
-            raise ValueError(f"fixed must be bool, (atoms,); got {fixed.dtype}; use .bool()")
         dtype = at_least_float32(weight).dtype
         charge = _charges(data, geometry, charged)
         geometry = geometry._replace(
@@ -261,7 +233,7 @@ class Atoms(NamedTuple):
             tags=tags.long(),
             charge=None if charge is None else charge.to(dtype),
         )
-        return cls(geometry, numbers.long(), fixed)
+        return cls(geometry, numbers.long(), fixed.bool())
 
     def without_subsurface(self) -> tuple["Atoms", Tensor]:
         """Removes the atoms with tag 0; returns the other atoms, and the mask that selects them.
@@ -313,10 +285,3 @@ def _expect_all(values: Tensor | None, name: str, expected: float, why: str) -> 
             f"{name} of this model must be {expected:g}; got {float(values[graph]):g} of graph "
             f"{graph}; remove it, because {why}"
         )
-
-
-def _refuse_order(options: dict[str, Any]) -> None:
-    """Removes options for ordered tokens; raises ValueError for the first that is set."""
-    for name in ("causal", "gate", "mixer", "mixer_options", "attention_layers"):
-        if options.pop(name, None):
-            raise ValueError(f"atoms are not ordered; got {name}; remove it")

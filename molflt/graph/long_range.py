@@ -15,14 +15,13 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
-from molflt.attention.checks import at_least_one, not_negative, positive
+from molflt.attention.checks import not_negative, positive
 from molflt.attention.nodes.lattice import Lattice, free_extent
 from molflt.attention.nodes.reciprocal import reciprocal_nodes
 from molflt.attention.numerics import (
     at_least_float32,
     distances,
     fade,
-    options_of,
     recomputed,
     uncompiled,
 )
@@ -114,14 +113,8 @@ class LongRange(nn.Module):
         total_charge: bool = False,
     ) -> None:
         super().__init__()
-        at_least_one(dim=dim, long_range_channels=channels)
         positive(long_range_cutoff=cutoff)
         not_negative(long_range_smearing=smearing)
-        if isinstance(powers, int) or not powers or len(set(powers)) < len(powers):
-            raise ValueError(
-                f"long_range must list powers of 1 / r^p, each once, such as [1]; got {powers}; "
-                "omit it for no long-range energy"
-            )
         for power in powers:
             InversePower(power, _DEPTH / cutoff)  # rejects other powers
         if smearing >= cutoff / (_DEPTH * 2**0.5):
@@ -173,8 +166,6 @@ class LongRange(nn.Module):
             if power > 1:
                 row[::2] *= -1  # attraction
         return (near * strength).sum(dim=(1, 2)), (far * strength).sum(dim=(1, 2)), charges
-
-    extra_repr = options_of
 
 
 def dipole(charges: Tensor, geometry: Geometry) -> Tensor:

@@ -25,9 +25,8 @@ def use_mesh_(model: nn.Module, order: int = 5) -> None:
     ]
     if not with_nodes or not all(supported):
         raise ValueError(
-            f"mesh_order={order} computes sums over reciprocal nodes on a mesh; got "
-            f"{type(model).__name__} with periodic={[part.periodic for part in encodings]} and "
-            f"mixing={[part.mixing for part in encodings]}; remove it"
+            f"mesh_order={order} needs reciprocal nodes without triton; got periodic="
+            f"{[part.periodic for part in encodings]}, mixing={[part.mixing for part in encodings]}"
         )
     for part, scheme in with_nodes:
         mesh = OnMesh(scheme.max_frequency, order)

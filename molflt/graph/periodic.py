@@ -349,8 +349,7 @@ class OnMesh(Auto):
         if softmax or not isinstance(position, MultiplicativePosition):
             raise ValueError(
                 "periodic='mesh' needs a multiplicative kernel and kernelized attention; got "
-                f"{'mixing=softmax' if softmax else type(position).__name__}; use "
-                "position='multiplicative', or periodic='reciprocal'"
+                f"{'mixing=softmax' if softmax else type(position).__name__}; use 'reciprocal'"
             )
         _expect_isotropic(position, "periodic='mesh'")
 

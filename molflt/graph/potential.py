@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 _CHARGE_UNIT = 10.0  # scale of tokens per e; shares of 0.1 e are common
 # smooth feature maps whose products, and thus normalizers, are positive
 _SMOOTH_MAPS = [name for name, phi in FEATURE_MAPS.items() if phi.smooth and phi.positive_kernel]
-_FIXED = {"message_pairs", "subsurface", "position_head", "move_atoms", "readout"}  # set here
 
 
 class Potential(EnergyRegressor):
@@ -224,8 +223,6 @@ def _strained(batch: "Data") -> tuple["Data", Tensor, Tensor | None]:
 
 def _expect_smooth(options: Mapping[str, Any], far_field: bool) -> None:
     """Raises ValueError for options with which energies are not smooth or not extensive."""
-    if fixed := _FIXED & options.keys():
-        raise TypeError(f"Potential sets the argument {min(fixed)!r} itself; remove it")
     kernel = options.get("position_options") or {}
     polynomial = options["feature_map"] == "polynomial"
     rules = {

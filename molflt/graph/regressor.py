@@ -10,12 +10,12 @@ from torch import Tensor
 
 from molflt.atoms import MAX_ATOMIC_NUMBER, Tag
 from molflt.attention import Attention, Stack
-from molflt.attention.checks import at_least_one, known_names, no_effect, not_negative, positive
+from molflt.attention.checks import known_names, no_effect, not_negative, positive
 from molflt.attention.features import FeatureMapName
 from molflt.attention.positions.base import MixingName
 from molflt.attention.stack import ATTENTION, Redrawn
 from molflt.graph.encoding import GraphEncoding, GraphPositionName, _encode, _make_encoding
-from molflt.graph.geometry import Atoms, Geometry, _refuse_order
+from molflt.graph.geometry import Atoms, Geometry
 from molflt.graph.heads import AtomEmbedding, EnergyReadout, MessagePairs, PositionHead, ReadoutName
 from molflt.graph.neighbors import Neighbors, neighbor_list
 from molflt.graph.periodic import Near, Open, PeriodicName
@@ -142,8 +142,6 @@ class EnergyRegressor(Redrawn):
     ) -> None:
         super().__init__()
         known_names(EnergyRegressor, stack, Stack, Attention)
-        _refuse_order(stack)
-        at_least_one(dim=dim, heads=heads)
         not_negative(radial_basis=radial_basis, messages=messages)
         if not (position_head or radial_basis or messages) and readout == "all":
             why = "with readout='all', without position_head, radial_basis and messages"
@@ -188,9 +186,8 @@ class EnergyRegressor(Redrawn):
         passes = blocks.refinements
         if move_atoms and not (position_head and passes > 1 and self.encoding is not None):
             raise ValueError(
-                "move_atoms moves atoms between passes to recompute the mask; got "
-                f"position_head={position_head}, refinements={passes} and position={position!r}; "
-                "use a position head, 2 passes or more and a position"
+                "move_atoms needs position_head, 2 passes or more and a position; got "
+                f"{position_head=}, refinements={passes} and {position=}"
             )
         self.embedding = AtomEmbedding(
             dim, radial_basis, cutoff, descriptors, messages, message_pairs or "all"
@@ -262,9 +259,8 @@ class EnergyRegressor(Redrawn):
         energies = batch.get("y_baseline")
         if energies is None or not bool(energies.isfinite().all()):
             raise ValueError(
-                "the model adds a correction to the baseline energy of each structure; expected "
-                "finite y_baseline in eV; got structures without it; compute it in the same way as "
-                "for the training data, for example with molflt data baseline"
+                "the model corrects baseline energies; expected finite y_baseline in eV; got "
+                "structures without it; compute it as for the training data (molflt data baseline)"
             )
         return energies.double()
 

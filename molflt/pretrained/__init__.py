@@ -62,17 +62,13 @@ def load(
             f"{source}: compiled=True does not load code from the Hub; export with --compiled true"
         )
     trained = read_trained(source, checkpoint, device, also)
-    kinds = (EnergyPredictor,) if compiled else _KINDS
-    kind = next((kind for kind in kinds if isinstance(trained.model, kind.models)), None)
+    kind = next((kind for kind in _KINDS if isinstance(trained.model, kind.models)), None)
     if kind is None:
-        expected = "a model of energies, text or images"
-        if compiled:
-            expected = "an energy model, because compiled=True has no effect on other models"
         raise ValueError(
-            f"{trained.path}: expected {expected}; got recipe {shown(trained.recipe)}; use "
-            "molflt.training.checkpoint.load_run"
+            f"{trained.path}: expected a model of energies, text or images; got recipe "
+            f"{shown(trained.recipe)}; use molflt.training.checkpoint.load_run"
         )
-    loaded = kind(trained)
-    if isinstance(loaded, EnergyPredictor) and compiled:
-        loaded.use_compiled()
+    loaded: Any = kind(trained)
+    if compiled:
+        loaded.use_compiled()  # only of `EnergyPredictor`
     return loaded

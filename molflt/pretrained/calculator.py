@@ -89,8 +89,6 @@ class Calculator(AseCalculator):
         **options: Any,
     ) -> None:
         super().__init__(**options)
-        if dtype not in ("float32", "float64"):
-            raise ValueError(f"dtype={dtype!r}: expected 'float32' or 'float64'")
         if isinstance(source, Pretrained):
             source = source.model
         if isinstance(source, nn.Module) and checkpoint is not None:

@@ -112,8 +112,6 @@ class EnergyPredictor(Pretrained):
     def use_compiled(self) -> None:
         """Loads the machine code stored with an exported model, which computes only energies."""
         weights = self.trained.path
-        if not weights.is_file():
-            raise ValueError(f"{weights}: compiled requires an exported model; got a run; {_AGAIN}")
         package, record = weights.with_name(_PACKAGE), weights.with_name(_RECORD)
         if not package.is_file() or not record.is_file():
             raise FileNotFoundError(f"{package}: no machine code, or no {_RECORD}; {_AGAIN}")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import math
 from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from functools import partial
@@ -15,7 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Adam, AdamW, Optimizer
 
-from molflt.attention.checks import at_least_one, not_negative, one_of, positive
 from molflt.metrics import Metric
 
 _Batch = TypeVar("_Batch", contravariant=True)
@@ -35,7 +33,8 @@ class Task(ABC, Generic[_Batch, _Data]):
     """Base class for tasks: a model, its loss, its metrics and its optimizer.
 
     Subclasses return the loss of a batch together with sums over its items. The sums are added over
-    all batches and ranks, and `metrics()` of the total computes the metrics over all items.
+    all batches and ranks, and `metrics()` of the total computes the metrics over all items. Ranges
+    of options are checked by the command line (`molflt.training.limits`).
 
     Args:
         model: the model to train.
@@ -85,11 +84,6 @@ class Task(ABC, Generic[_Batch, _Data]):
         seed: int = 0,
     ) -> None:
         self.model = model
-        one_of("task.schedule", schedule, ("linear", "inverse_sqrt", "cosine", "constant"))
-        one_of("task.optimizer", optimizer, ("adamw", "adam"))
-        positive(lr=lr)
-        not_negative(warmup_steps=warmup_steps)
-        at_least_one(redraw_every=1 if redraw_every is None else redraw_every)
         self.lr = lr
         self.warmup_steps = warmup_steps
         self.schedule = schedule
@@ -101,19 +95,13 @@ class Task(ABC, Generic[_Batch, _Data]):
         for pattern in freeze or []:
             for name in _matching(parameters, pattern, "freeze"):
                 parameters[name].requires_grad_(False)
-        if freeze and not any(parameter.requires_grad for parameter in parameters.values()):
-            raise ValueError(
-                f"task.freeze: all {len(parameters)} parameters are frozen; expected some that are "
-                "trainable; remove a pattern"
-            )
         self.lr_factors = dict(lr_factors or {})
 
     def check_new(self) -> None:
         """Raises ValueError for options that have no effect; called only for new runs."""
         if self.redraw_every is not None and not _is_random(self.model):
             raise ValueError(
-                f"task.redraw_every={self.redraw_every}: this model does not have random features; "
-                "remove the option"
+                f"task.redraw_every={self.redraw_every} needs random features; remove the option"
             )
         parameters = dict(self.model.named_parameters())
         free = {name for name, parameter in parameters.items() if parameter.requires_grad}
@@ -205,10 +193,6 @@ def _is_random(model: nn.Module) -> bool:
 def _matching(parameters: Mapping[str, nn.Parameter], pattern: str, option: str) -> list[str]:
     names = [name for name in parameters if fnmatchcase(name, pattern)]
     if not names:
-        count = Counter(f"{name.partition('.')[0]}.*" for name in parameters)
-        known = ", ".join(f"{prefix} ({number})" for prefix, number in count.items())
-        raise ValueError(
-            f"task.{option} {pattern!r}: no parameter matches; expected one or more of {known}, "
-            f"such as {next(iter(parameters), 'none')}"
-        )
+        known = ", ".join(dict.fromkeys(f"{name.partition('.')[0]}.*" for name in parameters))
+        raise ValueError(f"task.{option} {pattern!r}: no parameter matches; expected {known}")
     return names

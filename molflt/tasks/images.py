@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from molflt.attention.checks import share
 from molflt.data.images.augment import Augmentation, augment
 from molflt.metrics import Metric
 from molflt.tasks.base import Task
@@ -74,7 +73,6 @@ class ImageTask(Task[_Batch, "ImageData"]):
         **optimization: Any,
     ) -> None:
         super().__init__(model, **optimization)
-        share(label_smoothing=label_smoothing)
         self.label_smoothing = label_smoothing
         self.augment = augment
 

@@ -3,18 +3,17 @@
 # No `from __future__ import annotations`: to resolve them, jsonargparse would import PyG.
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from molflt.attention.checks import not_negative, positive
 from molflt.data.structures import augment
 from molflt.data.structures.base import with_bar
 from molflt.files import warn
-from molflt.graph.heads import EnergyReadout, by_contact
+from molflt.graph.heads import by_contact
 from molflt.metrics import EWT_THRESHOLD, Metric
 from molflt.tasks.base import Task
 from molflt.tasks.structures import OfStructures, expect_same_shape
@@ -24,6 +23,7 @@ if TYPE_CHECKING:
     from torch_geometric.data import Batch
 
     from molflt.data.structures.datamodule import IS2REData
+    from molflt.graph import EnergyRegressor
 
 _AT_ONCE = 32  # number of structures predicted at once
 _LEAST_SCALE = 0.5  # scale of initial predictions below which a warning is issued
@@ -108,6 +108,7 @@ class IS2RETask(OfStructures, Task["Batch", "IS2REData"]):
         optimization: further arguments of `molflt.tasks.base.Task`.
     """
 
+    model: "EnergyRegressor"
     sums: ClassVar[type[_EnergySums]] = _EnergySums
     metrics: ClassVar = {
         "mae_eV": Metric("MAE", "eV", "log"),
@@ -136,13 +137,6 @@ class IS2RETask(OfStructures, Task["Batch", "IS2REData"]):
             raise ValueError(
                 f"task.references={references} already removes the mean; got "
                 f"task.energy_mean={energy_mean}; remove one of the two"
-            )
-        positive(energy_std=1.0 if energy_std is None else energy_std)
-        not_negative(repeat=repeat, interpolate=interpolate, noise=noise)
-        if max(repeat, interpolate) > 1:
-            raise ValueError(
-                "task.repeat and task.interpolate must be at most 1; got "
-                f"{repeat} and {interpolate}"
             )
         if noise and not interpolate:
             raise ValueError(f"task.noise={noise} has no effect without task.interpolate")
@@ -176,15 +170,15 @@ class IS2RETask(OfStructures, Task["Batch", "IS2REData"]):
             mean = data_mean if mean is None else mean
             std = data_std if std is None else std
         if data.reading.baseline_key is not None:
-            self.model.get_buffer("adds_baseline").fill_(True)
+            self.model.adds_baseline.fill_(True)
             # references are fitted before the first step, and this start may remain the best
-            self.model.get_buffer("trained_elements")[data.elements()] = True
+            self.model.trained_elements[data.elements()] = True
             if data.initial is None:
-                self._readout.scale_(0.0)
-        self.model.get_buffer("energy_mean").fill_(mean)
-        scale = self.model.get_buffer("energy_std")
+                self.model.readout.scale_(0.0)
+        self.model.energy_mean.fill_(mean)
+        scale = self.model.energy_std
         if references == "adapt":  # keeps the scaled energies
-            self._readout.scale_(float(scale / std))
+            self.model.readout.scale_(float(scale / std))
         scale.fill_(std)
 
     def _offsets(
@@ -209,10 +203,6 @@ class IS2RETask(OfStructures, Task["Batch", "IS2REData"]):
                     "without an adsorbate; remove it, or use --model.readout all"
                 )
         return 0.0, "none" if adsorbate_by_contact else references or "fit"
-
-    @property
-    def _readout(self) -> EnergyReadout:
-        return cast(EnergyReadout, self.model.readout)
 
     def _scale_readout(self, data: "IS2REData", of_adsorbates: bool) -> "NDArray[np.float64]":
         """Scales the readout by ridge regression (prior 1 ± 0.3); returns predictions in eV."""
@@ -242,13 +232,13 @@ class IS2RETask(OfStructures, Task["Batch", "IS2REData"]):
                 f"predictions of the initial weights hardly explain the labels (scale "
                 f"{scale:.2f}); compare with a training run without --init"
             )
-        self._readout.scale_(scale)
+        self.model.readout.scale_(scale)
         return scale * predicted
 
     @property
     def validates_start(self) -> bool:
         """Returns True if an untrained model predicts baseline energies plus references."""
-        return bool(self.model.get_buffer("adds_baseline"))
+        return bool(self.model.adds_baseline)
 
     def loss(self, batch: "Batch", progress: float) -> tuple[Tensor, _EnergySums]:
         if self.interpolate:
@@ -260,7 +250,7 @@ class IS2RETask(OfStructures, Task["Batch", "IS2REData"]):
             batch = augment.rotate(batch, matrices)
         out = self.model(batch)
         energy, target = out["energy"], batch.y_relaxed
-        scale = self.model.get_buffer("energy_std")
+        scale = self.model.energy_std
         loss = F.l1_loss(energy / scale, target / scale)
         if "displacement" not in out:
             return loss, _EnergySums.of(energy.detach(), target)

@@ -1,9 +1,4 @@
-"""Masked language modeling as in BERT (arXiv:1810.04805, section 3.1).
-
-The model predicts hidden tokens and, optionally, whether the second part of a pair follows the
-first. Random numbers are passed as arguments: training draws new numbers at each step, and
-validation derives them from the tokens of each sequence, independently of the batch.
-"""
+"""Masked language modeling as in BERT (arXiv:1810.04805, section 3.1)."""
 
 from __future__ import annotations
 
@@ -14,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from molflt.attention.checks import not_negative, positive, share
 from molflt.metrics import Metric
 from molflt.tasks.base import Task
 from molflt.tasks.language import perplexity
@@ -79,9 +73,6 @@ class MaskedTask(Task[_Batch, "TokenizedText"]):
         **optimization: Any,
     ) -> None:
         super().__init__(model, **optimization)
-        share(mask_rate=mask_rate)
-        positive(mask_rate=mask_rate)
-        not_negative(mask_share=mask_share, random_share=random_share)
         if mask_share + random_share > 1:
             raise ValueError(
                 "task.mask_share and task.random_share must be at most 1 together; got "

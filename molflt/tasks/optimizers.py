@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from molflt.attention.checks import at_least_one, not_negative, positive
 from molflt.data.optimizers import ProblemData, generator_of
 from molflt.metrics import Metric
 from molflt.optimizers.functions import FAMILIES, Functions
@@ -71,8 +70,6 @@ class OptimizerTask(Task[Tensor, object]):
         self, model: nn.Module, unroll: int = 20, burn_in: int = 80, **optimization: Any
     ) -> None:
         super().__init__(model, **optimization)
-        at_least_one(unroll=unroll)
-        not_negative(burn_in=burn_in)
         self.unroll = unroll
         self.burn_in = burn_in
 
@@ -149,12 +146,6 @@ class PopulationTask(Task[Tensor, ProblemData]):
         **optimization: Any,
     ) -> None:
         super().__init__(model, **optimization)
-        if min(members, generations, window) < 2:
-            raise ValueError(
-                "task.members, task.generations and task.window must be at least 2; got "
-                f"{members}, {generations} and {window}"
-            )
-        positive(resolution=resolution)
         self.members = members
         self.generations = generations
         self.window = window

@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from molflt.attention.checks import not_negative
 from molflt.metrics import Metric
 from molflt.tasks.base import Task
 from molflt.tasks.structures import OfStructures, expect_same_shape
@@ -123,14 +122,7 @@ class PotentialTask(OfStructures, Task["Batch", "PotentialData"]):
         **optimization: Any,
     ) -> None:
         super().__init__(model, **optimization)
-        not_negative(
-            energy_weight=energy_weight, force_weight=force_weight, stress_weight=stress_weight
-        )
         self.weights = energy_weight, force_weight, stress_weight
-        if not any(self.weights):
-            raise ValueError(
-                "task.energy_weight, force_weight and stress_weight are 0; increase at least one"
-            )
         self.loss_form = loss
         self.references = references
 

@@ -83,8 +83,7 @@ class SentenceTask(Task[_Batch, object]):
         predicts_scores = self.model.classes == 1
         if predicts_scores and measure == "accuracy":
             raise ValueError(
-                "task.measure='accuracy': accuracy is defined only for classes, but this task "
-                "predicts scores; remove the option"
+                "task.measure='accuracy' is for classes, but this task predicts scores; remove it"
             )
         self.measure = measure or ("correlation" if predicts_scores else "accuracy")
         score = self.metrics[self.best]._replace(label=self.measure)

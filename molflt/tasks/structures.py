@@ -70,9 +70,8 @@ class OfStructures:
             if faults := element_faults(dataset, unsupported):
                 index, reason = next(iter(faults.items()))
                 raise ValueError(
-                    f"{dataset.path}: sid {int(dataset[index].sid)}: {reason} ({len(faults)} "
-                    f"of {len(dataset)} structures); remove these structures from the file, or "
-                    "train with --model.descriptors false"
+                    f"{dataset.path}: sid {int(dataset[index].sid)}: {reason} ({len(faults)} of "
+                    f"{len(dataset)} structures); remove them, or use --model.descriptors false"
                 )
 
     def files(self) -> dict[str, bytes]:

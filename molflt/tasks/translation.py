@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from molflt.attention.checks import share
 from molflt.metrics import Metric
 from molflt.tasks.base import Task
 from molflt.tasks.language import perplexity
@@ -52,7 +51,6 @@ class TranslationTask(Task[_Batch, object]):
 
     def __init__(self, model: nn.Module, label_smoothing: float = 0.1, **optimization: Any) -> None:
         super().__init__(model, **optimization)
-        share(label_smoothing=label_smoothing)
         self.label_smoothing = label_smoothing
 
     def loss(self, batch: _Batch, progress: float) -> tuple[Tensor, _TargetSums]:
