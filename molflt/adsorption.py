@@ -140,6 +140,8 @@ def placements(
         share: smallest and largest share of surface atoms in a slab, such as
             `model.domain.surface`; see `molflt.data.structures.tags.guess_tags`.
     """
+    if rotation <= 0:
+        raise ValueError(f"rotation={rotation}; expected a step above 0 degrees")
     if not isinstance(adsorbate, Atoms):
         adsorbate = molecule(adsorbate)
     results: list[Atoms] = []

@@ -60,6 +60,10 @@ class PBCRadiusGraph(BaseTransform):
             del data.edge_attr
         return data
 
+    def __repr__(self) -> str:
+        most = "" if self.max_neighbors is None else f", max_neighbors={self.max_neighbors}"
+        return f"{type(self).__name__}(r={self.r}{most})"
+
 
 def _nearest(target: Tensor, distance: Tensor, atoms: int, most: int) -> Tensor:
     """Returns indices of the `most` nearest edges of each atom and of edges as long as the last."""

@@ -123,6 +123,10 @@ class PotentialTask(OfStructures, Task["Batch", "PotentialData"]):
     ) -> None:
         super().__init__(model, **optimization)
         self.weights = energy_weight, force_weight, stress_weight
+        if not any(self.weights):
+            raise ValueError(
+                "task.energy_weight, force_weight and stress_weight are 0; increase at least one"
+            )
         self.loss_form = loss
         self.references = references
 

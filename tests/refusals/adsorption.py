@@ -43,6 +43,7 @@ ROWS = [
     refused(lambda: placements(with_atom(-1, [0, 0, 0, 0], 2), "CO"), "tag 2", "clean slab"),
     refused(lambda: placements(with_atom(-1, [4, 3, 2, 1], 0), "CO"), "tag 0", "clean slab"),
     refused(lambda: placements([slab(), slab(fixed=4)], "CO"), "slab 1", "free atoms", "fixed"),
+    refused(lambda: placements(slab(), "CO", rotation=-30), "rotation", "above 0", "-30"),
     Refusal(lambda own: calculator_named("EMT"), "EMT", "module:Class", "", FileNotFoundError),
     Refusal(command("adsorb Cu CO"), "Cu", "--facet", "", Refused),
     Refusal(placed(molecule("CO"), molecule("NO")), "own.extxyz", "one molecule", "2"),

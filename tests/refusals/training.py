@@ -13,6 +13,7 @@ from molflt.data.structures.datamodule import IS2REData
 from molflt.data.structures.store import write_store
 from molflt.tasks.is2re import IS2RETask
 from molflt.tasks.masked import MaskedTask
+from molflt.tasks.potential import PotentialTask
 from molflt.training.checkpoint import read_checkpoint, write_checkpoint
 from molflt.training.trainer import TrainerOptions
 from refusals import Refusal, Refused, command, refused, writes
@@ -156,5 +157,6 @@ ROWS = [
     *(Refusal(evaluated(change), *rest, Refused) for change, *rest in READ),
     Refusal(command(ON_OTHERS, relabeled), "data of this run have changed", "", "sha256", Refused),
     refused(lambda: IS2RETask.sums.of(torch.ones(3, 1), torch.ones(3)), "energies", "", "(3, 1)"),
+    refused(lambda: PotentialTask(LINE, 0, 0, 0), "force_weight", "at least one", "0"),
     refused(lambda: MaskedTask(LINE, mask_share=0.9, random_share=0.2), "mask_share", "", "0.9"),
 ]
