@@ -108,7 +108,7 @@ class ImageClassifier(Redrawn):
         self.stack = Stack(
             dim=dim, dropout=dropout, position=position, position_options=options, **stack
         )
-        _refuse_misfits(self.stack.position, pool, absolute, self.position_scale, dim)
+        _refuse_misfits(self.stack.position, pool, absolute, self.position_scale)
         self.embed = nn.Conv2d(channels, dim, patch_size, stride=patch_size)
         self.class_token = nn.Parameter(0.02 * torch.randn(1, 1, dim)) if pool == "token" else None
         self.place: nn.Parameter | None = None
@@ -197,15 +197,10 @@ class ImageClassifier(Redrawn):
 
 
 def _refuse_misfits(
-    position: Position | None, pool: str, absolute: str, scale: float, dim: int
+    position: Position | None, pool: str, absolute: str, scale: float
 ) -> None:
     one_of("pool", pool, ("mean", "token"))
     one_of("absolute", absolute, ABSOLUTE)
-    if absolute == "sinusoidal" and dim % 4:
-        raise ValueError(
-            f"absolute='sinusoidal' needs a dim divisible by 4, for sine and cosine of both axes; "
-            f"got dim={dim}; use absolute='learned' or another dim"
-        )
     if position is None:
         return
     name = type(position).__name__

@@ -75,8 +75,6 @@ class TokenModel(Redrawn):
         one_of("absolute", absolute, ABSOLUTE)
         if absolute == "learned" and max_length is None:
             raise ValueError("absolute='learned' needs max_length, the longest sequence; set it")
-        if absolute == "sinusoidal" and dim % 2:
-            raise ValueError(f"absolute='sinusoidal' needs an even dim; got {dim}")
         if position == "none":
             no_effect("with position='none'", position_scale=position_scale)
         self.vocabulary = vocabulary

@@ -53,7 +53,6 @@ def published(**config: Any) -> Callable[[], Any]:
 ROWS = [
     # options of models of tokens
     refused(language(absolute="learned"), "absolute", "max_length"),
-    refused(language(absolute="sinusoidal", dim=15, heads=1), "absolute", "even dim", "15"),
     refused(language(position="spectral", position_scale=0.0), "position_scale", "positive", "0.0"),
     refused(language(position="cosine", mixing="softmax"), "mixing", "does not support", "softmax"),
     refused(published(hidden_act="silu"), "hidden_act", "gelu", "'silu'"),
