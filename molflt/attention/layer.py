@@ -180,7 +180,6 @@ class Attention(Positioned):
         self.scaling = Scaling(heads, self.head_dim, normalize_qk, learn_temperature, unit_norm)
 
     def _check_options(self, gate: bool) -> None:
-        """Raises ValueError for options that exclude each other or that have no effect."""
         if gate and not self.causal:
             raise ValueError("gate=True needs causal=True; got causal=False; change one of them")
         has_kernel = self.position is not None and self.normalize != "unmasked"

@@ -74,7 +74,6 @@ def causal_linear(
 
 
 def _empty_state(key: Features, value: Tensor) -> State:
-    """Returns the state before the first token."""
     sequences, scales = value.shape[:2], 1 if key.log_scale is None else key.log_scale.shape[-1]
     log_max = value.new_full((*sequences, scales, 1), _EMPTY)
     return State(log_max, value.new_zeros(*sequences, key.width, value.shape[-1] + 1))

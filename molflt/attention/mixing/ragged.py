@@ -145,7 +145,6 @@ def _per_graph(waves: Waves, graphs: int, heads: int, dtype: torch.dtype) -> tup
 
 
 def _join_rows(features: Features) -> Features:
-    """Joins the rows of a batch, as `_one_row` does."""
     return Features(*(None if x is None else _one_row(x) for x in features))
 
 
