@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from molflt.attention import Stack
-from molflt.attention.checks import at_least_one, no_effect, one_of, positive
+from molflt.attention.checks import at_least_one, no_effect, positive
 from molflt.attention.encodings import Bias
 from molflt.attention.features import FEATURE_MAPS, FeatureMapName
 from molflt.attention.layer import DEFAULT_MAP
@@ -87,8 +87,6 @@ class AttentionMemory(Memory):
         window: int | None = None,
     ) -> None:
         super().__init__()
-        one_of("mixing", mixing or "linear", ("linear", "softmax"))
-        one_of("feature_map", feature_map or DEFAULT_MAP, FEATURE_MAPS)
         features = FEATURE_MAPS[feature_map or DEFAULT_MAP]
         if num_features is None and mixing != "softmax" and (features.random or features.learned):
             num_features = 16

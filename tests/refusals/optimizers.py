@@ -45,10 +45,6 @@ def told(values: list[float]) -> None:
     optimizer.tell(values)
 
 
-def drawn(family: str, axes: int) -> None:
-    Functions.draw(family, axes, [generator_of(0)])
-
-
 ROWS = [
     *(Refusal(lambda _, o=o: CoordinateOptimizer(**o), *words) for o, *words in COORDINATE),
     refused(lambda: step(lr=-1.0), "lr of group 0", "at least 0", "-1"),
@@ -59,6 +55,5 @@ ROWS = [
     refused(lambda: population().tell([1.0] * 6), "tell", "ask", "generation 0"),
     refused(lambda: population().best, "tell"),
     refused(lambda: told([1.0] * 5), "member", "(6,)", "(5,)"),
-    refused(lambda: drawn("none", 3), "'none'"),
-    refused(lambda: drawn("rosenbrock", 1), "2"),
+    refused(lambda: Functions.draw("rosenbrock", 1, [generator_of(0)]), "2"),
 ]
