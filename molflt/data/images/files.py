@@ -291,10 +291,9 @@ def _read_idx(path: Path, axes: int) -> Tensor:
     size = math.prod(shape)
     if content[:4] != _MAGIC[axes] or not size or len(content) != head + size:
         raise ValueError(
-            f"{path}: expected an idx file of bytes, which begins with {_MAGIC[axes].hex(' ')} and "
-            f"has {size:,} bytes after the header, for the shape {shape}; got "
-            f"{content[:4].hex(' ')} and {max(0, len(content) - head):,}; download or copy the "
-            "file again, or pass a folder of classes"
+            f"{path}: expected an idx file that begins with {_MAGIC[axes].hex(' ')}, with {size:,} "
+            f"bytes after the header; got {content[:4].hex(' ')} and "
+            f"{max(0, len(content) - head):,} bytes; copy it again, or pass a folder of classes"
         )
     return torch.frombuffer(bytearray(content[head:]), dtype=torch.uint8).view(shape)
 
