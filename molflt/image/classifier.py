@@ -1,7 +1,7 @@
 """Vision Transformer for image classification."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -189,16 +189,11 @@ class ImageClassifier(Redrawn):
         with torch.autocast(pooled.device.type, enabled=False):  # logits in bfloat16 are often tied
             return self.head(pooled.to(self.head.weight.dtype))
 
-    if TYPE_CHECKING:  # torch declares that calls return Any
-        __call__ = forward
-
     def extra_repr(self) -> str:
         return f"image_size={self.image_size}, patch_size={self.patch_size}, pool={self.pool!r}"
 
 
-def _refuse_misfits(
-    position: Position | None, pool: str, absolute: str, scale: float
-) -> None:
+def _refuse_misfits(position: Position | None, pool: str, absolute: str, scale: float) -> None:
     one_of("pool", pool, ("mean", "token"))
     one_of("absolute", absolute, ABSOLUTE)
     if position is None:

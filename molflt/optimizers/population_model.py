@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import math
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -263,9 +263,6 @@ class PopulationModel(Redrawn):
         pressure = (self.log_pressure.exp() * rank.to(x)).clamp(max=80.0)  # keeps weights above 0
         weight = (-pressure).exp().nan_to_num(1.0)  # NaN if the model has diverged
         return x, self.read.weights(x, encoding=encoding, key_weight=weight)
-
-    if TYPE_CHECKING:  # torch declares Any as the result of a call
-        __call__ = forward
 
 
 def _told(state: PopulationState, values: Tensor) -> tuple[PopulationState, Tensor]:
