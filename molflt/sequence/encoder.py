@@ -5,7 +5,7 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from molflt.attention import TOKEN_MIXERS, Attention, Stack
-from molflt.attention.checks import at_least_one, known_names, tensors, whole
+from molflt.attention.checks import at_least_one, known_names, whole
 from molflt.attention.stack import MixerName, Redrawn
 from molflt.sequence.places import TokenModel, embedding, expect_first
 
@@ -90,7 +90,6 @@ class TokenEncoder(TokenModel):
             key_mask: mask (batch, length), True where a token exists; None means no padding.
                 Padding follows the tokens and does not affect results.
         """
-        tensors(tokens=tokens, types=types, key_mask=key_mask)
         ids, index = self._ids("tokens", tokens)
         if key_mask is not None:
             expect_first("key_mask", key_mask, tokens)

@@ -1,11 +1,10 @@
 """Causal language model."""
 
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 from torch import Tensor
 
 from molflt.attention import Stack
-from molflt.attention.checks import tensors
 from molflt.attention.stack import ATTENTION, StackState
 from molflt.sequence.heads import Head, _AdaptiveHead, _PlainHead
 from molflt.sequence.places import TokenModel, embedding, expect_targets
@@ -79,9 +78,6 @@ class LanguageModel(TokenModel):
         """Returns the hidden states of token ids: (batch, length) -> (batch, length, dim)."""
         return self.stack(*self._embed(tokens, 0))
 
-    if TYPE_CHECKING:  # torch declares that calls return Any
-        __call__ = forward
-
     def log_likelihood(self, tokens: Tensor, targets: Tensor) -> Tensor:
         """Computes log p of each target given the tokens before it, in nats: (batch, length).
 
@@ -91,7 +87,6 @@ class LanguageModel(TokenModel):
             tokens: ids (batch, length).
             targets: ids (batch, length) of the next tokens; -1 at the end and at padding.
         """
-        tensors(tokens=tokens)
         has_target = expect_targets(tokens, targets, self.vocabulary)
         ids = targets.where(has_target, 0).flatten()
         log_p = self.head.score(self(tokens).flatten(0, 1), ids)

@@ -178,7 +178,6 @@ def expect_targets(hidden: Tensor, targets: Tensor, vocabulary: int) -> Tensor:
 
     The shape of `hidden` is (batch, length, ...).
     """
-    tensors(hidden=hidden, targets=targets)
     if targets.shape != hidden.shape[:2]:
         raise ValueError(
             f"targets must be (batch, length), {tuple(hidden.shape[:2])}; got "
