@@ -100,14 +100,17 @@ class Block(nn.Module):
     def decode(
         self,
         x: Tensor,
+        positions: Tensor | None = None,
         state: DecodeState | None = None,
+        *,
         encoding: Encoding | None = None,
+        key_positions: Tensor | None = None,
     ) -> tuple[Tensor, DecodeState]:
         """Applies the block to new tokens; see `Attention.decode`."""
         check_width(self.attention.dim, self.ffn, x=x)
         normalized = self._normalized(x, self.attention_norm)
         mixed, state = cast(Attention, self.attention).decode(
-            normalized, state=state, encoding=encoding
+            normalized, positions, state, encoding=encoding, key_positions=key_positions
         )
         return self._feed_forward(self._residual(x, mixed, self.attention_norm)), state
 
