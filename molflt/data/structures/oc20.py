@@ -69,7 +69,7 @@ class _Dtype(_Instance):
 
     @property
     def kind(self) -> np.dtype[Any]:
-        order = "=" if self.state is None else self.state[1]
+        order: Any = "=" if self.state is None else self.state[1]
         return np.dtype(self.code).newbyteorder(order)
 
 
