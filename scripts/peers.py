@@ -26,7 +26,6 @@ molecule metal). Writes comparison.md, comparison.csv, error-cpu.png, error-size
 """
 
 import argparse
-import importlib.util
 import json
 import os
 import sys
@@ -76,8 +75,6 @@ def check(options: argparse.Namespace) -> None:
     titles = [title(model) for model in options.models]
     if len(set(titles)) < len(titles):
         raise ValueError(f"--models: expected distinct names; got {', '.join(titles)}")
-    if "kernel-ridge" in titles and importlib.util.find_spec("sklearn") is None:
-        raise ValueError("kernel-ridge needs scikit-learn; pip install 'molflt[bench]'")
     options_of(["--config", str(options.config), *options.words])
     for split in pool.splits_of(options.data):
         dataset = open_structures(split_path(options.data, split), False)

@@ -41,8 +41,6 @@ def read(dataset: torch.utils.data.Dataset, order: Sequence[int]) -> None:
 
 def measure(records: Path, systems: int = 2000, rounds: int = 5) -> Rows:
     """Returns one row per format; `records` is a published OC20 LMDB."""
-    if not records.exists():
-        raise FileNotFoundError(f"{records}: no such file; expected an OC20 LMDB")
     with tempfile.TemporaryDirectory() as folder:
         pickled, store = Path(folder) / "pickled.lmdb", Path(folder) / "store.safetensors"
         repeated(records, pickled, systems)

@@ -18,8 +18,6 @@ def turns(
     An additional first round is not counted. It is skipped for functions with a single round.
     """
     most = {key: rounds if isinstance(rounds, int) else rounds[key] for key in works}
-    if any(count < 1 for count in most.values()):
-        raise ValueError(f"rounds must be at least 1; got {min(most.values())}")
     times: dict[Key, list[float]] = {key: [] for key in works}
     for turn in range(-1, max(most.values(), default=0)):
         for key, work in works.items():

@@ -200,10 +200,6 @@ def groups_of(root: Path, dataset: Structures, columns: Sequence[str]) -> list[N
         return []
     rows = {row["sid"]: row for row in read_rows(root / SYSTEMS)}
     own = [rows.get(str(int(record.sid)), {}) for record in dataset]
-    for column in columns:
-        if missing := [index for index, row in enumerate(own) if column not in row]:
-            sid = int(dataset[missing[0]].sid)
-            raise ValueError(f"{root / SYSTEMS}: no {column} for sid {sid}; change --alike")
     words = (np.array([row[column] for row in own]) for column in columns)
     return [np.unique(each, return_inverse=True)[1] for each in words]
 
