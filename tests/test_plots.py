@@ -1,5 +1,6 @@
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -7,10 +8,8 @@ import torch
 from matplotlib.text import Text
 
 from molflt import plots
-from molflt.attention.encodings import Bias
 from molflt.attention.layer import Attention
 from molflt.attention.nodes.random import GaussianNodes
-from molflt.attention.positions.base import Position, differences
 from molflt.attention.positions.grid import ToeplitzPosition
 from molflt.attention.positions.spectral import SpectralPosition
 from molflt.attention.spectra.gaussian import GaussianBasis, GaussianMixture
@@ -157,10 +156,10 @@ def test_large_attention_matrices_are_averaged_over_blocks(tmp_path: Path, figur
 
 
 def test_rpe_profiles(tmp_path: Path, figures) -> None:
-    """Without a radial profile, the bias is drawn along the first axis."""
     heads = 5
     position = SpectralPosition(GaussianBasis(heads, 8), GaussianNodes(heads, 4))
-    plots.rpe_profiles(position, tmp_path / "f.png")
+    encoding = SimpleNamespace(position=position, radial_profile=position.radial_profile)
+    plots.rpe_profiles(encoding, tmp_path / "f.png")
     assert is_picture(tmp_path / "f.png")
     shown = visible(figures[0])
     assert len(shown) == heads
@@ -170,17 +169,6 @@ def test_rpe_profiles(tmp_path: Path, figures) -> None:
     torch.testing.assert_close(
         torch.as_tensor(curve.get_ydata()).float(), position.radial_profile(r)[-1].detach()
     )
-
-    class Tilted(Position):
-        dim = 3
-
-        def forward(self, mixing, query_positions, key_positions) -> Bias:
-            z = differences(query_positions, key_positions)
-            return Bias((z[..., 0] - 2 * z[..., 1])[:, None])
-
-    plots.rpe_profiles(Tilted(), tmp_path / "b.png")
-    curve = figures[1].axes[0].lines[1]
-    np.testing.assert_allclose(curve.get_ydata(), curve.get_xdata())
 
 
 @pytest.mark.parametrize("dim", [1, 2])
@@ -209,28 +197,28 @@ def test_rpe_surfaces(tmp_path: Path, figures) -> None:
     position = spectral(Local, 3, 2, amplitude=1.0, per_axis=True)
     with torch.no_grad():
         position.spectrum.log_radius[..., 0] += 0.3  # boxes longer along the first axis
-    plots.rpe_surfaces(position, tmp_path / "s.png", (8, 4), points=33)
+    plots.rpe_surfaces(position, tmp_path / "s.png", 8)
     assert is_picture(tmp_path / "s.png")
     *heads, _ = visible(figures[0])
-    ends = torch.linspace(-1, 1, 33, dtype=torch.float64)
-    delta = torch.cartesian_prod(8 * ends, 4 * ends)[None]
-    expected = position.bias(delta[:, None])[0, :, 0].detach().numpy().reshape(3, 33, 33)
+    ends = torch.linspace(-8, 8, 129, dtype=torch.float64)
+    delta = torch.cartesian_prod(ends, ends)[None]
+    expected = position.bias(delta[:, None])[0, :, 0].detach().numpy().reshape(3, 129, 129)
     most = np.abs(expected).max()
     for axes, surface in zip(heads, expected, strict=True):
         (image,) = axes.images
         np.testing.assert_allclose(image.get_array(), surface, atol=1e-12)
         assert image.get_clim() == pytest.approx((-most, most), rel=1e-12)
         # the middles of the outer pixels are at the ends, and the first axis points down
-        assert image.get_extent() == pytest.approx([-4.125, 4.125, 8.25, -8.25])
+        assert image.get_extent() == pytest.approx([-8.0625, 8.0625, 8.0625, -8.0625])
 
 
 def test_tables_are_drawn_reversed(tmp_path: Path, figures) -> None:
     """Tables contain b at j - i; pictures show f(r_i - r_j)."""
-    line, plane = ToeplitzPosition(2, max_tokens=7, std=1.0), ToeplitzPosition(2, shape=(4, 3))
+    line, plane = ToeplitzPosition(2, max_tokens=7, std=1.0), ToeplitzPosition(2, shape=(4, 4))
     plots.rpe_curves(line, tmp_path / "c.png", 6)
     y = figures[0].axes[1].lines[-1].get_ydata()
     np.testing.assert_array_equal(y, line.table[1].flip(0).detach().double())
-    plots.rpe_surfaces(plane, tmp_path / "s.png", (3, 2))
+    plots.rpe_surfaces(plane, tmp_path / "s.png", 3)
     shown = figures[1].axes[1].images[0].get_array()
     np.testing.assert_array_equal(shown, plane.table[1].flip(0, 1).detach().double())
 

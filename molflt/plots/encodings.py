@@ -18,6 +18,7 @@ _Array = NDArray[np.float64]
 
 _FARTHEST = 8.0  # largest distance between atoms, in Å
 _DEPTH = 12.0  # a curve ends this far below its largest value
+_POINTS = 129  # number of values along each axis of a surface, unless it is on a grid
 
 
 def has_bias(position: torch.nn.Module | None) -> bool:
@@ -35,22 +36,18 @@ def has_bias(position: torch.nn.Module | None) -> bool:
 def rpe_profiles(encoding: Any, file: Path) -> None:
     """Draws the learned relative encoding f(r) of each head on a separate scale.
 
-    Softmax attention adds f(r) to its logits; linear attention adds an estimate of f(r).
-    Anisotropic encodings are drawn along the first axis. If a kernel multiplies the attention
-    weights, its logarithm is drawn. A curve ends where it is 12 below its largest value, which
-    corresponds to a factor of 1e5 in the weights.
+    Softmax attention adds f(r) to its logits; linear attention adds an estimate of f(r). If a
+    kernel multiplies the attention weights, its logarithm is drawn. A curve ends where it is 12
+    below its largest value, which corresponds to a factor of 1e5 in the weights.
 
     Args:
-        encoding: a position module, or an encoding of graphs, which may include a near field.
+        encoding: an encoding of graphs, which may include a near field.
     """
     import torch
 
-    position = getattr(encoding, "position", encoding)
+    position = encoding.position
     distances = torch.linspace(0.0, _FARTHEST, 321, dtype=torch.float64).to(_like(position))
-    if hasattr(encoding, "radial_profile"):
-        profiles = _array(encoding.radial_profile(distances))  # [head, r]
-    else:
-        profiles = _bias(position, distances[:, None] * torch.eye(position.dim)[0].to(distances))
+    profiles = _array(encoding.radial_profile(distances))  # [head, r]
     # Values beyond a cutoff would flatten the rest of the curve.
     profiles = np.where(profiles < profiles.max(axis=1, keepdims=True) - _DEPTH, -np.inf, profiles)
     name, meaning = position.placement
@@ -93,13 +90,7 @@ def _draw_curves(
         figure.supylabel(y_label)
 
 
-def rpe_surfaces(
-    position: Any,
-    file: Path,
-    extent: float | tuple[float, float],
-    unit: str = "patches",
-    points: int = 129,
-) -> None:
+def rpe_surfaces(position: Any, file: Path, max_offset: float, unit: str = "patches") -> None:
     """Draws the encoding f(r_i - r_j) over the first two axes of the offset, as heat maps.
 
     Figure 4 of FLT (arXiv:2302.01925) shows such functions as surfaces. All heads share one color
@@ -108,24 +99,20 @@ def rpe_surfaces(
 
     Args:
         position: a position module of dimension 2 or more.
-        extent: largest offset in `unit`, either one number for both axes or one number per axis;
-            for encodings on a grid of H x W tokens, (H - 1, W - 1).
+        max_offset: largest offset along each axis in `unit`; for encodings on a grid of H x H
+            tokens, H - 1.
         unit: unit of positions.
-        points: number of values along each axis; on a grid, one value per offset is drawn instead.
     """
     from matplotlib import colormaps
 
-    reach = extent if isinstance(extent, tuple) else (extent, extent)
-    lines, surfaces = _sampled(position, reach, points)
+    (line, _), surfaces = _sampled(position, (max_offset, max_offset), _POINTS)
     finite = np.ma.masked_invalid(surfaces)
     most = float(np.abs(finite).max() or 1.0)
     colors = colormaps["RdBu_r"].with_extremes(bad=ZERO)
-    down, across = (1.5 * line[-1] - 0.5 * line[-2] for line in lines)  # outer edges of the pixels
-    inches = 2.4 / max(down, across)  # per unit of offset
-    size = (max(inches * across, 1.4), max(inches * down, 1.0) + 0.25)
-    with head_panels(file, len(surfaces), size, (1.7, 0.8)) as (figure, all_axes):
+    end = 1.5 * line[-1] - 0.5 * line[-2]  # outer edge of the pixels
+    with head_panels(file, len(surfaces), (2.4, 2.65), (1.7, 0.8)) as (figure, all_axes):
         for head, (axes, surface) in enumerate(zip(all_axes, finite, strict=True)):
-            ends = (-across, across, down, -down)
+            ends = (-end, end, end, -end)
             image = axes.imshow(surface, colors, vmin=-most, vmax=most, extent=ends)
             span = "−∞"
             if np.ma.count(surface):
