@@ -116,6 +116,7 @@ NEW: list[tuple[str, Prepare | None, str, str, str]] = [
         "task.references=none",
     ),
     (f"--task.redraw_every=2 {PLAIN}", None, "task.redraw_every", "random features", "2"),
+    ('--task.freeze=["*"]', None, "task.freeze", "remove a pattern", "['*']"),
     ('--task.lr_factors={{"reedout.*":2}}', None, "task.lr_factors", "readout.*", "reedout.*"),
     ('--task.lr_factors={{"*":2,"readout.*":3}}', None, "task.lr_factors", "earlier", "readout.*"),
     ("--data.max_atoms=9", None, "train.safetensors: sid", "max_atoms=9", "got"),
