@@ -56,6 +56,17 @@ ROWS = [
     refused(language(absolute="sinusoidal", dim=15, heads=1), "absolute", "even dim", "15"),
     refused(language(position="spectral", position_scale=0.0), "position_scale", "positive", "0.0"),
     refused(language(position="cosine", mixing="softmax"), "mixing", "does not support", "softmax"),
+    *(
+        refused(
+            lambda made=made, dim=dim: made(position="spectral", position_options={"dim": dim}),
+            *words,
+        )
+        for made, dim, *words in (
+            (lambda **options: language(**options)(), 2, "position_options dim", "one of 1", "2"),
+            (pixels, 2, "position_options dim", "one of 1, 3", "2"),
+            (image, 3, "position_options dim", "one of 1, 2", "3"),
+        )
+    ),
     refused(published(hidden_act="silu"), "hidden_act", "gelu", "'silu'"),
     # inputs of models of tokens
     *(
