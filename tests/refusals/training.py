@@ -156,6 +156,7 @@ ROWS = [
     *(Refusal(new(words, prepare), *rest, Refused) for words, prepare, *rest in NEW),
     *(Refusal(again(change, words), *rest, Refused) for words, change, *rest in AGAIN),
     *(Refusal(evaluated(change), *rest, Refused) for change, *rest in READ),
+    Refusal(command("predict {folder}/run x --compiled", copy_with(same)), "compiled", "", "run", Refused),
     Refusal(command(ON_OTHERS, relabeled), "data of this run have changed", "", "sha256", Refused),
     refused(lambda: IS2RETask.sums.of(torch.ones(3, 1), torch.ones(3)), "energies", "", "(3, 1)"),
     refused(lambda: PotentialTask(LINE, 0, 0, 0), "force_weight", "at least one", "0"),
