@@ -50,6 +50,7 @@ def reader_of_pixels() -> Any:
 
 ROWS = [
     refused(lambda: reader_of_pixels().classify(["a text"]), "images", "molflt evaluate", "Image"),
+    refused(lambda: molflt.Calculator("a", dtype="float16"), "dtype", "float32", "float16"),
     refused(lambda: molflt.load("a", also="b"), "also='b'", "list of runs"),
     loaded("format", "1", "2", format=2),
     loaded("recipe", "is2re", "'alchemy'", recipe="alchemy"),
