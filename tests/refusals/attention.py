@@ -240,6 +240,7 @@ ROWS = [
         for g, nodes, *words in (
             (shell_weights, lambda: GaussianNodes(2), "ShellWeights", "GaussianNodes"),
             (lambda: GaussianBasis(2), weighted_shells, "ShellWeights", "GaussianBasis"),
+            (lambda: ShellWeights(2, torch.ones(3)), weighted_shells, "radii", "1."),
         )
     ),
     refused(lambda: suggest_nodes(2.5, 1.0, widest=0.5), "widest", "width=1", "0.5"),
