@@ -67,6 +67,7 @@ ROWS = [
             (image, 3, "position_options dim", "one of 1, 2", "3"),
         )
     ),
+    refused(language(adaptive_cutoffs=[3, 20]), "adaptive_cutoffs", "up to 9", "20"),
     refused(published(hidden_act="silu"), "hidden_act", "gelu", "'silu'"),
     # inputs of models of tokens
     *(
