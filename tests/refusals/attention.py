@@ -169,7 +169,7 @@ ROWS = [
     refused(lambda: Stack.of([]), "block", "at least one"),
     refused(lambda: stack_of(None, layer(position())), "block 0", "", "SpectralPosition"),
     refused(lambda: stack_of(position(), TOKEN_MIXERS["fourier"](DIM)), "Spectral", "attention"),
-    refused(lambda: stack(mixer="dense"), "max_tokens", "missing", "LinearMixer"),
+    refused(lambda: stack(mixer="dense"), "mixer_options.max_tokens", "missing", "LinearMixer"),
     refused(lambda: stack(mixer="fourier", attention_layers=1), "attention_layers", "0 to 0", "1"),
     refused(lambda: stack_of(P, layer(P), softmax(P))(X, R), "Factors", "'softmax'"),
     # feature maps
