@@ -202,6 +202,7 @@ ROWS = [
         )
     ),
     refused(lambda: ToeplitzPosition(2, 9)("linear", line(), line() + 1), "first key"),
+    refused(lambda: ToeplitzPosition(2, shape=(0, 3)), "shape", "at least 1", "0"),
     refused(lambda: BucketedPosition(2, num_buckets=31), "num_buckets=31", "equally many"),
     refused(lambda: RotaryPosition(5, 3), "head_dim", "at least 6", "5"),
     *(
