@@ -241,7 +241,8 @@ class Attention(Positioned):
         """
         if not self.causal or self.mixing == "quadratic":
             raise ValueError(
-                f"decode needs causal=True, not 'quadratic'; got {self.causal} and {self.mixing!r}"
+                "decode needs causal=True and another mixing than 'quadratic'; got "
+                f"causal={self.causal}, mixing={self.mixing!r}"
             )
         encoding = self._encode(x, encoding, positions, key_positions)
         if self.mixing != "softmax" and not encoding.decodes:
