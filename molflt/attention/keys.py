@@ -31,9 +31,10 @@ def check_width(dim: int, layer: nn.Module | None = None, **tokens: Tensor | Non
     for name, x in tokens.items():
         if x is not None and (x.ndim != 3 or x.shape[-1] != dim):
             raise ValueError(f"{name} must have shape (batch, tokens, {dim}); got {tuple(x.shape)}")
-        if x is None or weight is None or torch.is_autocast_enabled(x.device.type):
+        if x is None or weight is None or x.dtype == weight.dtype:
             continue
-        if x.dtype != weight.dtype and weight.is_floating_point():  # not quantized
+        # Quantized weights do not have the dtype of tokens.
+        if weight.is_floating_point() and not torch.is_autocast_enabled(x.device.type):
             raise ValueError(
                 f"{name} must be {weight.dtype}, as the weights; got {x.dtype}; convert one of them"
             )

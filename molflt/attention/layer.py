@@ -240,7 +240,7 @@ class Attention(Positioned):
         """
         if not self.causal or self.mixing == "quadratic":
             raise ValueError(
-                "decode needs causal=True and mixing other than 'quadratic'; got "
+                "decode needs causal=True and another mixing than 'quadratic'; got "
                 f"causal={self.causal}, mixing={self.mixing!r}"
             )
         encoding = self._encode(x, encoding, positions, key_positions)

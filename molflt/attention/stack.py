@@ -197,7 +197,8 @@ class Stack(Positioned):
         for number in range(layers):
             layer: Attention | Mixer
             if number < num_mixers:
-                layer = from_options(TOKEN_MIXERS[mixer], mixer_options or {}, dim=dim)
+                given = mixer_options or {}
+                layer = from_options(TOKEN_MIXERS[mixer], given, "mixer_options.", dim=dim)
             else:
                 # a direct call, from which jsonargparse reads the options of the command line
                 layer = Attention(

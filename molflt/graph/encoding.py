@@ -282,12 +282,11 @@ def _make_position(
 ) -> SpectralPosition:
     """Builds the position with the defaults of a periodic scheme, unless options override them."""
     spectrum = str(position_options.get("spectrum", "gaussian_basis"))
-    options = {**scheme.defaults(name, spectrum), **position_options}
+    options = {"dim": 3, **scheme.defaults(name, spectrum), **position_options}
+    one_of("position_options dim", options["dim"], [3])
     if scheme.lattice:
         options["sampled"] = False
-    position = cast(
-        SpectralPosition, make_position(name, heads, 0, mixing=mixing, dim=3, **options)
-    )
+    position = cast(SpectralPosition, make_position(name, heads, 0, mixing=mixing, **options))
     position.on_lattice = scheme.lattice
     if scheme.lattice and position.spectrum.on_shells:
         raise ValueError(

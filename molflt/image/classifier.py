@@ -199,6 +199,7 @@ def _refuse_misfits(position: Position | None, pool: str, absolute: str, scale: 
     if position is None:
         return
     name = type(position).__name__
+    one_of("position_options dim", position.dim, (1, 2))
     if position.dim == 1 and scale != 1:
         no_effect("in one dimension, where positions are indices", position_scale=scale)
     if position.grid and position.dim == 2 and pool == "token":

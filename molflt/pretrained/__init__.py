@@ -70,5 +70,7 @@ def load(
         )
     loaded: Any = kind(trained)
     if compiled:
-        loaded.use_compiled()  # only of `EnergyPredictor`
+        if kind is not EnergyPredictor or not trained.path.is_file():
+            raise ValueError(f"{trained.path}: compiled needs an exported model of energies")
+        loaded.use_compiled()
     return loaded

@@ -16,7 +16,7 @@ from ase.stress import full_3x3_to_voigt_6_stress
 from torch import nn
 
 from molflt.atoms import MAX_ATOMIC_NUMBER
-from molflt.attention.checks import whole
+from molflt.attention.checks import one_of, whole
 from molflt.data.structures.ase_fields import total_charge, unused_fields, unused_warning
 from molflt.data.structures.overlaps import atoms_coincide, overlaps_of
 from molflt.data.structures.records import origin_of
@@ -89,6 +89,7 @@ class Calculator(AseCalculator):
         **options: Any,
     ) -> None:
         super().__init__(**options)
+        one_of("dtype", dtype, ("float32", "float64"))
         if isinstance(source, Pretrained):
             source = source.model
         if isinstance(source, nn.Module) and checkpoint is not None:

@@ -260,6 +260,8 @@ class SentenceLabeler(_Tokenized, _Classifier):
             batch_size: number of sentences in a batch.
         """
         name = str(self.trained.task.get("name"))
+        if name in TASKS and TASKS[name].form == "images":
+            raise ValueError(f"{self.name}: expected images, as in {name}; use molflt evaluate")
         _expect_list(sentences)
         if length is not None and length < 5:  # as in training
             raise ValueError(f"length must be at least 5; got {length}")

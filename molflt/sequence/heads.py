@@ -91,6 +91,10 @@ class _AdaptiveHead(Head):
                 f"adaptive_cutoffs: {len(cutoffs)} clusters need dim of at least "
                 f"{_SHRINK ** len(cutoffs):g}; got {dim}; use fewer cutoffs"
             )
+        if not cutoffs or [0, *cutoffs, vocabulary] != sorted({0, *cutoffs, vocabulary}):
+            raise ValueError(
+                f"adaptive_cutoffs must increase up to {vocabulary - 1}; got {cutoffs}"
+            )
         self.softmax = nn.AdaptiveLogSoftmaxWithLoss(dim, vocabulary, cutoffs, div_value=_SHRINK)
         # few tokens need the logits of rarer ids
         self.width = self.softmax.cutoffs[0] + len(cutoffs)

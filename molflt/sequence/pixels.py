@@ -32,6 +32,7 @@ class PixelModel(LanguageModel):
     """
 
     of_data: ClassVar[tuple[str, ...]] = ()
+    _axes = (1, 3)  # index of the byte, or (row, column, channel)
 
     def __init__(
         self,

@@ -50,6 +50,7 @@ class TokenModel(Redrawn):
     """
 
     _stack_name: ClassVar = "stack"
+    _axes: ClassVar[tuple[int, ...]] = (1,)  # supported dimensions of relative encodings
     places: nn.Embedding | None
 
     def __init__(
@@ -90,6 +91,8 @@ class TokenModel(Redrawn):
             dim, heads, causal=causal, position=position, position_options=options, **stack
         )
         self.add_module(self._stack_name, blocks)
+        if blocks.position is not None:
+            one_of("position_options dim", blocks.position.dim, self._axes)
         self.embedding_dropout = nn.Dropout(embedding_dropout)
 
     def _set_places(self, std: float) -> None:

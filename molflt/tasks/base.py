@@ -95,6 +95,8 @@ class Task(ABC, Generic[_Batch, _Data]):
         for pattern in freeze or []:
             for name in _matching(parameters, pattern, "freeze"):
                 parameters[name].requires_grad_(False)
+        if freeze and not any(parameter.requires_grad for parameter in parameters.values()):
+            raise ValueError(f"task.freeze={freeze}: all parameters are frozen; remove a pattern")
         self.lr_factors = dict(lr_factors or {})
 
     def check_new(self) -> None:

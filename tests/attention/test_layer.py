@@ -42,6 +42,11 @@ def tokens(axes: int = 3) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(1, 5, DIM), torch.arange(5.0)[None, :, None].expand(1, 5, axes)
 
 
+def test_softmax_attention_computes_shapes_on_the_meta_device():
+    x = torch.empty(2, 5, DIM, device="meta")
+    assert Attention(DIM, 2, mixing="softmax").to("meta")(x).shape == x.shape
+
+
 @pytest.mark.parametrize("mixing", ["linear", "softmax"])
 @pytest.mark.parametrize("dtype", [torch.int64, torch.uint8, torch.bfloat16])
 @pytest.mark.parametrize("name", ["spectral", "multiplicative", "rotary"])

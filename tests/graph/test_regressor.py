@@ -18,7 +18,7 @@ KERNEL = {"position": "multiplicative", "mixing": "linear", "num_features": 16}
 MOVING = {**KERNEL, "normalize_qk": True, "move_atoms": True}
 PERFORMER = {"position": "none", "mixing": "linear", "num_features": 16}
 SOFTMAX = {"mixing": "softmax", "position": "spectral"}
-SHELLS = {"nodes": "shells", "node_diameter": 12.0, "node_max_frequency": 0.15}
+SHELLS = {"dim": 3, "nodes": "shells", "node_diameter": 12.0, "node_max_frequency": 0.15}
 VARIANTS = {
     "default": {},
     "flt-images": {**FLT, "periodic": "images", "normalize_qk": True},

@@ -169,7 +169,7 @@ ROWS = [
     refused(lambda: Stack.of([]), "block", "at least one"),
     refused(lambda: stack_of(None, layer(position())), "block 0", "", "SpectralPosition"),
     refused(lambda: stack_of(position(), TOKEN_MIXERS["fourier"](DIM)), "Spectral", "attention"),
-    refused(lambda: stack(mixer="dense"), "max_tokens", "missing", "LinearMixer"),
+    refused(lambda: stack(mixer="dense"), "mixer_options.max_tokens", "missing", "LinearMixer"),
     refused(lambda: stack(mixer="fourier", attention_layers=1), "attention_layers", "0 to 0", "1"),
     refused(lambda: stack_of(P, layer(P), softmax(P))(X, R), "Factors", "'softmax'"),
     # feature maps
@@ -202,6 +202,7 @@ ROWS = [
         )
     ),
     refused(lambda: ToeplitzPosition(2, 9)("linear", line(), line() + 1), "first key"),
+    refused(lambda: ToeplitzPosition(2, shape=(0, 3)), "shape", "at least 1", "0"),
     refused(lambda: BucketedPosition(2, num_buckets=31), "num_buckets=31", "equally many"),
     refused(lambda: RotaryPosition(5, 3), "head_dim", "at least 6", "5"),
     *(
@@ -240,6 +241,7 @@ ROWS = [
         for g, nodes, *words in (
             (shell_weights, lambda: GaussianNodes(2), "ShellWeights", "GaussianNodes"),
             (lambda: GaussianBasis(2), weighted_shells, "ShellWeights", "GaussianBasis"),
+            (lambda: ShellWeights(2, torch.ones(3)), weighted_shells, "radii", "1."),
         )
     ),
     refused(lambda: suggest_nodes(2.5, 1.0, widest=0.5), "widest", "width=1", "0.5"),

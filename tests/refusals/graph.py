@@ -57,6 +57,7 @@ LAYERS: list[tuple[dict[str, Any], *Words]] = [
     ),
     ({**MESH, "mixing": "softmax"}, "periodic='mesh'", "multiplicative kernel", "softmax"),
     ({**MESH, "position_options": {"spectrum": "gaussian_mixture"}}, "mesh", "", "GaussianMixture"),
+    ({"position_options": {"dim": 2}}, "position_options dim", "one of 3", "2"),
     ({**MESH, "position_options": WEIGHTS}, "'shell_weights'", "another spectrum", "OnMesh"),
     ({**NEAR, "periodic": "images"}, "near_field", "'reciprocal'", "Images"),
     ({**NEAR, "mixing": "softmax"}, "near_exact", "mixing='softmax'"),

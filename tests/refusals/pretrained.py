@@ -39,7 +39,18 @@ def labeler() -> Any:
     return ImageLabeler(Trained(Path("x.safetensors"), "images", model, [{}], {}, {}, files))
 
 
+def reader_of_pixels() -> Any:
+    from molflt.pretrained import SentenceLabeler
+    from molflt.pretrained.base import Trained
+    from molflt.sequence import SequenceClassifier
+
+    model = SequenceClassifier(260, classes=2, **OPTIONS)
+    return SentenceLabeler(Trained(Path("x"), "sentences", model, [{}], {"name": "Image"}, {}, {}))
+
+
 ROWS = [
+    refused(lambda: reader_of_pixels().classify(["a text"]), "images", "molflt evaluate", "Image"),
+    refused(lambda: molflt.Calculator("a", dtype="float16"), "dtype", "float32", "float16"),
     refused(lambda: molflt.load("a", also="b"), "also='b'", "list of runs"),
     loaded("format", "1", "2", format=2),
     loaded("recipe", "is2re", "'alchemy'", recipe="alchemy"),

@@ -55,6 +55,18 @@ ROWS = [
     refused(language(absolute="learned"), "absolute", "max_length"),
     refused(language(position="spectral", position_scale=0.0), "position_scale", "positive", "0.0"),
     refused(language(position="cosine", mixing="softmax"), "mixing", "does not support", "softmax"),
+    *(
+        refused(
+            lambda made=made, dim=dim: made(position="spectral", position_options={"dim": dim}),
+            *words,
+        )
+        for made, dim, *words in (
+            (lambda **options: language(**options)(), 2, "position_options dim", "one of 1", "2"),
+            (pixels, 2, "position_options dim", "one of 1, 3", "2"),
+            (image, 3, "position_options dim", "one of 1, 2", "3"),
+        )
+    ),
+    refused(language(adaptive_cutoffs=[3, 20]), "adaptive_cutoffs", "up to 9", "20"),
     refused(published(hidden_act="silu"), "hidden_act", "gelu", "'silu'"),
     # inputs of models of tokens
     *(

@@ -45,6 +45,11 @@ class Nodes(nn.Module):
                 "ShellWeights require ShellNodes with normalized=True, and vice versa; got "
                 f"{type(spectrum).__name__} and {type(self).__name__}"
             )
+        if spectrum.on_shells:
+            radii, shells = spectrum.get_buffer("radius"), self.get_buffer("shell_radius")
+            same = radii.shape == shells.shape
+            if not same or not (radii.is_meta or torch.allclose(radii, shells.to(radii))):
+                raise ValueError(f"ShellWeights need the radii of the shells; got {radii}")
 
 
 def hermitian(spectrum: Spectrum, xi: Tensor) -> Tensor:

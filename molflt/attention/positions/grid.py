@@ -51,9 +51,9 @@ class ToeplitzPosition(Position):
     ) -> None:
         super().__init__()
         one_of("method", method, METHODS)
-        at_least_one(heads=heads, max_tokens=max_tokens)
         self.heads, self.method = heads, method
         self.shape = (max_tokens,) if shape is None else tuple(shape)
+        at_least_one(heads=heads, **{"max_tokens or a side of shape": min(self.shape)})
         self.dim = len(self.shape)
         self.longest = max(self.shape)
         self.table = nn.Parameter(std * torch.randn(heads, *(2 * n - 1 for n in self.shape)))
