@@ -10,7 +10,7 @@ from molflt.data.images.datamodule import ImageData
 from molflt.data.images.files import open_images
 from molflt.data.images.unlabeled import read_alike
 from molflt.data.text.datamodule import TextData, TokenizedText
-from molflt.data.text.glue import read_examples
+from molflt.data.text.glue import _read_texts, read_examples
 from molflt.data.text.parallel import ParallelData, read_parallel
 from molflt.data.text.sentences import SentenceData
 from molflt.data.text.sources import _records
@@ -159,6 +159,9 @@ ROWS = [
         "oc20-is2re",
         "game-net",
         Refused,
+    ),
+    Refusal(
+        given(lambda f: list(_read_texts(f, ["neg"])), {"neg/a.csv": ""}), "neg", ".txt", "none"
     ),
     Refusal(
         pictures(lambda f: open_images(f)[1], b"%!PS-Adobe-3.0 EPSF-3.0\n"), "dog/0.png", "image"
