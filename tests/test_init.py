@@ -1,10 +1,13 @@
 import hashlib
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 import recipe_runs
 import torch
+from ase.build import add_adsorbate, fcc111
+from ase.io import write
 from safetensors.torch import save_file
 from tiny_run import (
     SMALL,
@@ -373,3 +376,20 @@ def test_a_missing_domain_of_the_source_gives_a_warning(copied_run, gold, tmp_pa
     # elements of the source count only if its embedding is used; b has another width
     seen = [weights(tmp_path / name)["trained_elements"].nonzero().flatten() for name in "ab"]
     assert [one.tolist() for one in seen] == [[1, 8, 29, 47, 78, 79], [1, 47, 79]]
+
+
+def test_evaluation_guesses_tags_as_training_did(tmp_path: Path) -> None:
+    """The surface range of the packaged weights excludes the guess for slabs of five layers."""
+    frames = []
+    for layers in (2, 3, 4, 5, 6) * 2:
+        slab = fcc111("Cu", (2, 2, layers), vacuum=8, periodic=True)
+        add_adsorbate(slab, "O", 1.5 + 0.01 * len(frames), "ontop")
+        slab.set_tags(0)
+        slab.info = {"y_relaxed": -1.0 - 0.1 * len(frames)}
+        frames.append(slab)
+    write(tmp_path / "mine.extxyz", frames)
+    run = f"--run={tmp_path / 'run'}"
+    words = ["--config=few-labels", "--init=adsorption", "--data.tags=guess", run]
+    words += [f"--data.root={tmp_path / 'mine.extxyz'}", "--data.val_fraction=0.4"]
+    assert main(["train", *words, "--trainer.max_steps=1", "--trainer.accelerator=cpu"]) == 0
+    assert main(["evaluate", str(tmp_path / "run"), "--device=cpu"]) == 0

@@ -131,8 +131,10 @@ def test_float64_resumes_to_the_bit(shared_data, tmp_path, decay):
 def signal_all(_):
     """Sends signals to all processes of a run, as terminals and schedulers do."""
     for worker in multiprocessing.active_children():
-        for signum in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
+        twice = (signal.SIGUSR1, signal.SIGUSR1)  # the second would end the training process
+        for signum in (*twice, signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
             os.kill(worker.pid, signum)
+            time.sleep(0.1)
     os.kill(os.getpid(), signal.SIGTERM)
 
 

@@ -246,7 +246,8 @@ def _outlast_signals(_: int) -> None:
     """Keeps a worker alive after signals to all processes of a run, which saves its state first."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if hasattr(signal, "alarm"):  # not on Windows
-        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        for signum in (signal.SIGHUP, signal.SIGUSR1):
+            signal.signal(signum, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, lambda *_: signal.alarm(60))  # Python may also have sent it
 
 

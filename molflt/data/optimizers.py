@@ -29,7 +29,7 @@ class ProblemSeeds(Dataset[Tensor]):
 
     def __getitem__(self, index: int) -> Tensor:
         """Returns a seed as a scalar int64 tensor."""
-        return torch.tensor(self.first + index)
+        return torch.tensor(range(self.first, self.first + self.count)[index])
 
 
 class ProblemData(BatchedData[ProblemSeeds]):

@@ -276,6 +276,7 @@ def test_fields_that_change_nothing_are_taken(tmp_path):
         ("twice.cif", f"{CIF}A1 Cu 0 0 0\nA2 Cu 0 0 0\n", [29]),
         ("axes.xyz", xyz(f'Lattice="{CELL}" pbc="1 1 0" {SPECIES}', "Cu 0 0 0"), [29]),
         ("spaces.res", RES.replace("LATT -1", "LATT  -1"), [1]),
+        ("title.res", RES.replace("TITL x", "TITL 1 0.02 45.1 -9.3 0.00 0.00 1"), [1]),
         ("fixed.res", RES.replace(".3 1", ".3 11.000 .05"), [1]),
         ("POSCAR_comment", POSCAR.replace("1 F", "1 site f").replace("2 F", "2 f"), [6, 8, 29]),
         ("cells.pdb", 2 * f"{BOX} P 1           1\n{MODEL}".replace("0.50", "1.00"), [29]),

@@ -50,6 +50,7 @@ def test_types_shapes_and_defaults():
         ({"atomic_numbers": [8, 119]}, "1 to 118; got 119; no such element"),
         ({"atomic_numbers": [8.0, 7.5]}, "integers; got 7.5"),
         ({"tags": [1, 4]}, "tags must be 0 .* got 4"),
+        ({"y_relaxed": 1j}, "y_relaxed must be real numbers; got torch.complex128"),
         ({"y_relaxed": float("nan")}, "y_relaxed must be finite, in eV; got .*nan"),
         ({"forces": np.zeros((3, 3))}, r"forces must be \(2, 3\) in eV/Å; got shape \(3, 3\)"),
         ({"y_init": [1.0, 2.0]}, r"y_init must be \(1,\) in eV; got shape \(2,\)"),

@@ -82,6 +82,7 @@ def test_an_epoch_holds_each_problem_once_and_starts_at_any_step():
     assert drawn(problems(seed=1), 6) != line and line[:3] != line[3:]
     assert [b.tolist() for b in problems().val_dataloader()] == [[0, 1, 2, 3], [4, 5]]
     assert len(problems().val_dataloader(1, 2)) == 1
+    assert len(list(ProblemSeeds("val", 3))) == 3  # ends without __iter__
     most = 2**31
     ends = [(s.first, s.first + most) for s in (ProblemSeeds(u, most) for u in ("val", "test"))]
     ends.append((ProblemSeeds("train", 1).first,) * 2)

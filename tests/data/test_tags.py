@@ -1,3 +1,4 @@
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from molflt.atoms import Tag
 from molflt.data.structures import open_dataset
 from molflt.data.structures.base import ANY_TAGS, Reading
 from molflt.data.structures.datamodule import IS2REData
-from molflt.data.structures.domain import Domain
+from molflt.data.structures.domain import DOMAIN, Domain
 from molflt.data.structures.in_memory import StructuresInMemory
 from molflt.data.structures.molecules import in_one_piece, touches_image
 from molflt.data.structures.tags import Tagged, guess_tags, heights_agree
@@ -146,8 +147,9 @@ def test_guesses_follow_the_initial_weights(tmp_path: Path) -> None:
     write(tmp_path / "mine.extxyz", frames)
     data = IS2REData(tmp_path / "mine.extxyz", tags="guess")
     domain = Domain.of(open_dataset(tmp_path / "mine.extxyz", reading=Reading(tags="guess")))
-    data.initial = replace(domain, surface=(0.5, 0.5))
+    data.initial = replace(domain, surface=(0.5, 0.6))
     data.setup()
+    assert Domain.from_json(json.loads(data.files()[DOMAIN]), "").surface == (0.5, 0.6)
     assert np.bincount(data.datasets["train"][0].tags).tolist()[:2] == [18, 18]
     with pytest.raises(ValueError, match=r"task.repeat=0.1; add --data.tags guess"):
         IS2REData(tmp_path / "mine.extxyz").expect_slabs("task.repeat=0.1")

@@ -10,8 +10,8 @@ from molflt.data.images.datamodule import ImageData
 from molflt.data.images.files import open_images
 from molflt.data.images.unlabeled import read_alike
 from molflt.data.text.datamodule import TextData, TokenizedText
-from molflt.data.text.glue import read_examples
-from molflt.data.text.parallel import read_parallel
+from molflt.data.text.glue import _read_texts, read_examples
+from molflt.data.text.parallel import ParallelData, read_parallel
 from molflt.data.text.sentences import SentenceData
 from molflt.data.text.sources import _records
 from molflt.data.text.tokenizer import Tokenizer
@@ -132,6 +132,7 @@ ROWS = [
     Refusal(rows("SST-2", "sentence\tlabel\na\t2\n"), "row 2", "0, 1", "'2'"),
     Refusal(rows("STS-B", "sentence1\tsentence2\tscore\na\tb\tnan\n"), "row 2", "0 to 5", "'nan'"),
     # translations
+    refused(lambda: ParallelData("a", "b", "de", "de"), "data.target", "differ", "'de'"),
     Refusal(parallel(b"one\ntwo\n"), "x.de", "same number", "3 and 2"),
     Refusal(parallel(b"one\n\n \n"), "x.en", "sentence", "empty line 2"),
     # proteins
@@ -155,6 +156,9 @@ ROWS = [
         "oc20-is2re",
         "game-net",
         Refused,
+    ),
+    Refusal(
+        given(lambda f: list(_read_texts(f, ["neg"])), {"neg/a.csv": ""}), "neg", ".txt", "none"
     ),
     Refusal(
         pictures(lambda f: open_images(f)[1], b"%!PS-Adobe-3.0 EPSF-3.0\n"), "dog/0.png", "image"

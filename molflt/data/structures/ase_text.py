@@ -52,7 +52,7 @@ _IGNORED = {
     r"(?:ATOM|HETATM)|"  # CRYST1 of the first model, if a second model lacks it
     r"(?:[1-9][-+]|[-+][1-9])(?<=^(?:ATOM  |HETATM).{74})",  # charge 2+ in columns 79 and 80
     "res": r"^SYMM\b.*|^LATT\b(?![ \t]+-1\b).*|"  # SYMM -x,-y,z, LATT 1 or, below, H 1 .1 .2 .3 .5
-    r"^(?!CELL|ZERR)\w+[ \t]+\d+(?:[ \t]+-?\d*\.\d+){3}[ \t]+(?!1?1(?:\.0*)?(?![\d.]))\S+",
+    r"^(?!TITL|CELL|ZERR)\w+[ \t]+\d+(?:[ \t]+-?\d*\.\d+){3}[ \t]+(?!1?1(?:\.0*)?(?![\d.]))\S+",
     "turbomole": r"^[ \t]*\$(?:periodic|lattice|cell|coord[ \t]+(?:angs|frac)).*",  # $coord angs
     "vasp": r"^[ \t]*(?:[-+.\de]+[ \t]+){3}(?=(?:\.?[tf]\S*(?:[ \t]+|$)){3})"  # 0.0 0.0 0.5 t t f
     r"(?:\S+[ \t]+){0,2}(?-i:f\b|\.[fF]|F(?:alse|ALSE)).*",

@@ -270,6 +270,8 @@ class IS2REData(BatchedData[Structures]):
         copies = [of_val.sids[i] for i in np.flatnonzero(is_copy)]
         if self.initial is not None:
             domain = domain.after(self.initial)
+            if self.reading.tags == "guess":  # evaluation and prediction guess the same tags
+                domain = replace(domain, surface=self.initial.surface)
         return _Surveyed(domain, copies, {"train": of_train.charged, "val": of_val.charged})
 
     def fingerprints(self) -> dict[str, Fingerprint]:

@@ -131,10 +131,14 @@ def _tensor(value: _Array, key: str, name: str) -> Tensor:
     """Returns a tensor on the CPU; raises ValueError if the value is not an array of numbers."""
     try:
         if isinstance(value, Tensor):
-            return value.detach().cpu()
-        return torch.from_numpy(np.array(value))  # a copy: the source may be read-only
+            tensor = value.detach().cpu()
+        else:
+            tensor = torch.from_numpy(np.array(value))  # a copy: the source may be read-only
     except (TypeError, ValueError, OverflowError) as error:
         raise ValueError(f"{name}: {key} must be an array of numbers; {error}") from None
+    if tensor.is_complex():
+        raise ValueError(f"{name}: {key} must be real numbers; got {tensor.dtype}")
+    return tensor
 
 
 def _sid_number(sid: object) -> int:

@@ -233,7 +233,10 @@ def _read_texts(path: Path, classes: Sequence[str]) -> Iterator[tuple[str, int]]
             f"{', '.join(sorted(folders)) or 'no folders'}; change data.root or the folders"
         )
     for label, name in enumerate(classes):
-        for file in sorted((path / name).glob("*.txt"), key=natural):
+        files = sorted((path / name).glob("*.txt"), key=natural)
+        if not files:
+            raise ValueError(f"{path / name}: expected .txt files; got none")
+        for file in files:
             yield text_of(file.read_bytes()), label
 
 

@@ -115,6 +115,8 @@ class ParallelData(TokenizedData[Pairs]):
         **tokens: Any,
     ) -> None:
         super().__init__(batch_size, {"train": train, "val": val, "test": test}, **tokens)
+        if source == target:
+            raise ValueError(f"data.source and data.target must differ; got {source!r} for both")
         self.source, self.target = source, target
         self.length, self.max_size, self.bucket = length, max_tokens, bucket
 
