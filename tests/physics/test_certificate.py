@@ -16,7 +16,8 @@ from ase.stress import full_3x3_to_voigt_6_stress
 from tiny_run import random_potential
 
 import molflt
-from molflt.certify import CHECKS, Row, certify, main
+from molflt.certify import CHECKS, Row, certify
+from molflt.certify.__main__ import main
 
 
 class Law:

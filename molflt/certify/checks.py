@@ -1,0 +1,224 @@
+"""Checks of energies, forces and stress, and the table of all checks."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+import re
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+from unittest.mock import Mock
+
+import numpy as np
+from ase import Atoms, units
+from ase.calculators.calculator import PropertyNotImplementedError
+from ase.data import covalent_radii
+from ase.md.verlet import VelocityVerlet
+
+from molflt.certify.case import BOX, Case, Results, X, Y, Z, copied, largest, quiet
+from molflt.certify.changes import CHANGES, error_after
+
+
+def _fragments(case: Case, on: str, distance: float) -> float:
+    """Returns the interaction energy of two different fragments."""
+    atoms, calculator = case.copies(on)[0], case.make()
+    other = atoms[: max(1, len(atoms) // 2)]
+    other.positions += distance * Z
+    cell = atoms.cell.array + distance * atoms.pbc.any() * np.outer(Z, Z)
+    systems = [copied(part, cell=cell) for part in (atoms + other, atoms, other)]
+    both, first, second = (Results(calculator, system)["energy"] for system in systems)
+    return largest(both - first - second)
+
+
+def _isolated(case: Case, side: float = 0.0) -> float:
+    case.copies("crystal" if side else "molecule")  # skips the check if not supported
+    systems = [Atoms([s], [[1.0, 2, 3]], cell=[side] * 3, pbc=side > 0) for s in case.elements]
+    results = [Results(case.make(), atoms) for atoms in systems]
+    return max(largest(x["forces"]) if x.finite() else math.inf for x in results)
+
+
+def _forces(case: Case) -> float:
+    errors = []
+    for atoms in case.copies():
+        forces = Results(case.make(), atoms)["forces"]
+        for direction in np.random.default_rng(0).normal(size=(3, len(atoms), 3)):
+            direction /= np.linalg.norm(direction)
+            errors.append(largest(case.slope(atoms, direction) + (forces * direction).sum()))
+    return max(errors)
+
+
+def _stress(case: Case, on: str, **box: Any) -> float:
+    """Checks each component of the stress; for a molecule in a box, any stress is an error."""
+    atoms = copied(case.copies(on)[0], **box)
+    atoms.calc = case.make()
+    try:
+        stress = atoms.get_stress()
+    except PropertyNotImplementedError:
+        if on == "crystal":
+            raise
+        return 0.0
+    if box:
+        return math.inf
+    pairs = (X, X), (Y, Y), (Z, Z), (Y, Z), (X, Z), (X, Y)
+    slopes = [case.slope(atoms, strain=(np.outer(a, b) + np.outer(b, a)) / 2) for a, b in pairs]
+    return largest(np.array(slopes) / atoms.get_volume() - stress)
+
+
+def _net_force(case: Case) -> float:
+    return max(largest(Results(case.make(), a)["forces"].sum(axis=0)) for a in case.copies())
+
+
+def _torque(case: Case) -> float:
+    (atoms,) = case.copies("molecule")
+    return largest(np.cross(atoms.positions, Results(case.make(), atoms)["forces"]).sum(axis=0))
+
+
+def _jump(case: Case, path: Callable[[float], tuple[Atoms, Any]], end: float) -> float:
+    """Returns the first difference between energy and work of the forces along a path, or 0."""
+    calculator = case.make()
+
+    def at(t: float) -> tuple[float, float, float]:
+        atoms, direction = path(t)
+        results = Results(calculator, atoms)
+        return t, float(results["energy"]), float((results["forces"] * direction).sum())
+
+    def between(first: tuple[float, ...], last: tuple[float, ...]) -> float:
+        (start, energy, force), (stop, last_energy, last_force) = first, last
+        width = stop - start
+        middle = at(start + width / 2)
+        work = width / 6 * (force + 4 * middle[2] + last_force)  # Simpson's rule
+        error = last_energy - energy + work
+        if width < 1e-5 or math.isnan(error):
+            return largest(error)
+        if abs(error) < 1e-6 * case.bound_factor:
+            return 0.0
+        return between(first, middle) or between(middle, last)
+
+    steps = itertools.pairwise(map(at, np.arange(0, end, 0.2)))
+    return next(filter(None, itertools.starmap(between, steps)), 0.0)
+
+
+def _pulled_apart(case: Case) -> float:
+    case.copies("molecule")  # skips the check if not supported
+    pair = [case.elements[0], case.elements[-1]]
+    start = covalent_radii[Atoms(pair).numbers].sum()
+    return _jump(case, lambda t: (Atoms(pair, [0 * Z, (start + t) * Z]), [0 * Z, Z]), 14.0)
+
+
+def _sliding_layers(case: Case) -> float:
+    atoms = case.copies("crystal")[0].repeat((1, 1, 2))
+    side = float(np.linalg.norm(atoms.cell[0]))
+    direction = np.outer(np.arange(len(atoms)) >= len(atoms) // 2, atoms.cell[0] / side)
+    return _jump(case, lambda t: (copied(atoms, atoms.positions + t * direction), direction), side)
+
+
+def _changed_in_place(case: Case) -> float:
+    """Checks the results after in-place changes, with one calculator for all structures."""
+    calculator, errors = case.make(), []
+    for atoms in case.copies():
+        atoms.calc = calculator
+        for change in ("nothing", "positions", "elements", "cell"):
+            if change == "positions":
+                atoms.positions[0] += 0.1
+            elif change == "elements":
+                atoms.numbers[:] = np.roll(atoms.numbers, 1)
+            elif change == "cell":
+                atoms.cell[0] *= 1.05
+            expected = Results(case.make(), atoms)
+            errors.append(largest(atoms.get_potential_energy() - expected["energy"]))
+            errors.append(largest(atoms.get_forces() - expected["forces"]))
+    return max(errors)
+
+
+def _ignored(case: Case, word: str, moment: float | None = None, **info: int) -> float:
+    """Returns 0 if setting a quantity affects the energy or causes a message; otherwise 1."""
+    atoms = case.copies("molecule", "crystal")[0]
+    atoms.calc, used = case.make(), False
+    with quiet() as text:
+        try:
+            before = atoms.get_potential_energy()
+            atoms.info |= info
+            if moment is not None:
+                atoms.set_initial_magnetic_moments([moment] * len(atoms))
+            new = Results(case.make(), atoms)["energy"]
+            used = new != before and new == atoms.get_potential_energy()
+        except Exception as problem:
+            text.write(str(problem))
+    return 0 if used or word in text.getvalue().lower() else 1
+
+
+def _modified(case: Case) -> float:
+    changed = 0
+    for atoms in case.copies():
+        before, atoms.calc = atoms.copy(), case.make()
+        atoms.get_forces()
+        same_fields = atoms.info == before.info and atoms.arrays.keys() == before.arrays.keys()
+        changed += 0 if same_fields and atoms == before else 1
+    return changed
+
+
+def _not_finite(case: Case) -> float:
+    """Returns the number of non-finite results for overlapping atoms."""
+    calculator, count = case.make(), 0
+    for atoms, distance in itertools.product(case.copies(), (0, 1e-9, 1e-6, 1e-3, 0.1)):
+        both = atoms + copied(atoms[:1], atoms.positions[:1] + distance * X)
+        with contextlib.suppress(Exception):
+            count += not Results(calculator, both).finite()
+    return count
+
+
+def _accepted(case: Case, number: int) -> float:
+    """Returns 1 if a nonexistent element is accepted, and 0 if an error mentions it."""
+    atoms = case.copies("molecule", "crystal")[0]
+    atoms.numbers[0] = number
+    try:
+        Results(case.make(), atoms)
+    except Exception as problem:
+        if re.search(rf"\b({number}|X)\b", str(problem)):
+            return 0
+        raise
+    return 1
+
+
+def _not_stopped(case: Case) -> float:
+    """Counts dynamics steps that succeed although the torch model fails; NaN without a model."""
+    atoms = case.copies("molecule", "crystal")[0]
+    atoms.calc, steps = case.make(), 0
+    dynamics = VelocityVerlet(atoms, units.fs).irun(5)
+    next(dynamics)
+    members = (x if isinstance(x, list) else [x] for x in vars(atoms.calc).values())
+    models = [x for x in itertools.chain(*members) if hasattr(x, "forward")]
+    for model in models:
+        model.forward = Mock(side_effect=ArithmeticError)
+    with contextlib.suppress(Exception):
+        steps = sum(1 for _ in dynamics)
+    return steps if any(model.forward.called for model in models) else math.nan
+
+
+CHECKS: dict[str, tuple[Callable[[Case], float], float, str]] = {
+    **{name: (partial(error_after, **options), 1e-7, "eV, Å") for name, options in CHANGES.items()},
+    "two molecules, 200 Å apart": (partial(_fragments, on="molecule", distance=200.0), 1e-5, "eV"),
+    "two slabs, 100 Å apart": (partial(_fragments, on="slab", distance=100.0), 1e-5, "eV"),
+    "force on a single atom": (_isolated, 1e-7, "eV/Å"),
+    "force on an atom in a 100 Å cell": (partial(_isolated, side=100.0), 1e-7, "eV/Å"),
+    "forces are -dE/dr": (_forces, 1e-5, "eV/Å"),
+    "stress is dE/dε / V": (partial(_stress, on="crystal"), 1e-5, "eV/Å³"),
+    "stress of a slab: correct or refused": (partial(_stress, on="slab"), 1e-5, "eV/Å³"),
+    "no stress of a molecule in a box": (partial(_stress, on="molecule", cell=BOX), 0, "eV/Å³"),
+    "sum of forces": (_net_force, 1e-7, "eV/Å"),
+    "torque on a molecule": (_torque, 1e-7, "eV"),
+    "energy jump: two atoms pulled apart": (_pulled_apart, 1e-6, "eV"),
+    "energy jump: sliding layers": (_sliding_layers, 1e-6, "eV"),
+    "changes in place": (_changed_in_place, 1e-7, "eV, Å"),
+    "charge used or named": (partial(_ignored, word="charge", charge=2), 0, "ignored"),
+    "spin used or named": (partial(_ignored, word="spin", spin=3), 0, "ignored"),
+    "moments used or named": (partial(_ignored, word="mag", moment=2.0), 0, "ignored"),
+    "structure unchanged": (_modified, 0, "changed"),
+    "coincident atoms: finite or refused": (_not_finite, 0, "wrong"),
+    "element 0 refused by name": (partial(_accepted, number=0), 0, "accepted"),
+    "element 119 refused by name": (partial(_accepted, number=119), 0, "accepted"),
+    "error in the model stops dynamics": (_not_stopped, 0, "steps"),
+}
+"""name of the check -> function that computes the error, bound of the error, and unit"""
