@@ -250,6 +250,13 @@ def test_sums_over_no_keys_are_zero():
     assert layer("linear", causal=True)(x[:, :0]).shape == (2, 0, DIM)
 
 
+@pytest.mark.parametrize("method", ["fft", "blocks"])
+def test_a_batch_without_sequences_has_no_sums(method):
+    position = make_position("toeplitz", HEADS, 8, max_tokens=4, method=method)
+    found = layer("linear", position=position)(tokens()[:0, :4], torch.zeros(0, 4, 1))
+    assert found.shape == (0, 4, DIM)
+
+
 def test_floor_gradient_is_that_of_the_normalizer():
     """Includes the decay of a gate, which is part of the scale."""
     draw = torch.manual_seed(0)

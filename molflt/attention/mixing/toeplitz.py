@@ -56,6 +56,9 @@ def toeplitz(
     """
     queries, keys = query.tokens, value.shape[-2]
     layout = _Layout.of(log_kernel, queries, keys)
+    if 0 in (queries, keys, len(value)):
+        zeros = value.new_zeros(*value.shape[:2], queries, value.shape[-1] + 1)
+        return Sums.of(zeros, zeros.new_zeros(()))
     if method == "auto":
         method = "blocks" if causal else _faster(layout, query.width, value.shape[-1])
     kernel = layout.cut(log_kernel.to(value.dtype))
@@ -72,6 +75,8 @@ def toeplitz(
 def dense_log_kernel(log_kernel: Tensor, queries: int, keys: int) -> Tensor:
     """Expands a kernel in the format of `toeplitz` to its matrix (heads, queries, keys)."""
     layout = _Layout.of(log_kernel, queries, keys)
+    if queries == 0 or keys == 0:
+        return log_kernel.new_zeros(len(log_kernel), queries, keys)
     return _reversed(layout.cut(log_kernel), layout.key)[:, -queries:, :keys].flip(1)
 
 
@@ -95,7 +100,7 @@ class _Layout(NamedTuple):
     @classmethod
     def of(cls, log_kernel: Tensor, queries: int, keys: int) -> "_Layout":
         shape = tuple(log_kernel.shape[1:])
-        if len(shape) == 1 and shape[0] == queries + keys - 1:
+        if len(shape) == 1 and (shape[0] == queries + keys - 1 or queries * keys == 0):
             return cls((queries,), (keys,))
         if len(shape) == 2 and shape[0] % 2 and shape[1] % 2:
             height, width = ((size + 1) // 2 for size in shape)
