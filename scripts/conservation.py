@@ -27,9 +27,12 @@ from molflt.plots.figure import picture
 
 def simulate(options: argparse.Namespace) -> Rows:
     """Returns rows of time, energies and temperature at the start and after every `every` steps."""
-    steps = round(options.ps * 1e3 / options.timestep)
-    if options.every > steps:
-        raise ValueError(f"--every {options.every}: expected at most {steps}, the number of steps")
+    steps = round(options.ps * 1e3 / options.timestep) if options.timestep > 0 else 0
+    if not 0 < options.every <= steps:
+        raise ValueError(
+            f"--ps {options.ps:g} with --timestep {options.timestep:g} is {steps} steps; expected "
+            f"--every to be between 1 and this number; got {options.every}"
+        )
     atoms = ase.io.read(options.structure)  # the last structure
     draw = np.random.default_rng(options.seed)
     MaxwellBoltzmannDistribution(atoms, temperature_K=options.temperature, rng=draw)
@@ -52,6 +55,11 @@ def simulate(options: argparse.Namespace) -> Rows:
     for step in tqdm(range(options.every, steps + 1, options.every), disable=None):
         dynamics.run(options.every)
         rows.append(row(step))
+        if not np.isfinite(rows[-1]["total_meV_per_atom"]):
+            raise ValueError(
+                f"{options.structure}: energy is not finite after {rows[-1]['fs']:g} fs; the "
+                "structure differs from the training data; use a lower --temperature"
+            )
     return rows
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 from kit.rows import Rows, by_group, markdown, mean_sd, names, pick, write_csv
 from kit.runs import job_of, on_data, publish, read_energies, system_rows, work_all
+from kit.systems import read_systems
 from kit.words import guarded, parsed, trainings
 
 from molflt import plots
@@ -119,6 +120,10 @@ def main(words: list[str] | None = None) -> int:
     if not folders:
         raise ValueError(f"{options.data}: expected folders testI-valJ with train.safetensors")
     published = read_published(options.published) if options.published else None
+    if published:
+        known = {system.name for system in read_systems(folders[0]).values()}
+        if missing := sorted(known - next(iter(published.values())).keys()):
+            raise ValueError(f"{options.published}: expected energies of {missing[0]}; got none")
     job = job_of(options, str(options.config), options.seed)
     jobs = {options.out / folder.name: on_data(job, folder) for folder in folders}
     code = work_all(jobs, options, ("--splits", TEST, VALIDATION))

@@ -20,7 +20,7 @@ import itertools
 import json
 import re
 import tarfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 
 import numpy as np
@@ -141,6 +141,10 @@ def pairs_of_folds(path: Path, systems: Sequence[System]) -> dict[str, Split]:
         numbers = dict(zip(arrays["name"].tolist(), arrays["fold"].tolist(), strict=True))
     else:
         numbers = json.loads(path.read_text(encoding="utf-8"))
+    _refuse_unknown(path, numbers, systems)
+    missing = [system.name for system in systems if system.name not in numbers]
+    if missing:
+        raise ValueError(f"{path}: expected a fold for each system; got none for {missing[0]}")
     present = sorted({numbers[system.name] for system in systems})
     found: dict[str, Split] = {}
     for test, val in itertools.permutations(present, 2):
@@ -156,10 +160,17 @@ def named(path: Path, systems: Sequence[System]) -> Split:
     """Reads the system names of each split from a JSON file and returns the splits."""
     chosen: dict[str, list[str]] = json.loads(path.read_text(encoding="utf-8"))
     names = [name for split in chosen.values() for name in split]
+    _refuse_unknown(path, names, systems)
     if "train" not in chosen or len(set(names)) < len(names):
         raise ValueError(f"{path}: expected a split train, and each name once")
     known = {system.name: system for system in systems}
     return {split: [known[name] for name in sorted(own)] for split, own in chosen.items()}
+
+
+def _refuse_unknown(path: Path, names: Iterable[str], systems: Iterable[System]) -> None:
+    unknown = sorted(set(names) - {system.name for system in systems})
+    if unknown:
+        raise ValueError(f"{path}: expected names of systems; got {unknown[0]}")
 
 
 def convert(

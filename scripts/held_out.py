@@ -40,6 +40,9 @@ def make_groups(archive: Path, data: Path, groups: int) -> list[Path]:
         return folders
     systems, _ = read(archive)
     kinds = [sorted({getattr(system, kind) for system in systems}) for kind in NEW.values()]
+    most = min(map(len, kinds))
+    if not 2 <= groups <= most:
+        raise ValueError(f"--groups: expected 2 to {most}; got {groups}")
     for i in missing:
         held = [name for every in kinds for name in every[i::groups]]
         convert(archive, folders[i], hold_out=held)

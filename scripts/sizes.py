@@ -37,6 +37,7 @@ from kit.words import described, guarded, parsed
 from numpy.typing import NDArray
 from peers_kit import pool
 from peers_kit.jobs import net_of
+from peers_kit.models import NETS
 from torch import nn
 from torch_geometric.data import Batch, Data
 
@@ -201,10 +202,12 @@ def changes(energy: Mapping[str, NDArray[np.float64]]) -> dict[str, NDArray[np.f
 def models(options: argparse.Namespace) -> dict[str, nn.Module]:
     """Returns models, keyed by name; trains the peers that have not been trained yet."""
     peers = [run.removeprefix(PEER) for run in options.runs if run.startswith(PEER)]
+    if unknown := sorted({*peers} - {*NETS}):
+        raise ValueError(f"{PEER}{unknown[0]}: expected one of {', '.join(NETS)}")
     own = {"models": peers, "seeds": 1, "fractions": [1.0], "evaluations": 1}
     jobs = pool.comparison(argparse.Namespace(**{**vars(options), **own}), {})
-    if jobs:
-        pool.run(jobs, 1)
+    if jobs and not pool.run(jobs, 1):
+        raise ValueError(f"{options.out / 'logs'}: a training run failed; see its log")
     found = {PEER + job["model"]: net_of(job, path) for path, job in jobs.items()}
     return {run: found[run] if run in found else molflt.load(run).model for run in options.runs}
 

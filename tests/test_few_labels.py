@@ -132,7 +132,7 @@ def test_energy_is_conserved_better_with_smaller_steps(potential_run, tmp_path, 
     assert script.main([str(potential_run), str(tmp_path / "none.xyz")]) == 2
     assert "none.xyz: No such file" in capsys.readouterr().err
     assert script.main([*told, "--ps", "0.001"]) == 2
-    assert "--every 4: expected at most 0" in capsys.readouterr().err
+    assert "--ps 0.001 with --timestep 2 is 0 steps; expected --every" in capsys.readouterr().err
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
@@ -245,4 +245,4 @@ def test_the_table_of_a_run_and_of_a_peer_that_is_trained_once(tmp_path, capsys,
     assert sizes.main(words) == 0 and done == [0.001]
     assert json.loads((tmp_path / "out" / "sizes.json").read_text()) == found
     assert sizes.main(["peer:gemnet", *words[2:]]) == 2
-    assert "'gemnet' is unknown; expected one of" in capsys.readouterr().err
+    assert "peer:gemnet: expected one of schnet, " in capsys.readouterr().err

@@ -138,7 +138,13 @@ def molecule_energies(
     energies = {}
     for name in names:
         atoms = molecule(name, vacuum=VACUUM, pbc=True)  # learned potentials need a cell
-        energies[name] = relax(atoms, potential, tolerance).after
+        relaxed = relax(atoms, potential, tolerance)
+        if not relaxed.converged:
+            raise ValueError(
+                f"calculator {potential}: gas-phase {name} did not relax; expected forces below "
+                f"{tolerance} eV/Å; use a different calculator"
+            )
+        energies[name] = relaxed.after
     return energies
 
 

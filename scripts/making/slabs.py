@@ -123,7 +123,9 @@ def _unit_cell(potential: str, catalyst: str) -> Atoms:
     """Returns the unit cell, relaxed with the potential."""
     cell = _unrelaxed_cell(catalyst)
     cell.calc = CALCULATORS[potential].build()
-    BFGS(FrechetCellFilter(cell), logfile=None).run(fmax=0.01, steps=200)
+    optimizer = BFGS(FrechetCellFilter(cell), logfile=None)
+    if not optimizer.run(fmax=0.01, steps=200):
+        raise ValueError(f"calculator {potential}: {catalyst} did not relax to 0.01 eV/Å")
     cell.calc = None
     return cell
 

@@ -56,6 +56,8 @@ def run_job(job: Job, out: Path) -> None:
     budget = CpuBudget(60 * job["minutes"])
     root = Path(job["data"])
     sets = {split: open_structures(split_path(root, split), False) for split in job["splits"]}
+    if not np.isfinite(sets[job["splits"][0]].y_relaxed).any():
+        raise ValueError(f"{root}: split {job['splits'][0]}: expected labels; got none")
     run = _fit if job["model"] in FITS else _train
     energies, about = run(job, sets, budget, out)
     result = {
