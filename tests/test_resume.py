@@ -258,7 +258,7 @@ def test_diverging_run_keeps_the_last_checkpoint(shared_data, whole, tmp_path):
 def test_checkpoints_run_no_code(copied_run, tmp_path):
     path = copied_run / "checkpoints" / "last.ckpt"
     torch.save({"state_dict": Evil(tmp_path / "was-here")}, path)
-    with pytest.raises(ValueError, match=r"last\.ckpt: expected a complete checkpoint of tensors"):
+    with pytest.raises(ValueError, match=r"last\.ckpt: rejected; .*posix\.system"):
         resume(copied_run)
     assert not (tmp_path / "was-here").exists()
 

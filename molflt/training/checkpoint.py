@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import re
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -302,9 +303,11 @@ def read_checkpoint(path: Path) -> Checkpoint:
         return torch.load(content, map_location="cpu", weights_only=True)
     except Exception as error:  # a damaged pickle can raise any exception
         reason = (str(error) or type(error).__name__).splitlines()[0][:100]
+        if code := re.search(r"GLOBAL (\S+)", str(error)):
+            reason = f"{code[1]}, which could run code"
         raise ValueError(
-            f"{path}: expected a complete checkpoint of tensors and plain values; got {reason}; "
-            "restore the file, or start a new run"
+            f"{path}: rejected; expected a complete checkpoint of tensors and plain values; got "
+            f"{reason}; restore the file, or start a new run"
         ) from error
 
 

@@ -91,7 +91,7 @@ def test_only_atoms_held_in_all_directions_are_fixed():
     atoms.set_constraint([FixCartesian(0), *planes, *scaled, *parts])
     assert Converter().record(atoms).fixed.nonzero().flatten().tolist() == [0, 3, 5]
     atoms.set_constraint(FixAtoms([0, len(atoms)]))
-    with pytest.raises(IndexError, match="index 14 is out of bounds"):
+    with pytest.raises(ValueError, match="constraint .*14.* expected atoms 0 to 13"):
         Converter().record(atoms)
 
 

@@ -278,7 +278,13 @@ def _fixed_coordinates(atoms: Atoms) -> tuple[NDArray[np.bool_], set[str]]:
         if oblique or not isinstance(constraint, FixAtoms | FixCartesian | FixScaled):
             others.add(type(constraint).__name__)
             continue
-        fixed[np.asarray(constraint.index)] |= mask
+        try:
+            fixed[np.asarray(constraint.index)] |= mask
+        except IndexError as error:
+            raise ValueError(
+                f"a constraint fixes an atom that does not exist ({error}); expected atoms 0 to "
+                f"{len(atoms) - 1}; correct the constraint"
+            ) from None
     if (fixed.any(axis=1) & ~fixed.all(axis=1)).any():
         others.add("FixCartesian")
     return fixed, others

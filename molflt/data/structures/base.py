@@ -258,7 +258,7 @@ class LoadedStructures(Structures):
         place = len(self._records) + len(self.bad)
         try:
             self._records.append(make())
-        except (ValueError, IndexError) as error:  # such as constraints of missing atoms
+        except ValueError as error:
             if not self.skip_bad:
                 raise ValueError(f"{where}: {error}") from None
             self.bad.append((where, str(error)))
