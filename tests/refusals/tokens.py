@@ -140,6 +140,16 @@ ROWS = [
     Refusal(fasta("MKV\n"), "line 1", "FASTA", "'MKV'"),
     Refusal(split("", "r0\tc\n"), "t.tsv", "each record", "'r1'", Refused),
     Refusal(split("", "r0\tr0\nr0\tr1\n"), "t.tsv: line 2", "swap", "MMseqs2", Refused),
+    Refusal(
+        split("--val_fraction=0.01 --test_fraction=0.01"),
+        "fractions",
+        "records for",
+        "0.01",
+        Refused,
+    ),
+    Refusal(
+        split("--val_fraction=0.6 --test_fraction=0.5"), "val_fraction", "below 1", "0.6", Refused
+    ),
     # idx files
     Refusal(idx_pair(SQUARES[:-1]), "idx3", "768 bytes", "767"),
     Refusal(idx_pair(idx(np.arange(12))), "idx3", "00 00 08 03", "00 00 08 01"),

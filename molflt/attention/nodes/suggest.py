@@ -46,13 +46,15 @@ def suggest_nodes(
         radius: radius of the ball that contains the positions, in units of length.
         width: standard deviation of the narrowest Gaussian of the mask, in units of length.
         widest: standard deviation of the widest Gaussian; by default `width`.
-        tol: largest root-mean-square error of a mask with f(0) = 1; at most half the root mean
-            square of the mask, which excludes narrow masks in a large ball.
+        tol: largest root-mean-square error of a mask with f(0) = 1; at least 1e-6, and at most half
+            the root mean square of the mask, which excludes narrow masks in a large ball.
     """
     widest = width if widest is None else widest
     positive(radius=radius, width=width, widest=widest)
     if widest < width:
         raise ValueError(f"widest must be at least width={width:g}; got {widest:g}")
+    if not tol >= 1e-6:
+        raise ValueError(f"tol must be at least 1e-6; got {tol}")
     ratio = 2 * radius / width
     distance, weight = _ball_pairs(ratio)
     without_nodes = ((-distance.square()).exp() @ weight).sqrt().item()  # root mean square of f

@@ -39,6 +39,11 @@ def split(
         seed: seed of the random split.
     """
     shares = {"val": val_fraction, "test": test_fraction}
+    if sum(shares.values()) >= 1:
+        raise ValueError(
+            "the sum of val_fraction and test_fraction must be below 1; got "
+            f"{val_fraction} and {test_fraction}"
+        )
     records = list(_records(str(src)))
     if clusters is None:
         codes = [record.residues.encode() for record in records]
@@ -46,7 +51,7 @@ def split(
     else:
         groups = _read_clusters(clusters, records)
     shares = {use: share for use, share in shares.items() if share}
-    side = _sides(groups, shares, seed)
+    side = _sides(groups, shares, seed, str(src))
     for use in ("val", "test"):
         if use not in shares and (old := Path(dst) / f"{use}.fasta").exists():
             raise ValueError(
@@ -87,7 +92,9 @@ def _read_clusters(path: Path, records: list[Record]) -> list[bytes]:
     return [found[record.name].encode() for record in records]
 
 
-def _sides(groups: list[bytes], shares: dict[str, float], seed: int) -> dict[bytes, str]:
+def _sides(
+    groups: list[bytes], shares: dict[str, float], seed: int, source: str
+) -> dict[bytes, str]:
     """Assigns each group, in random order, to the first set with enough space, or to training."""
     sizes = Counter(groups)
     names = sorted(sizes)
@@ -99,4 +106,9 @@ def _sides(groups: list[bytes], shares: dict[str, float], seed: int) -> dict[byt
         side[group] = use
         if use in left:
             left[use] -= sizes[group]
+    if missing := {_TRAIN, *shares} - set(side.values()):
+        raise ValueError(
+            f"{source}: expected records for {min(missing)}; got {len(groups)} in {len(sizes)} "
+            f"groups; change the fractions {', '.join(map(str, shares.values()))}"
+        )
     return side
