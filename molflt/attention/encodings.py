@@ -215,6 +215,8 @@ class Kernel(_Multiplied):
             query, key, value = terms[:3]
             pairs = self._sorted_pairs(terms)
             return linear_with_kernel(query, key, value, self.kernel, pairs), None
+        if self.pairs is not None:
+            raise ValueError("causal attention does not support a near field; remove it")
         left, right = (factor.to(terms.value.dtype) for factor in self.kernel)
         query, key = terms.query.kronecker(left), terms.key.kronecker(right)
         return super().mix(terms._replace(query=query, key=key))
@@ -226,6 +228,7 @@ class MeshNodes(_Multiplied):
     Queries and keys are the same tokens; `pairs` contains w, as in `Kernel`.
     """
 
+    decodes = False
     chunked = False
 
     def __init__(self, on_mesh: MeshKernel, pairs: Pairs | None = None) -> None:
@@ -236,6 +239,8 @@ class MeshNodes(_Multiplied):
         return self.on_mesh.dense(queries)
 
     def mix(self, terms: Terms) -> tuple[Sums, State | None]:
+        if terms.causal:
+            raise ValueError("causal attention does not support a mesh; use reciprocal nodes")
         query, key, value = terms[:3]
         return linear_with_mesh(query, key, value, self.on_mesh, self._sorted_pairs(terms)), None
 
@@ -251,6 +256,7 @@ class RaggedKernel(_Multiplied):
     """
 
     supports = (TRITON,)
+    decodes = False
     chunked = False
 
     def __init__(

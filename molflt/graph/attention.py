@@ -110,6 +110,10 @@ class GraphAttention(Redrawn):
                 if a cell is given.
             batch_size: number of graphs; required if the last graphs may be empty.
         """
+        if torch.jit.is_tracing():
+            raise ValueError(
+                "torch.jit.trace keeps the nodes of one batch; use torch.compile or torch.export"
+            )
         tensors(x=x, pos=pos, batch=batch, cell=cell, pbc=pbc)
         if x.ndim != 2 or x.shape[1] != self.dim:
             raise ValueError(f"x must have shape (atoms, {self.dim}); got {tuple(x.shape)}")

@@ -134,7 +134,13 @@ def images_are_far(geometry: Geometry, distance: float) -> Tensor:
 def _numbers(x: Tensor) -> NDArray[Any]:
     """Returns the values of a tensor as an array, even inside `torch.func.grad`."""
     with torch._C._DisableFuncTorch():
-        return torch.func.debug_unwrap(x).detach().cpu().numpy()
+        unwrapped = torch.func.debug_unwrap(x)
+        if unwrapped.shape != x.shape:
+            raise ValueError(
+                "near_field cannot be mapped by torch.func.vmap; got a batch of "
+                f"{unwrapped.shape[0]}; put the structures into one batch instead"
+            )
+        return unwrapped.detach().cpu().numpy()
 
 
 def _float64(x: Tensor) -> _Array:

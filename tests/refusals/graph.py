@@ -139,6 +139,15 @@ def on(axes: torch.Tensor) -> Geometry:
     return Geometry.of(POS, cell=6 * CELL, pbc=axes)
 
 
+def mapped(_: object) -> None:
+    made = GraphAttention(16, 2, **NEAR)
+    torch.func.vmap(lambda pos: made(torch.zeros(6, 16), pos))(POS.expand(3, -1, -1))
+
+
+def traced(_: object) -> None:
+    torch.jit.trace(GraphAttention(16, 2), (torch.zeros(6, 16), POS), check_trace=False)
+
+
 def thin(_: object) -> None:
     neighbor_list(Geometry.of(POS, cell=torch.diag(torch.tensor([1.0, 1.0, 1e9]))), 0.6)
 
@@ -172,6 +181,8 @@ ROWS = [
         for p, axes in (((1,), AXES[0]), ((1, 6), AXES[1]))
     ),
     refused(lambda: Potential(**SMALL)(data(pos=FAR, cell=None, pbc=None)), "Å apart", "at most"),
+    Refusal(mapped, "torch.func.vmap", "", "batch of 3"),
+    Refusal(traced, "torch.jit.trace", "torch.export"),
     Refusal(thin, "graph 0", "units", "one direction"),
     refused(lambda: neighbor_list(Geometry.of(POS)._replace(pos=NAN * POS), 3.0), "pos", "finite"),
     refused(
