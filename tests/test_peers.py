@@ -144,6 +144,14 @@ def test_shares_of_the_training_set_depend_only_on_the_seed(tmp_path: Path) -> N
     assert {int(data.sid) for data in jobs.part_of(whole, 0.5, 4)} != sids[1]
 
 
+@pytest.mark.parametrize(("config", "references"), [("demo", "fit"), ("demo-all", None)])
+def test_peers_subtract_reference_energies_where_ours_does(config: str, references: str) -> None:
+    words = ["--config", str(models.REPOSITORY / f"configs/{config}.yaml")]
+    assert jobs.config_of("painn", words)["task"]["references"] == references
+    words.append("--task.references=none")
+    assert jobs.config_of("painn", words)["task"]["references"] == "none"
+
+
 def test_a_comparison_is_written(tmp_path, monkeypatch, capsys) -> None:
     """Jobs run in this process, for 0.12 seconds each."""
     (tmp_path / "small.yaml").write_text("model:\n  position_head: false\n  radial_basis: 4\n")

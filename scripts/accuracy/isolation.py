@@ -90,8 +90,7 @@ def leak(layer: nn.Module, graphs: list[Graph]) -> float:
     for index in range(len(graphs)):
         own = given["batch"] == index
         total = out[own].square().sum()
-        grads = torch.autograd.grad(total, leaves, retain_graph=True, allow_unused=True)
-        for grad in grads:
+        for grad in torch.autograd.grad(total, leaves, retain_graph=True, allow_unused=True):
             if grad is not None and grad[own].any():
                 worst = max(worst, (grad[~own].abs().max() / grad[own].abs().max()).item())
     return worst

@@ -228,6 +228,8 @@ def config_of(model: str, words: list[str]) -> dict[str, Any]:
     # The first words are --config FILE; options after the file take precedence over it.
     config = options_of([*words[:2], *usual, *words[2:]])
     config["task"]["rotate"] = "none"  # energies of these networks are invariant
+    if config["model"]["readout"] == "adsorbate":  # for which molflt fits references by default
+        config["task"]["references"] = config["task"]["references"] or "fit"
     return config
 
 

@@ -200,8 +200,7 @@ def groups_of(root: Path, dataset: Structures, columns: Sequence[str]) -> list[N
         return []
     rows = {row["sid"]: row for row in read_rows(root / SYSTEMS)}
     own = [rows.get(str(int(record.sid)), {}) for record in dataset]
-    words = (np.array([row[column] for row in own]) for column in columns)
-    return [np.unique(each, return_inverse=True)[1] for each in words]
+    return [np.unique([row[name] for row in own], return_inverse=True)[1] for name in columns]
 
 
 def variance_of_mean(values: _Array, groups: Sequence[NDArray[np.int64]]) -> float:
