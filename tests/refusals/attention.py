@@ -11,6 +11,7 @@ from molflt.attention import (
     Attention,
     Block,
     Decoder,
+    FeatureMap,
     Features,
     Stack,
     convert_weights_,
@@ -127,6 +128,7 @@ ROWS = [
     refused(lambda: layer(position(), mixing="triton"), "mixing='triton'", "linear", "Spectral"),
     refused(lambda: layer(gate=True), "gate=True", "causal=True"),
     refused(lambda: layer(position("gaussian_bias")), "mixing", "softmax", "'linear'"),
+    refused(lambda: FeatureMap(4, 1).project(X), "random=True", "got False", "FeatureMap"),
     # options without effect
     refused(lambda: layer(feature_map="elu", num_features=8), "num_features=8", "no effect", "Elu"),
     refused(lambda: layer(normalize="none", floor=0.1), "floor=0.1", "no effect", "'none'"),

@@ -48,7 +48,7 @@ def data(**change: Any) -> Data:
 # options of GraphAttention, option, expected, got
 LAYERS: list[tuple[dict[str, Any], *Words]] = [
     ({"periodic": "yes"}, "periodic", "reciprocal", "'yes'"),
-    ({"periodic": "reciprocal", "feature_map": "elu"}, "'elu'", "projections", "use one of"),
+    ({"periodic": "reciprocal", "feature_map": "elu"}, "'elu'", "takes_projected", "use one of"),
     ({**MULTIPLIES, "near_field": 0.1}, "near_field", "above 0.2", "0.1"),
     ({"near_exact": True}, "near_exact", "without near_field"),
     (
