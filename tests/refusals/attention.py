@@ -181,6 +181,7 @@ ROWS = [
     # conversion of weights
     refused(lambda: convert_weights_(torch.nn.Linear(3, 3), layer()), "Linear and Attention"),
     refused(converted({"heads": 4}, {}), "scaling", "2 in the target", "heads=4"),
+    refused(converted({}, UNIT), "scaling", "normalize_qk=False", "True in the target"),
     refused(converted({**UNIT, "learn_temperature": True}, UNIT), "learn_temperature=True"),
     # token mixers
     refused(lambda: TOKEN_MIXERS["dense"](DIM, 4)(X), "max_tokens=4", "at most", "5"),
