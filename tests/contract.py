@@ -343,9 +343,11 @@ def check_causality(combination: Combination) -> None:
 def check_decoding(combination: Combination, **options: Any) -> None:
     """Decoding a prompt and then single tokens gives the outputs of the whole sequence."""
     stack, x, r = made(combination, refinements=2, **options)
+    x = torch.cat((x, x.flip(1)))
     state, outs, sizes = None, [], set()
     for part in (slice(0, 5), *(slice(t, t + 1) for t in range(5, x.shape[1]))):
-        places = None if stack.position is None else r[:, part]
+        rows = 1 + part.start % 2  # positions of all sequences, or of each
+        places = None if stack.position is None else r[:, part].expand(rows, -1, -1)
         out, state = stack.decode(x[:, part], places, state)
         outs.append(out)
         if part.start >= 5:

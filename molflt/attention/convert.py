@@ -40,8 +40,8 @@ def _refuse_other_logits(source: nn.Module, target: nn.Module) -> None:
         theirs = modules.get(name)
         if not isinstance(ours, Scaling) or not isinstance(theirs, Scaling):
             continue
-        for option in ("heads", "normalize"):
-            old, new = getattr(theirs, option), getattr(ours, option)
+        for option, own in {"heads": "heads", "normalize_qk": "normalize"}.items():
+            old, new = getattr(theirs, own), getattr(ours, own)
             if old != new:
                 raise ValueError(f"{name}: {option}={old} in the source, {new} in the target")
         if theirs.log_temperature is not None and ours.log_temperature is None:

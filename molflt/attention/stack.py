@@ -292,7 +292,8 @@ class Stack(Positioned):
         past = None if state is None else state.positions
         if self._encoded_for == "softmax" and past is not None and positions is not None:
             # Linear attention needs only the new keys.
-            key_positions = torch.cat((past, positions), dim=1)
+            rows = max(len(past), len(positions))  # 1, or one row for each sequence
+            key_positions = torch.cat([r.expand(rows, -1, -1) for r in (past, positions)], dim=1)
         return self._evaluate(self._encoded_for, x, positions, key_positions), key_positions
 
     @property

@@ -91,7 +91,7 @@ class GraphEncoding(nn.Module):
             _expect_map(feature_map, "estimates_exp", "near_exact=True needs estimates of exp(q.k)")
         self.frequency_projection: FrequencyProjection | None = None
         if self.periodic.lattice and position == "spectral" and not self.softmax:
-            why = "position='spectral' with reciprocal nodes needs a map of random projections"
+            why = "position='spectral' with reciprocal nodes needs a map with takes_projected"
             _expect_map(feature_map, "takes_projected", why)
             sizes = {} if num_features is None else {"num_features": num_features}
             self.frequency_projection = FrequencyProjection(heads, **sizes)

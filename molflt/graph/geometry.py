@@ -142,7 +142,7 @@ def _checked_positions(pos: Tensor | None, atoms: int | None) -> Tensor:
     if pos is None or not is_matrix or (atoms is not None and pos.shape[0] != atoms):
         rows = "atoms" if atoms is None else atoms
         got = None if pos is None else tuple(pos.shape)
-        raise ValueError(f"pos must have shape ({rows}, 3), Å; got {got}; pass positions")
+        raise ValueError(f"pos must have shape ({rows}, 3), Å; got {got}; pass x, y and z")
     pos = at_least_float32(pos)
     if readable(pos):
         in_range = pos.detach().abs() <= FARTHEST  # False for NaN

@@ -62,19 +62,20 @@ def test_gradients_of_single_samples(combination):
     x = torch.cat((x.flip(1), x))
     own = {name: value.detach() for name, value in stack.named_parameters()}
 
-    def loss(parameters, one):
-        places = None if stack.position is None else r
+    def loss(parameters, one, place):
+        places = None if stack.position is None else place[None]
         return functional_call(stack, parameters, (one[None], places)).square().sum()
 
-    single = vmap(grad(loss), in_dims=(None, 0))(own, x)
-    loss(dict(stack.named_parameters()), x[1]).backward()
+    single = vmap(grad(loss), in_dims=(None, 0, 0))(own, x, r.expand(len(x), -1, -1))
+    loss(dict(stack.named_parameters()), x[1], r[0]).backward()
     for name, value in stack.named_parameters():
         expected = torch.zeros_like(value) if value.grad is None else value.grad
         torch.testing.assert_close(single[name][1], expected, rtol=1e-10, atol=1e-10)
 
 
-def test_transforms_of_softmax_with_a_learned_mask():
-    position = make_position("spectral", 2, 4, mixing="softmax", dim=1)
+@pytest.mark.parametrize(("name", "options"), [("spectral", {"dim": 1}), ("toeplitz", {})])
+def test_transforms_of_softmax_with_a_learned_mask(name, options):
+    position = make_position(name, 2, 4, mixing="softmax", **options)
     layer = Attention(8, 2, mixing="softmax", position=position).double()
     x, r = torch.randn(2, 1, 5, 8).double(), torch.randn(2, 1, 5, 1).double()
     single = torch.stack([layer(x[0], r[0]), layer(x[1], r[1])])

@@ -11,6 +11,7 @@ from molflt.attention import (
     Attention,
     Block,
     Decoder,
+    FeatureMap,
     Features,
     Stack,
     convert_weights_,
@@ -127,6 +128,7 @@ ROWS = [
     refused(lambda: layer(position(), mixing="triton"), "mixing='triton'", "linear", "Spectral"),
     refused(lambda: layer(gate=True), "gate=True", "causal=True"),
     refused(lambda: layer(position("gaussian_bias")), "mixing", "softmax", "'linear'"),
+    refused(lambda: FeatureMap(4, 1).project(X), "random=True", "got False", "FeatureMap"),
     # options without effect
     refused(lambda: layer(feature_map="elu", num_features=8), "num_features=8", "no effect", "Elu"),
     refused(lambda: layer(normalize="none", floor=0.1), "floor=0.1", "no effect", "'none'"),
@@ -179,6 +181,7 @@ ROWS = [
     # conversion of weights
     refused(lambda: convert_weights_(torch.nn.Linear(3, 3), layer()), "Linear and Attention"),
     refused(converted({"heads": 4}, {}), "scaling", "2 in the target", "heads=4"),
+    refused(converted({}, UNIT), "scaling", "normalize_qk=False", "True in the target"),
     refused(converted({**UNIT, "learn_temperature": True}, UNIT), "learn_temperature=True"),
     # token mixers
     refused(lambda: TOKEN_MIXERS["dense"](DIM, 4)(X), "max_tokens=4", "at most", "5"),

@@ -48,7 +48,7 @@ def data(**change: Any) -> Data:
 # options of GraphAttention, option, expected, got
 LAYERS: list[tuple[dict[str, Any], *Words]] = [
     ({"periodic": "yes"}, "periodic", "reciprocal", "'yes'"),
-    ({"periodic": "reciprocal", "feature_map": "elu"}, "'elu'", "projections", "use one of"),
+    ({"periodic": "reciprocal", "feature_map": "elu"}, "'elu'", "takes_projected", "use one of"),
     ({**MULTIPLIES, "near_field": 0.1}, "near_field", "above 0.2", "0.1"),
     ({"near_exact": True}, "near_exact", "without near_field"),
     (
@@ -167,7 +167,7 @@ ROWS = [
     *(Refusal(layer(change), *w) for change, *w in LAYER_INPUT),
     *(Refusal(net(data(**change)), *w) for change, *w in DATA),
     *(Refusal(net(given), "Data", "make_record", error=TypeError) for given in NO_DATA),
-    refused(lambda: PBCRadiusGraph(1.0)(Data(pos=ZEROS[:, :2])), "pos", "(atoms, 3)", "(6, 2)"),
+    refused(lambda: PBCRadiusGraph(1.0)(Data(pos=ZEROS[:, :2])), "pos", "x, y and z", "(6, 2)"),
     refused(lambda: EnergyComputation(EnergyRegressor(**SMALL, periodic="images")), "compiled"),
     refused(lambda: EnergyComputation(Potential(**SMALL)), "--compiled", "", "Potential"),
     Refusal(layer({"x": [[1.0, 2.0]]}), "x", "torch.Tensor", "list", TypeError),

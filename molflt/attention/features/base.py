@@ -203,7 +203,8 @@ class FeatureMap(nn.Module):
 
     def project(self, *columns: Columns) -> Tensor:
         """Computes w_s . x: (batch, heads, tokens, dim) -> (batch, heads, tokens, m)."""
-        assert self.projection is not None
+        if self.projection is None:
+            raise ValueError(f"project needs random=True; got False; set it in {type(self)}")
         out: Tensor = self.projection(*(x for x in columns if isinstance(x, Tensor)))
         return sum((x.products for x in columns if isinstance(x, Projected)), out)
 

@@ -59,7 +59,9 @@ def causal_linear(
     """
     tokens, span = value.shape[-2], _CHUNKS_AT_ONCE * _CHUNK
     if state is None:
-        state = _empty_state(key, value)
+        sequences, scales = value.shape[:2], 1 if key.log_scale is None else key.log_scale.shape[-1]
+        log_max = value.new_full((*sequences, scales, 1), _EMPTY)
+        state = State(log_max, value.new_zeros(*sequences, key.width, value.shape[-1] + 1))
     if tokens == 1:
         return _step(query, key, value, log_decay, state)
     if tokens <= span:
@@ -71,12 +73,6 @@ def causal_linear(
         span_sums, state = recomputed(_scan, *part, state)
         sums.append(span_sums)
     return Sums(*(torch.cat(parts, dim=-2) for parts in zip(*sums, strict=True))), state
-
-
-def _empty_state(key: Features, value: Tensor) -> State:
-    sequences, scales = value.shape[:2], 1 if key.log_scale is None else key.log_scale.shape[-1]
-    log_max = value.new_full((*sequences, scales, 1), _EMPTY)
-    return State(log_max, value.new_zeros(*sequences, key.width, value.shape[-1] + 1))
 
 
 def _log_scale(features: Features, value: Tensor) -> Tensor:

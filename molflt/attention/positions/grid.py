@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from molflt.attention.checks import at_least_one, one_of
+from molflt.attention.checks import at_least_one, in_transform, one_of
 from molflt.attention.encodings import Bias, Encoding, Factors, Toeplitz
 from molflt.attention.mixing.toeplitz import METHODS, toeplitz_matmul
 from molflt.attention.numerics import at_least_float32
@@ -76,8 +76,9 @@ class ToeplitzPosition(Position):
     def bias(self, positions: Tensor, key_positions: Tensor) -> Tensor:
         offsets = _offsets(positions, key_positions)
         index = torch.zeros_like(offsets[..., 0])
+        checked = offsets.numel() and not (torch.compiler.is_compiling() or in_transform())
         for offset, n in zip(offsets.unbind(dim=-1), self.shape, strict=True):
-            if not torch.compiler.is_compiling() and offset.numel() and offset.abs().max() >= n:
+            if checked and offset.abs().max() >= n:
                 raise ValueError(
                     f"positions of {type(self).__name__} must differ by at most {n - 1}; got "
                     f"{int(offset.abs().max())}; raise max_tokens or shape"
@@ -249,7 +250,7 @@ def _expect_grid(
     position: Position, positions: Tensor, key_positions: Tensor, width: int | None = None
 ) -> None:
     """Raises ValueError unless tokens are in order on a grid with rows of `width` tokens."""
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or in_transform():
         return
     name = type(position).__name__
     for r in (positions, key_positions):

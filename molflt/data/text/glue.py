@@ -124,7 +124,7 @@ def find_split(root: Path, task: str, split: str) -> Path:
     spec, root = TASKS[task], Path(root)
     usual = () if spec.held_out else _USUAL.get(split, ())
     names = [*spec.files.get(split, ()), *usual]
-    names = [name if "/" in name else f"{task}/{name}" for name in names]
+    names = list(dict.fromkeys(name if "/" in name else f"{task}/{name}" for name in names))
     for name in chain.from_iterable(map(packed_names, names)):
         for path in (root / name, root / name.replace("/", ".", 1)):
             if path.is_file() or (spec.held_out and path.is_dir()):
