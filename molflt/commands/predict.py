@@ -102,7 +102,10 @@ def predict(
             energies.csv joins these files into the file of a single process.
     """
     run, files = _model_and_files(run, file)
-    part = _shard_for(out, shard)
+    if shard is not None and out is None:
+        raise ValueError(f"option --shard {shard}: expected --out FILE; got none")
+    expect_ending(out, *(_TABLES + _STRUCTURE_FILES if shard is None else ENDINGS))
+    part = None if shard is None else Shard.of(shard)
     device = "cpu" if compiled and device == "auto" else device
     model = load(run, device, checkpoint=checkpoint, also=also or (), compiled=compiled)
     if out is not None:
@@ -131,14 +134,6 @@ def predict(
         dataset, out = Part(dataset, indices), part.path(out)
     name = files[0].name if len(files) == 1 else f"{len(files)} files"
     _predict_energies(model, dataset, name, batch_size, force, calibrated, note, out)
-
-
-def _shard_for(out: Path | None, shard: str | None) -> Shard | None:
-    """Parses --shard; raises ValueError if `out` is missing or has an unsupported ending."""
-    if shard is not None and out is None:
-        raise ValueError(f"option --shard {shard}: expected --out FILE; got none")
-    expect_ending(out, *(_TABLES + _STRUCTURE_FILES if shard is None else ENDINGS))
-    return None if shard is None else Shard.of(shard)
 
 
 def _predict_energies(

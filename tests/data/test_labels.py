@@ -4,7 +4,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from ase import Atoms
-from ase.build import fcc111
+from ase.build import bulk, fcc111
 from ase.io import write
 from oc20_files import old_record, record, write_lmdb
 from tiny_run import error_of, inspected, printed, write_splits
@@ -61,6 +61,23 @@ def test_limit_of_adsorption_energies_counts_adsorbates(tmp_path: Path, capsys) 
         data.setup()
     kept = np.concatenate([part.y_relaxed for part in data.datasets.values()])
     assert sorted(kept) == [-40, -2.2, -2.1, -2]
+
+
+def test_formation_energies_of_crystals_have_no_limit(tmp_path: Path) -> None:
+    """Of the same atoms, the crystal is accepted, and the slab without tags is rejected."""
+    frames = [bulk("MgO", "rocksalt", 4.2, cubic=True).repeat(n) for n in (1, 1, 1, 2)]
+    for number, crystal in enumerate(frames):
+        crystal.rattle(0.01, seed=number)
+        crystal.info["y_relaxed"] = -0.7 * len(crystal)
+    frames[1].info["y_relaxed"] = -4.0
+    write(source := tmp_path / "oxides.extxyz", frames)
+    data = IS2REData(source, val_fraction=0.25)
+    data.setup()
+    assert sum(map(len, data.datasets.values())) == 4
+    frames[3].center(vacuum=8.0, axis=2)
+    write(source, frames)
+    with pytest.raises(ValueError, match="-44.800 eV; expected at most 20 eV"):
+        IS2REData(source, val_fraction=0.25).setup()
 
 
 ENERGIES = [-1.0, -2.0, 514.25, None, 0.5, 1.5]

@@ -155,7 +155,7 @@ def _loads(path: Path, kind: str) -> _Loads:
     if not path.stat().st_size:
         raise ValueError("the file is empty; expected structures; download or copy the file again")
     if kind in _DATABASES.values():
-        yield from _rows_of_lmdb(path) if kind == "aselmdb" else _rows(path, kind)
+        yield from _rows(path, kind)
         return
     ase_io = ioformats[kind]
     if path != without_packing(path) and not ase_io.acceptsfd:
@@ -189,6 +189,11 @@ def _loads(path: Path, kind: str) -> _Loads:
 def _rows(path: Path, kind: str) -> _Loads:
     import ase.db
 
+    if kind == "aselmdb":
+        file = LmdbFile(path)
+        for number in sorted(int(key) for key in file if key.isdigit()):
+            yield number, partial(_row_of_lmdb, file, number)
+        return
     if kind == "db":  # ASE would create missing tables
         source = f"{path.absolute().as_uri()}?mode=ro"
         with closing(sqlite3.connect(source, uri=True)) as tables:
@@ -196,12 +201,6 @@ def _rows(path: Path, kind: str) -> _Loads:
     with ase.db.connect(str(path), type=kind, use_lock_file=False) as database:
         for row in database.select():
             yield row.id, partial(_of_row, row)
-
-
-def _rows_of_lmdb(path: Path) -> _Loads:
-    file = LmdbFile(path)
-    for number in sorted(int(key) for key in file if key.isdigit()):
-        yield number, partial(_row_of_lmdb, file, number)
 
 
 def _row_of_lmdb(file: LmdbFile, number: int) -> Atoms:

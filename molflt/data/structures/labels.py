@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from molflt.atoms import MAX_ATOMIC_NUMBER, Tag, symbol
 from molflt.data.structures.base import Structures, with_bar
 from molflt.data.structures.molecules import adsorbates
+from molflt.data.structures.tags import has_vacuum
 from molflt.files import shown
 
 if TYPE_CHECKING:
@@ -76,10 +77,12 @@ def most_adsorption(record: Data) -> float:
     """Returns the largest plausible magnitude of an adsorption energy: 20 eV per adsorbate.
 
     To save time, adsorbates are counted only if necessary. The result is 20 eV for smaller and
-    unknown energies, and 20 eV per adsorbate atom for energies above this bound.
+    unknown energies, infinite for untagged crystals, and 20 eV per adsorbate atom above that.
     """
     if not abs(float(record.y_relaxed)) > MOST_ADSORPTION:  # also for NaN
         return MOST_ADSORPTION
+    if not record.tags.any() and not has_vacuum(record):
+        return float("inf")
     upper_bound = MOST_ADSORPTION * max(1, int((record.tags == Tag.ADSORBATE).sum()))
     if abs(float(record.y_relaxed)) > upper_bound:
         return upper_bound

@@ -43,7 +43,8 @@ def source_of(path: Path) -> type[Structures]:
     known = "; ".join(f"{kind} ({', '.join(s.suffixes[:6])})" for kind, s in SOURCES.items())
     raise ValueError(
         f"{path}: unknown ending {path.suffix!r}; expected one of {known}, POSCAR, OUTCAR; convert "
-        f"it with {shlex.join(['ase', 'convert', str(path), str(path.with_suffix('.extxyz'))])}; "
+        f"it with {shlex.join(['ase', 'convert', str(path), str(path.with_suffix('.extxyz'))])}, "
+        "and check its elements, because ASE reads atom types 1 and 2 of LAMMPS as H and He; "
         "formats that can carry code, such as .pkl and .py, are not supported"
     )
 
@@ -188,7 +189,9 @@ def _print_others(folder: Path, count: int, others: Sequence[str]) -> None:
 def _scan(path: Path) -> tuple[list[Path], list[str]]:
     """Returns the structure files and shard folders at or below a path, and the other names."""
     if not path.is_dir():
-        return ([path] if _is_structures(path) else []), []
+        is_settings = path.suffix.lower() == ".json" and path.stem not in SPLITS_IN_ORDER
+        taken = not is_settings and any(source.takes(path) for source in SOURCES.values())
+        return ([path] if taken else []), []
     if is_shards(path):
         return [path], []
     found, others = _children(path)
@@ -209,11 +212,6 @@ def _part_of_calculation(path: Path) -> str | None:
     if path.is_dir() or not (ase_format(path) or "").startswith("vasp"):
         return None
     return next((part for part in _VASP if part in path.name.lower()), None)
-
-
-def _is_structures(path: Path) -> bool:
-    is_settings = path.suffix.lower() == ".json" and path.stem not in SPLITS_IN_ORDER
-    return not is_settings and any(source.takes(path) for source in SOURCES.values())
 
 
 def is_shards(folder: Path) -> bool:

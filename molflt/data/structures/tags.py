@@ -89,6 +89,11 @@ def guess_tags(record: Data, share: tuple[float, float] | None = None) -> Guess:
     return Guess(tags, atoms.described(tags))
 
 
+def has_vacuum(record: Data) -> bool:
+    """Returns False for crystals, which have neither an open axis nor a wide gap."""
+    return bool(_Atoms(record, bonds=False).open_axes)
+
+
 class _Atoms:
     """Structure with its axes of vacuum and, for a slab, heights and pairs (i, j) in contact."""
 
