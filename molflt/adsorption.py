@@ -271,16 +271,16 @@ def _upright(points: _Array, up: _Array, first: _Array | None = None) -> _Array:
 
 def _prepared(slab: Atoms, name: str) -> Atoms:
     """Returns a slab in one piece, periodic along all axes, with fixed atoms; checks the slab."""
-    whole, vacuum = slab.copy(), 0.0
-    if slab.cell.rank == 3 and slab.pbc[:2].all():
-        vacuum, lowest = _gap(slab, axis=2)
-        turns = np.floor(slab.get_scaled_positions(wrap=False)[:, 2] - lowest + 1e-6)
-        whole.positions -= turns[:, None] * slab.cell.array[2]
+    is_slab = slab.cell.rank == 3 and slab.pbc[:2].all()
+    vacuum, lowest = _gap(slab, axis=2) if is_slab else (0.0, 0.0)
     if vacuum < MIN_VACUUM:
         raise ValueError(
             f"{name}: not a slab; expected periodic axes 1 and 2, and at least {MIN_VACUUM} Å of "
             "vacuum along axis 3; cut a facet, or add vacuum"
         )
+    turns = np.floor(slab.get_scaled_positions(wrap=False)[:, 2] - lowest + 1e-6)
+    whole = slab.copy()
+    whole.positions -= turns[:, None] * slab.cell.array[2]
     whole.pbc = True
     heights, fixed = whole.positions @ Tiles(whole).up, ase_fields.fixed_atoms(whole)
     if not fixed.any():
@@ -291,9 +291,11 @@ def _prepared(slab: Atoms, name: str) -> Atoms:
             f"{name}: expected free atoms on the side to which the third cell vector "
             "points, where molecules are placed; got fixed atoms there; turn the slab over"
         )
-    tags, layers = whole.get_tags(), tags_look_like(whole) == "ase"
-    extreme, adsorbate = (tags.min(), 0) if layers else (tags.max(), int(Tag.ADSORBATE))
-    if extreme == adsorbate:  # higher tags than 2 are layers
+    if tags_look_like(whole) == "ase":
+        adsorbate, found = 0, whole.get_tags().min()
+    else:  # higher tags than that of adsorbates are layers
+        adsorbate, found = int(Tag.ADSORBATE), whole.get_tags().max()
+    if found == adsorbate:
         raise ValueError(
             f"{name}: expected a clean slab; got atoms with tag {adsorbate} "
             "(adsorbate); remove these atoms, or their tags if they belong to the slab"

@@ -134,28 +134,37 @@ def normalized(words: Sequence[str], parser: ArgumentParser) -> list[str]:
             raise ValueError(f"unexpected {shown(word)[1:-1]}; {_meant(word, remaining, out)}")
         if _is_value(word) or word == "-h":
             out.append(word)
-            continue
-        typed, equals, value = word.partition("=")
-        plus = "+" if typed.endswith("+") else ""  # appends to a list
-        name = typed.removesuffix("+").replace("-", "_").replace("__", "--", 1)
-        positive = name.replace("--no_", "--", 1)
-        group = options.get(name.rpartition(".")[0])  # for model.position_options.num_nodes
-        if name not in options and not equals and _is_flag(options.get(positive)):
-            out.append(f"{positive}=false")
-        elif name not in options and (group is None or dict not in _kinds_of(group)):
-            hint, (part, _, last) = did_you_mean(name, list(options)), name.partition(".")
-            if part == "--model" and f"--{last}" in options_of(_position_parser()):
-                hint = f"; did you mean --{_POSITION}.{last}?"
-            raise ValueError(
-                f"unknown option {shown(typed)[1:-1]}{hint}; see `{parser.prog} --help`"
-            )
-        elif equals:
-            if name in options and tuple in _kinds_of(options[name]):
-                value = f"[{value.strip('[]')}]"  # --betas=0.9,0.99
-            out.append(f"{name}{plus}={value}")
         else:
-            out += _with_values(typed, f"{name}{plus}", options.get(name), remaining)
+            out += _rewritten(word, remaining, parser)
     return out
+
+
+def _rewritten(word: str, remaining: list[str], parser: ArgumentParser) -> list[str]:
+    """Rewrites one option; its values, if they are further words, are removed from `remaining`."""
+    options, (typed, equals, value) = options_of(parser), word.partition("=")
+    plus = "+" if typed.endswith("+") else ""  # appends to a list
+    name = typed.removesuffix("+").replace("-", "_").replace("__", "--", 1)
+    if name not in options:
+        positive, group = name.replace("--no_", "--", 1), options.get(name.rpartition(".")[0])
+        if not equals and _is_flag(options.get(positive)):
+            return [f"{positive}=false"]
+        if group is None or dict not in _kinds_of(group):  # unlike model.position_options
+            hint = f"{_similar(name, options)}; see `{parser.prog} --help`"
+            raise ValueError(f"unknown option {shown(typed)[1:-1]}{hint}")
+    action = options.get(name)
+    if not equals:
+        return _with_values(typed, f"{name}{plus}", action, remaining)
+    if action is not None and tuple in _kinds_of(action):
+        value = f"[{value.strip('[]')}]"  # --betas=0.9,0.99
+    return [f"{name}{plus}={value}"]
+
+
+def _similar(name: str, options: Mapping[str, Action]) -> str:
+    """Returns the result of `did_you_mean` for an option, which may be one of `_POSITION`."""
+    part, _, last = name.partition(".")
+    if part == "--model" and f"--{last}" in options_of(_position_parser()):
+        return f"; did you mean --{_POSITION}.{last}?"
+    return did_you_mean(name, list(options))
 
 
 def _meant(word: str, remaining: Sequence[str], out: Sequence[str]) -> str:

@@ -55,6 +55,10 @@ class EvaluationData:
         reading: further options for reading files.
 
     Attributes:
+        data: the data set to evaluate.
+        own: the training data of the run.
+        is_whole: True for a single file that is not the data of the run.
+        splits: names of the splits to evaluate.
         absent: message about missing default splits, or an empty string.
     """
 
@@ -75,64 +79,29 @@ class EvaluationData:
                 f"{self.own.root}: no such folder or file; expected the data.root of {run}; run "
                 "the command in the folder where the run was trained, or pass --data"
             )
-        reading["energy_key"] = energy_key
-        changed = {name: value for name, value in reading.items() if value != AS_TRAINED}
+        options = {"energy_key": energy_key, **reading}
+        changed = {name: value for name, value in options.items() if value != AS_TRAINED}
         new_reading = self.own.reading._replace(**changed)
         if new_reading.tags == "guess" and (domain := self.domain()) is not None:
             new_reading = new_reading._replace(surface=domain.surface)
-        self.data = self.own._replace(reading=new_reading)
+        path = self.own.root if data is None else Path(data)
+        own = _own_data(self.own, path)
+        other = self.own._replace(root=path, val_fraction=None)
+        self.data = (other if own is None else own)._replace(reading=new_reading)
         self._own_skip_bad = skip_bad or bool(config["data"].get("skip_bad"))
-        self.skip_bad = self._own_skip_bad
-        self.absent = ""
-        self.stem: str | None = None  # name of a single file that is not the data of the run
-        if data is not None and not self._uses_own(Path(data)):
-            self.skip_bad = skip_bad
-            self.data = self.data._replace(root=Path(data), val_fraction=None)
-            if self.data.is_one:
-                self.stem = self.data.root.stem
-        self.splits = self._select(splits)
-
-    def _uses_own(self, data: Path) -> bool:
-        """Returns True if `data` is the data of the run; uses the new path of a moved file."""
-        root = self.own.root
-        if exists(root) or not exists(data):
-            return is_same(root, data)
-        if data.name != root.name or not self.own._replace(root=data).is_one:
-            return False
-        warn(
-            f"{data}: assumed to be the training data {root}, which no longer exist; only its "
-            f"{self.own.val} part is evaluated"
-        )
-        self.data = self.data._replace(root=data)
-        return True
-
-    def _select(self, splits: Sequence[str] | None) -> list[str]:
-        """Returns the splits to evaluate; sets `absent` if usual splits are missing."""
-        if self.stem is not None:
-            if splits and list(splits) != [self.stem]:
-                raise ValueError(
-                    f"{self.data.root}: a single file has no splits; got --splits "
-                    f"{' '.join(splits)}; omit --splits, or specify a folder with --data"
-                )
-            return [self.stem]
-        if splits:
-            return list(dict.fromkeys(splits))
-        if self.data.is_one:
-            return [self.data.val]
-        usual = list(dict.fromkeys([*VAL_SPLITS, self.data.val]))
-        existing = [split for split in usual if self.data.has(split)]
-        if not existing:
-            self.data.open(usual[:1])  # raises an error that lists the splits that exist
-        missing = ", ".join(split for split in VAL_SPLITS if split not in existing)
-        self.absent = f"missing splits: {missing}" if missing and len(existing) > 1 else ""
-        return existing
+        self.skip_bad = skip_bad if own is None else self._own_skip_bad
+        self.is_whole = own is None and self.data.is_one
+        self.splits = _splits_of(self.data, self.is_whole, splits or [])
+        missing = [split for split in VAL_SPLITS if split not in self.splits]
+        by_default = not splits and len(self.splits) > 1
+        self.absent = f"missing splits: {', '.join(missing)}" if by_default and missing else ""
 
     def open(self, model: nn.Module, domain: Domain | None = None) -> dict[str, Structures]:
         """Opens and returns splits, and warns about skipped structures; see `check_structures`."""
         runs = model.data if isinstance(model, EnsembleRegressor) else {self.run: self.own}
         self._expect_same_unseen(runs)
-        if self.stem is not None:
-            opened = {self.stem: self.data.whole(self.skip_bad)}
+        if self.is_whole:
+            opened = {split: self.data.whole(self.skip_bad) for split in self.splits}
         else:
             if self.data.is_one:
                 for run, trained_on in runs.items():
@@ -147,7 +116,7 @@ class EvaluationData:
                 run
                 for run, data in runs.items()
                 if is_within(self.data.root, data.root)
-                and ((data.is_one and self.stem is not None) or data.train == split)
+                and ((data.is_one and self.is_whole) or data.train == split)
             ]
             if 0 < len(trained) < len(runs):
                 raise ValueError(
@@ -199,7 +168,7 @@ class EvaluationData:
             expected = key or "y_relaxed or energy"
             return None, f"no baseline, because training used energies other than {expected}"
         try:
-            if self.stem is not None and source is self.data:
+            if self.is_whole and source is self.data:
                 raise FileNotFoundError(f"{self.own.root}: no such folder or file")
             dataset = source.open([source.train], self._own_skip_bad)[source.train]
         except FileNotFoundError as error:
@@ -215,3 +184,37 @@ class EvaluationData:
                 return None, f"no baseline, because {path} has no {baseline_key}"
         median = float(np.nanmedian(energies))
         return median, f"baseline: {offset}{median:.4f} eV, the median of the {kind} in {path}"
+
+
+def _own_data(own: DataSet, path: Path) -> DataSet | None:
+    """Returns the data of a run, which may have moved, if `path` leads to them; otherwise None."""
+    if exists(own.root) or not exists(path):
+        return own if is_same(own.root, path) else None
+    moved = own._replace(root=path)
+    if path.name != own.root.name or not moved.is_one:
+        return None
+    warn(
+        f"{path}: assumed to be the training data {own.root}, which no longer exist; only its "
+        f"{own.val} part is evaluated"
+    )
+    return moved
+
+
+def _splits_of(data: DataSet, is_whole: bool, chosen: Sequence[str]) -> list[str]:
+    """Returns the splits to evaluate, by default all validation splits that exist."""
+    if is_whole:
+        if chosen and list(chosen) != [data.root.stem]:
+            raise ValueError(
+                f"{data.root}: a single file has no splits; got --splits {' '.join(chosen)}; omit "
+                "--splits, or specify a folder with --data"
+            )
+        return [data.root.stem]
+    if chosen:
+        return list(dict.fromkeys(chosen))
+    if data.is_one:
+        return [data.val]
+    usual = list(dict.fromkeys([*VAL_SPLITS, data.val]))
+    existing = [split for split in usual if data.has(split)]
+    if not existing:
+        data.open(usual[:1])  # raises an error that lists the splits that exist
+    return existing

@@ -17,7 +17,7 @@ from torch import nn
 
 from molflt.atoms import MAX_ATOMIC_NUMBER
 from molflt.attention.checks import one_of, whole
-from molflt.data.structures.ase_fields import total_charge, unused_fields, unused_warning
+from molflt.data.structures.ase_fields import total_charge, unused_fields, unused_text
 from molflt.data.structures.overlaps import atoms_coincide, overlaps_of
 from molflt.data.structures.records import origin_of
 from molflt.evaluation.predictions import refuse_undescribed, warn_of_elements
@@ -167,7 +167,7 @@ class Calculator(AseCalculator):
         unused = unused_fields(atoms.copy())  # without own results
         if not self._warned_fields.issuperset(unused):
             self._warned_fields.update(unused)
-            warn(unused_warning(atoms.get_chemical_formula(), unused))
+            warn(f"{atoms.get_chemical_formula()}: {unused_text(unused)}")
 
     def _warn_of_elements(self, present: set[int], name: str) -> None:
         if new := present - self._warned_elements:

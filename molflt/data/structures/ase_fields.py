@@ -1,19 +1,19 @@
-"""Conversion of ASE structures to records: checks, labels, tags, charge, and unused fields."""
+"""Conversion of ASE structures to records: checks, constraints, charge, and unused fields."""
 
 from __future__ import annotations
 
 import re
-import shlex
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
-from numbers import Integral, Real
-from typing import TYPE_CHECKING, Any, get_args
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from molflt.data.structures.ase_labels import Entries, LabelReader
 from molflt.data.structures.base import AS_IT_IS, AnyTags, Reading
 from molflt.data.structures.records import make_record
 from molflt.data.structures.tags import layers_as_tags, tags_look_like
@@ -25,13 +25,6 @@ if TYPE_CHECKING:
 
 _NEAR_ONE = 1e-3  # tolerance of occupancies
 _DENSEST = 1.0  # Å^3 per atom; metallic hydrogen at 500 GPa has 1.3
-_KINDS = {  # patterns for the names of labels, by kind
-    "energy": re.compile("energ|etot|^e([_-]|$)", re.IGNORECASE),
-    "forces": re.compile("force|gradient|^f$", re.IGNORECASE),
-    "stress": re.compile("stress|virial", re.IGNORECASE),
-}
-_ALSO_ENERGIES = re.compile("^y_|dft|pbe|beef", re.IGNORECASE)  # if --energy_key names them
-_MOST_KEYS = 12  # maximum number of names in a message
 # Arrays that .traj files store
 _IN_TRAJ = {
     "numbers", "positions", "tags", "momenta", "masses", "initial_magmoms", "initial_charges",
@@ -48,330 +41,102 @@ _PREDICTED = (
     "spread_eV", "uncertainty_eV", "by_adsorbate_eV", "outside", "molflt_index", "molflt_file",
     "molflt_shard",
 )  # fmt: skip
-_Entries = Mapping[str, Any]
+
+
+class _Facts(NamedTuple):
+    """Facts about one structure, for warnings about its source."""
+
+    unused: tuple[str, ...]  # names of spins, moments and fields
+    ignored: frozenset[str]  # kinds of constraints
+    has_other_tags: bool  # tags look like those of another convention
+    system: int  # hash of the elements and the cell, which steps of a relaxation share
 
 
 class Converter:
-    """Converts the structures of one source and records which entries are not used.
-
-    A label is read from one entry in the whole source, the first that occurs. Otherwise, energies
-    of two levels of theory, or with two references, could be mixed.
-    """
+    """Converts the structures of one source to records, and warns about what is not used."""
 
     def __init__(self, reading: Reading = AS_IT_IS) -> None:
         if reading.tags not in get_args(AnyTags):
             known = ", ".join(get_args(AnyTags))
             raise ValueError(f"tags={reading.tags!r} is unknown; expected one of {known}")
-        self.reading, key = reading, reading.energy_key
-        is_energy = not key or _kind(key) == "energy" or _ALSO_ENERGIES.search(key)
-        self.quantity = "" if key is None or is_energy else key
-        self._keys = {  # names of entries that are set by options, by label
-            "y_relaxed": key,
-            "energy": key,
-            "forces": reading.forces_key,
-            "stress": reading.stress_key,
-        }
-        self._used: dict[str, str] = {}  # name of the entry that is read, by label
-        self._others: dict[str, None] = {}  # names in structures without the energy in use
-        self._present: dict[str, None] = {}  # names of all labels in the file
-        self._numbers: dict[str, None] = {}  # names of other numbers, which may be energies
-        self._fields: dict[str, None] = {}  # names of unused spins, moments and fields
-        self._ignored: Counter[str] = Counter()  # structures with ignored constraints, by kind
-        self._count = self._other_tags = 0  # structures, and those with tags of other conventions
-        self._steps, self._last = 0, b""  # structures with the elements and cell of the last one
+        self.reading = reading
+        self.labels = LabelReader(reading)
+        self._facts: list[_Facts] = []  # of each converted structure
 
     def record(self, atoms: Atoms | ValueError, number: int = 0) -> Data:
         """Converts a structure with the default sid `number`; if given an error, raises it."""
         if isinstance(atoms, ValueError):  # the file has a structure that cannot be read
             raise atoms
         check_fields(atoms)
-        info = _entries(atoms)
-        relaxed = atoms.arrays.get("pos_relaxed", info.get("pos_relaxed"))  # data of a database
-        labels = self._labels(atoms, info) | {"y_init": info.get("y_init")}
-        labels["y_baseline"] = info.get(self.reading.baseline_key or "y_baseline")
-        if relaxed is not None:  # the energy refers to the relaxed positions
-            labels.pop("energy", None)
-        if self.reading.for_prediction:
-            names = ("y_init", "y_relaxed", "y_baseline")
-            labels = {name: _if_finite(labels.get(name)) for name in names}
-        original_tags = tags = atoms.get_tags() if atoms.has("tags") else None
-        if self.reading.tags == "any":
-            tags = None
-        elif self.reading.tags == "ase" and tags is not None:
-            tags = layers_as_tags(tags)
+        entries, convention = Entries.of(atoms), self.reading.tags
+        is_number = text_sid(entries.info) is None
+        labels = self.labels.read(entries, atoms.cell.volume)
+        tags = layers_as_tags(atoms.get_tags()) if convention == "ase" else atoms.get_tags()
+        fixed, ignored = constraints_of(atoms)
         try:
             record = make_record(
                 pos=atoms.positions,
                 atomic_numbers=atoms.numbers,
                 cell=atoms.cell.array,
                 pbc=atoms.pbc,
-                tags=tags,
-                fixed=fixed_atoms(atoms),
-                sid=info.get("sid", number) if text_sid(info) is None else number,
-                pos_relaxed=relaxed,
-                charge=total_charge(atoms),
+                tags=None if convention == "any" else tags,
+                fixed=fixed,
+                sid=entries.info.get("sid", number) if is_number else number,
+                charge=charge_in(entries.info),
                 **labels,
             )
         except ValueError as error:
-            name = self._used.get("y_relaxed", "y_relaxed")  # in the file
+            name = self.labels.used.get("y_relaxed", "y_relaxed")  # in the file
             raise ValueError(str(error).replace(": y_relaxed ", f": {name} ")) from None
-        if original_tags is not None and tags is None:  # not checked, but written to outputs
-            record.tags = torch.as_tensor(original_tags, dtype=torch.long)
-        self._count_unused(atoms)
+        if convention == "any":  # not checked, but written to outputs
+            record.tags = torch.as_tensor(tags, dtype=torch.long)
+        other_tags = convention != "any" and tags_look_like(atoms) not in (None, convention)
+        system = hash(atoms.numbers.tobytes() + atoms.cell.array.tobytes())
+        facts = _Facts(tuple(unused_in(entries)), frozenset(ignored), other_tags, system)
+        self._facts.append(facts)
         return record
-
-    def _labels(self, atoms: Atoms, info: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the labels of a structure, and records the names of all entries."""
-        results = getattr(atoms.calc, "results", None) or {}
-        self._record_names(info, atoms.arrays, results)
-        labels: dict[str, Any] = {}
-        for label, key in self._keys.items():
-            entries = {**(atoms.arrays if label == "forces" else info), **results}
-            defaults = [label, "energy" if label == "y_relaxed" else f"REF_{label}"]
-            names = defaults if key is None else [key]
-            names = [name for name in names if _is_given(entries.get(name), label)]
-            if label == "y_relaxed":
-                del names[1:]  # energy may be of another state
-            if not names:
-                continue
-            name = self._used.setdefault(label, names[0])
-            if name in names:
-                labels[label] = entries[name]
-            elif label == "y_relaxed":
-                self._others |= dict.fromkeys(names)
-        name = self._used.get("stress", "").lower()
-        if "stress" in labels and "virial" in name and "stress" not in name:
-            volume = atoms.cell.volume  # 0 for molecules without a cell, which have no stress
-            labels["stress"] = -np.asarray(labels["stress"]) / volume if volume else None
-        return labels
-
-    def _record_names(self, info: _Entries, arrays: _Entries, results: _Entries) -> None:
-        for name, value in info.items():
-            if isinstance(value, Real) and not isinstance(value, Integral):
-                self._numbers[name] = None
-        named = [name for name in [*info, *arrays] if not isinstance(info.get(name), bool)]
-        names = dict.fromkeys([*results, *filter(_kind, named)])
-        if results.get("free_energy") == results.get("energy"):
-            names.pop("free_energy", None)
-        if "energy" in results:
-            names.pop("energies", None)  # of the atoms
-        self._present |= names
-
-    def _count_unused(self, atoms: Atoms) -> None:
-        self._fields |= dict.fromkeys(unused_fields(atoms))
-        self._count += 1
-        tags = self.reading.tags
-        if tags != "any" and tags_look_like(atoms) not in (None, tags):
-            self._other_tags += 1
-        elements_and_cell = atoms.numbers.tobytes() + atoms.cell.array.tobytes()
-        if elements_and_cell == self._last:
-            self._steps += 1
-        self._last = elements_and_cell
-        self._ignored.update(_fixed_coordinates(atoms)[1])
-
-    def check(self, name: str) -> None:
-        """Raises ValueError if no structure of file `name` has the entry that an option names."""
-        for label, key in self._keys.items():
-            if key is None or key in self._used.values():
-                continue
-            option = "energy" if label == "y_relaxed" else label
-            names = {*self._energies, *self._numbers} if option == "energy" else {*self._present}
-            raise ValueError(
-                f"{name}: no structure has the {option}_key {shown(key)}; expected one of "
-                f"{_listed(sorted(names)) or 'no entries'}, or null for the default"
-            )
 
     def warn(self, name: str) -> None:
         """Prints warnings about the structures; `name` is the name of their file."""
-        reading, count = self.reading, self._count
-        if 2 * self._other_tags > count:
+        for text in self._warnings():
+            warn(f"{name}: {text}")
+
+    def _warnings(self) -> Iterator[str]:
+        reading, used, facts, count = self.reading, self.labels.used, self._facts, len(self._facts)
+        others = sum(structure.has_other_tags for structure in facts)
+        if 2 * others > count:
             text = (
                 "look like the layer numbers of ase.build; to read them as such, set --tags ase "
                 "(--data.tags ase when training, tags='ase' in Python)"
                 if reading.tags == "oc20"
                 else "were read as layer numbers, but look like OC20's (0 below 1, 2 above it)"
             )
-            warn(f"{name}: tags of {self._other_tags} of {count} structures {text}")
-        of_steps = reading.energy_key is None and self._used.get("y_relaxed") == "energy"
+            yield f"tags of {others} of {count} structures {text}"
+        steps = sum(a.system == b.system for a, b in pairwise(facts))
+        of_steps = reading.energy_key is None and used.get("y_relaxed") == "energy"
         for_energies = reading.tags != "any" and not reading.for_prediction
-        if of_steps and for_energies and "forces" in self._used and 2 * self._steps > count:
-            warn(
-                f"{name}: frames with forces look like steps of relaxations or dynamics; set "
-                "--recipe potential, or keep the first frame of each relaxation and set y_relaxed"
+        if of_steps and for_energies and "forces" in used and 2 * steps > count:
+            yield (
+                "frames with forces look like steps of relaxations or dynamics; set --recipe "
+                "potential, or keep the first frame of each relaxation and set y_relaxed"
             )
-        if self._ignored and not reading.keep_atoms:
-            kinds = ", ".join(f"{kind} in {n}" for kind, n in sorted(self._ignored.items()))
-            warn(
-                f"{name}: constraints other than fixed atoms are ignored: {kinds} structures; the "
-                "atoms are treated as free"
+        ignored = Counter(kind for structure in facts for kind in structure.ignored)
+        if ignored and not reading.keep_atoms:
+            kinds = ", ".join(f"{kind} in {n}" for kind, n in sorted(ignored.items()))
+            yield (
+                f"constraints other than fixed atoms are ignored: {kinds} structures; the atoms "
+                "are treated as free"
             )
-        reads_stress = self._used.get("stress") == "stress" and not reading.for_prediction
-        used = {self._used.get("energy"), self._used.get("forces")}
-        has_both = {"energy", "forces"} <= self._present.keys()
-        if reads_stress and has_both and not used & {"energy", "free_energy", "forces", None}:
-            warn(
-                f"{name}: stress belongs to energy and forces, which are not used; name the stress "
-                "with --data.stress_key, or set --task.stress_weight 0"
+        reads_stress = used.get("stress") == "stress" and not reading.for_prediction
+        labels = {used.get("energy"), used.get("forces")}
+        has_both = {"energy", "forces"} <= self.labels.names.keys()
+        if reads_stress and has_both and not labels & {"energy", "free_energy", "forces", None}:
+            yield (
+                "stress belongs to energy and forces, which are not used; name the stress with "
+                "--data.stress_key, or set --task.stress_weight 0"
             )
-        if self._fields:
-            warn(unused_warning(name, [*self._fields]))
-
-    @property
-    def labels(self) -> dict[str, str | None]:
-        """Fields of records, keyed by the names of labels in the file; None for unread labels."""
-        # if one entry is read as two labels, the label that was read first counts
-        fields = {name: label for label, name in reversed(self._used.items())}
-        read = {"y_init", self.reading.baseline_key}
-        return {name: fields.get(name) for name in self._present if name not in read}
-
-    @property
-    def hint(self) -> str:
-        """Advice about missing energies."""
-        candidates = self._energies or list(self._numbers)
-        if (used := self._used.get("y_relaxed")) and self._others:
-            return (
-                f"the first structures have {used}, others only {_listed(self._others)}; choose "
-                "one with --energy_key (--data.energy_key when training)"
-            )
-        if used or not candidates:
-            return ""
-        return (
-            f"choose the energy with --energy_key {shlex.quote(candidates[0])} (--data.energy_key "
-            f"{shlex.quote(candidates[0])} when training); the file has {_listed(candidates)}"
-        )
-
-    @property
-    def _energies(self) -> list[str]:
-        return [name for name in self._present if _kind(name) == "energy"]
-
-
-def named_options(names: Iterable[str], kind: str) -> str:
-    """Describes the options that select entries whose names suggest `kind`, such as "forces"."""
-    keys = [_brief(name) for name in names if _kind(name) == kind]
-    return "; ".join(
-        f"forces are minus {key}; store them under another name"
-        if "gradient" in key.lower()
-        else f"--data.{kind}_key {shlex.quote(key)} reads {key}"
-        for key in keys[:_MOST_KEYS]
-    )
-
-
-def text_sid(entries: _Entries | Data) -> str | None:
-    """Returns the sid among named values if the sid is non-numeric text; otherwise None."""
-    sid = entries.get("sid")
-    return sid if isinstance(sid, str) and not re.fullmatch(r"\s*[+-]?[0-9]+\s*", sid) else None
-
-
-def fixed_atoms(atoms: Atoms) -> NDArray[np.bool_]:
-    """Returns a mask (N,) of atoms that are fixed in all three directions."""
-    return np.logical_and.reduce(_fixed_coordinates(atoms)[0], axis=1)
-
-
-def _fixed_coordinates(atoms: Atoms) -> tuple[NDArray[np.bool_], set[str]]:
-    """Returns a mask (N, 3) of fixed coordinates, and the kinds of other constraints."""
-    from ase.constraints import FixAtoms, FixCartesian, FixScaled
-
-    fixed, others = np.zeros((len(atoms), 3), dtype=bool), set()
-    for constraint in atoms.constraints:
-        mask = np.asarray(getattr(constraint, "mask", True))
-        oblique = isinstance(constraint, FixScaled) and mask.any() and not mask.all()
-        if oblique or not isinstance(constraint, FixAtoms | FixCartesian | FixScaled):
-            others.add(type(constraint).__name__)
-            continue
-        try:
-            fixed[np.asarray(constraint.index)] |= mask
-        except IndexError as error:
-            raise ValueError(
-                f"a constraint fixes an atom that does not exist ({error}); expected atoms 0 to "
-                f"{len(atoms) - 1}; correct the constraint"
-            ) from None
-    if (fixed.any(axis=1) & ~fixed.all(axis=1)).any():
-        others.add("FixCartesian")
-    return fixed, others
-
-
-def total_charge(atoms: Atoms) -> float | None:
-    """Returns the total charge, in units of e, from ``info`` or a database row; None if unknown."""
-    return charge_in(_entries(atoms))
-
-
-def charge_in(entries: Mapping[str, Any]) -> float | None:
-    """Returns the total charge, in units of e, among named values; None if unknown.
-
-    The entry is called charge, total_charge or net_charge, in upper or lower case. Raises
-    ValueError for a multiplicity other than 1; 0 means unknown.
-    """
-    charges: dict[str, float] = {}
-    for name, value in entries.items():
-        is_multiplicity = "multiplicity" in _words(name)
-        if not (is_multiplicity or _is_total(name, value)):
-            continue
-        number = _number(name, value)
-        if np.isnan(number):
-            continue
-        if not is_multiplicity:
-            charges[name] = number
-        elif number not in (0, 1):
-            raise ValueError(
-                f"{name} must be 1, because models do not use it; got {number:g}; remove the "
-                "structure or the entry"
-            )
-    if len(set(charges.values())) > 1:
-        got = ", ".join(f"{name}={number:g}" for name, number in charges.items())
-        raise ValueError(f"expected one total charge; got {got}; remove one")
-    return next(iter(charges.values()), None)
-
-
-def _number(name: str, value: Any) -> float:
-    value = value.tolist() if isinstance(value, torch.Tensor) else value
-    if isinstance(value, bool):
-        raise ValueError(f"{name} must be one number; got a word without a value; write {name}=0")
-    try:
-        return float(np.asarray(value, dtype=np.float64).item())
-    except (TypeError, ValueError):
-        raise ValueError(f"{name} must be one number; got {shown(value, 40)}") from None
-
-
-def unused_fields(atoms: Atoms) -> list[str]:
-    """Returns the names of charges, spins, magnetic moments and fields that are not used.
-
-    The sources are ``info``, the data of a database row, ``arrays`` and stored results. Zeros, a
-    spin or multiplicity of 1, and the total charge are omitted.
-    """
-    results = getattr(atoms.calc, "results", None) or {}
-    entries = {name: x for name, x in _entries(atoms).items() if not _is_total(name, x)}
-    return [
-        name
-        for name, value in {**results, **atoms.arrays, **entries}.items()
-        if _words(name) & _NOT_READ and not _words(name) & _HARMLESS and _matters(name, value)
-    ]
-
-
-def unused_warning(where: str, fields: Sequence[str]) -> str:
-    """Returns a warning about the unused fields of a structure or file."""
-    return f"{where}: {', '.join(fields)} not used; predictions do not depend on it"
-
-
-def drop_labels_(atoms: Atoms, moved: bool = False) -> None:
-    """Removes labels and fields of earlier predictions; if `moved`, also references and virials."""
-    names = ["energy", "free_energy", "forces", "stress"]
-    if moved:
-        names += ["virial", "virials"]
-        names += [f"REF_{name}" for name in names]
-    for name in names:
-        atoms.arrays.pop(name, None)
-    for name in (*names, *_PREDICTED):
-        atoms.info.pop(name, None)
-
-
-def not_stored(atoms: Atoms, suffix: str) -> list[str]:
-    """Describes the constraints or arrays that an .extxyz or .traj file cannot store."""
-    if suffix == ".traj":
-        lost, other = {f"array {name}" for name in atoms.arrays.keys() - _IN_TRAJ}, ".extxyz"
-    else:
-        kinds = {type(constraint).__name__ for constraint in atoms.constraints}
-        lost, other = kinds - {"FixAtoms", "FixCartesian"}, ".traj"
-    return [f"{suffix} cannot store {kind}; write {other} to keep it" for kind in sorted(lost)]
+        if unused := dict.fromkeys(name for structure in facts for name in structure.unused):
+            yield unused_text(unused)
 
 
 def check_fields(atoms: Atoms) -> None:
@@ -416,13 +181,80 @@ def _is_partial(share: object) -> bool:
         return False
 
 
-def _entries(atoms: Atoms) -> dict[str, Any]:
-    """Returns the entries of `info`, including the key-value pairs and data of a database."""
-    info = {name: value for name, value in atoms.info.items() if isinstance(name, str)}
-    for inner in ("data", "key_value_pairs"):
-        if isinstance(value := info.get(inner), Mapping):
-            info |= {str(name): entry for name, entry in value.items()}
-    return info
+def fixed_atoms(atoms: Atoms) -> NDArray[np.bool_]:
+    """Returns a mask (N,) of atoms that are fixed in all three directions."""
+    return constraints_of(atoms)[0]
+
+
+def constraints_of(atoms: Atoms) -> tuple[NDArray[np.bool_], set[str]]:
+    """Returns the mask of `fixed_atoms`, and the kinds of constraints that it does not describe."""
+    from ase.constraints import FixAtoms, FixCartesian, FixScaled
+
+    fixed, others = np.zeros((len(atoms), 3), dtype=bool), set()
+    for constraint in atoms.constraints:
+        mask = np.asarray(getattr(constraint, "mask", True))
+        oblique = isinstance(constraint, FixScaled) and mask.any() and not mask.all()
+        if oblique or not isinstance(constraint, FixAtoms | FixCartesian | FixScaled):
+            others.add(type(constraint).__name__)
+            continue
+        try:
+            fixed[np.asarray(constraint.index)] |= mask
+        except IndexError as error:
+            raise ValueError(
+                f"a constraint fixes an atom that does not exist ({error}); expected atoms 0 to "
+                f"{len(atoms) - 1}; correct the constraint"
+            ) from None
+    if (fixed.any(axis=1) & ~fixed.all(axis=1)).any():
+        others.add("FixCartesian")
+    return np.logical_and.reduce(fixed, axis=1), others
+
+
+def text_sid(entries: Mapping[str, Any] | Data) -> str | None:
+    """Returns the sid among named values if the sid is non-numeric text; otherwise None."""
+    sid = entries.get("sid")
+    return sid if isinstance(sid, str) and not re.fullmatch(r"\s*[+-]?[0-9]+\s*", sid) else None
+
+
+def total_charge(atoms: Atoms) -> float | None:
+    """Returns the total charge, in units of e, from ``info`` or a database row; None if unknown."""
+    return charge_in(Entries.of(atoms).info)
+
+
+def charge_in(entries: Mapping[str, Any]) -> float | None:
+    """Returns the total charge, in units of e, among named values; None if unknown.
+
+    The entry is called charge, total_charge or net_charge, in upper or lower case. Raises
+    ValueError for a multiplicity other than 1; 0 means unknown.
+    """
+    charges: dict[str, float] = {}
+    for name, value in entries.items():
+        is_multiplicity = "multiplicity" in _words(name)
+        if not (is_multiplicity or _is_total(name, value)):
+            continue
+        number = _number(name, value)
+        if np.isnan(number):
+            continue
+        if not is_multiplicity:
+            charges[name] = number
+        elif number not in (0, 1):
+            raise ValueError(
+                f"{name} must be 1, because models do not use it; got {number:g}; remove the "
+                "structure or the entry"
+            )
+    if len(set(charges.values())) > 1:
+        got = ", ".join(f"{name}={number:g}" for name, number in charges.items())
+        raise ValueError(f"expected one total charge; got {got}; remove one")
+    return next(iter(charges.values()), None)
+
+
+def _number(name: str, value: Any) -> float:
+    value = value.tolist() if isinstance(value, torch.Tensor) else value
+    if isinstance(value, bool):
+        raise ValueError(f"{name} must be one number; got a word without a value; write {name}=0")
+    try:
+        return float(np.asarray(value, dtype=np.float64).item())
+    except (TypeError, ValueError):
+        raise ValueError(f"{name} must be one number; got {shown(value, 40)}") from None
 
 
 def _is_total(name: str, value: Any) -> bool:
@@ -433,11 +265,22 @@ def _is_total(name: str, value: Any) -> bool:
     return is_charge and value is not None and size == 1
 
 
-@lru_cache  # called for each entry of each record
-def _words(name: str) -> set[str]:
-    """Splits "initial_charges", "totalCharge" or "Electric field" into words in lower case."""
-    apart = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name)
-    return set(re.split(r"[^a-z]+", apart.lower()))
+def unused_fields(atoms: Atoms) -> list[str]:
+    """Returns the result of `unused_in` for the entries of a structure."""
+    return unused_in(Entries.of(atoms))
+
+
+def unused_in(entries: Entries) -> list[str]:
+    """Returns the names of charges, spins, magnetic moments and fields that are not used.
+
+    Zeros, a spin or multiplicity of 1, and the total charge are omitted.
+    """
+    info = {name: value for name, value in entries.info.items() if not _is_total(name, value)}
+    return [
+        name
+        for name, value in {**entries.results, **entries.arrays, **info}.items()
+        if _words(name) & _NOT_READ and not _words(name) & _HARMLESS and _matters(name, value)
+    ]
 
 
 def _matters(name: str, value: object) -> bool:
@@ -450,32 +293,35 @@ def _matters(name: str, value: object) -> bool:
     return not bool(np.isin(numbers, neutral).all())
 
 
-def _if_finite(energy: object) -> object:
-    unknown = isinstance(energy, float | np.floating) and not np.isfinite(energy)
-    return None if unknown else energy
+@lru_cache  # called for each entry of each record
+def _words(name: str) -> set[str]:
+    """Splits "initial_charges", "totalCharge" or "Electric field" into words in lower case."""
+    apart = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name)
+    return set(re.split(r"[^a-z]+", apart.lower()))
 
 
-def _kind(name: str) -> str:
-    """Returns the kind of label that a name suggests: "energy", "forces", "stress" or ""."""
-    return next((kind for kind, names in _KINDS.items() if names.search(name)), "")
+def unused_text(names: Iterable[str]) -> str:
+    """Describes the unused fields of a structure or file."""
+    return f"{', '.join(names)} not used; predictions do not depend on it"
 
 
-def _is_given(value: object, label: str) -> bool:
-    """Returns True unless a label is absent, a bare word in a comment, or unknown (all NaN).
-
-    For y_relaxed, NaN counts as given: it is an unknown energy, not a reason to read another entry.
-    """
-    if value is None or isinstance(value, bool):
-        return False
-    array = np.asarray(value)
-    return label == "y_relaxed" or array.dtype.kind != "f" or not np.isnan(array).all()
-
-
-def _listed(names: Iterable[str]) -> str:
-    names = list(names)
-    more = f" and {len(names) - _MOST_KEYS} more" if len(names) > _MOST_KEYS else ""
-    return ", ".join(map(_brief, names[:_MOST_KEYS])) + more
+def drop_labels_(atoms: Atoms, moved: bool = False) -> None:
+    """Removes labels and fields of earlier predictions; if `moved`, also references and virials."""
+    names = ["energy", "free_energy", "forces", "stress"]
+    if moved:
+        names += ["virial", "virials"]
+        names += [f"REF_{name}" for name in names]
+    for name in names:
+        atoms.arrays.pop(name, None)
+    for name in (*names, *_PREDICTED):
+        atoms.info.pop(name, None)
 
 
-def _brief(name: str) -> str:
-    return shown(name, 40)[1:-1]  # without quotes
+def not_stored(atoms: Atoms, suffix: str) -> list[str]:
+    """Describes the constraints or arrays that an .extxyz or .traj file cannot store."""
+    if suffix == ".traj":
+        lost, other = {f"array {name}" for name in atoms.arrays.keys() - _IN_TRAJ}, ".extxyz"
+    else:
+        kinds = {type(constraint).__name__ for constraint in atoms.constraints}
+        lost, other = kinds - {"FixAtoms", "FixCartesian"}, ".traj"
+    return [f"{suffix} cannot store {kind}; write {other} to keep it" for kind in sorted(lost)]

@@ -18,7 +18,8 @@ from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 
-from molflt.data.structures.ase_fields import Converter, _entries, text_sid
+from molflt.data.structures.ase_fields import Converter, text_sid
+from molflt.data.structures.ase_labels import Entries
 from molflt.data.structures.ase_text import check_text
 from molflt.data.structures.base import LoadedStructures, Reading
 from molflt.data.structures.lmdb_file import LmdbFile
@@ -100,16 +101,17 @@ class AseStructures(LoadedStructures):
                 added = self.add(f"{file}: frame {frame}", partial(converter.record, atoms, sid))
                 if isinstance(atoms, ValueError) or not added:
                     continue
-                if (name := text_sid(_entries(atoms))) is not None:
+                if (name := text_sid(Entries.of(atoms).info)) is not None:
                     self.names[len(self) - 1] = name
                 self._files.append(file)
                 if converter.reading.keep_atoms:
                     self.atoms.append(atoms)
         if self._files:
-            converter.check(str(self.path))
+            converter.labels.check(str(self.path))
         elif not self.bad:
             raise ValueError(f"{self.path}: no structures; expected at least one")
-        self.hint, self.labels, self.quantity = converter.hint, converter.labels, converter.quantity
+        labels = converter.labels
+        self.hint, self.labels, self.quantity = labels.hint, labels.fields, labels.quantity
         converter.warn(str(self.path))
 
     @classmethod

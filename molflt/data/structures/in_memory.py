@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 import numpy as np
 import torch
 
-from molflt.data.structures.ase_fields import Converter, _entries, charge_in, text_sid
+from molflt.data.structures.ase_fields import Converter, charge_in, text_sid
+from molflt.data.structures.ase_labels import Entries
 from molflt.data.structures.base import AS_IT_IS, LoadedStructures, Reading
 from molflt.data.structures.records import make_record
 
@@ -43,7 +44,7 @@ class StructuresInMemory(LoadedStructures):
             where = f"{self.path}: structure {index}"
             if _is_atoms(structure):
                 self.add(where, partial(converter.record, structure, index))
-                name = text_sid(_entries(structure))
+                name = text_sid(Entries.of(structure).info)
             elif _is_data(structure):
                 self.add(where, partial(_record, structure, index))
                 name = text_sid(structure)

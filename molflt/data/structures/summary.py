@@ -10,7 +10,7 @@ import numpy as np
 
 from molflt.atoms import MAX_ATOMIC_NUMBER, Tag, symbol
 from molflt.data.structures import AS_IT_IS, Reading, open_dataset
-from molflt.data.structures.ase_fields import named_options
+from molflt.data.structures.ase_labels import named_options
 from molflt.data.structures.convert import one_pass
 from molflt.data.structures.force_units import MOST_FRAMES, unit_fault
 from molflt.data.structures.labels import (
