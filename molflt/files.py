@@ -174,9 +174,11 @@ def csv_text(rows: Sequence[_Row], columns: Sequence[str] = (), header: bool = T
 
 def csv_rows(text: str) -> list[dict[str, str]]:
     """Parses CSV text; raises ValueError or csv.Error if the text is malformed."""
-    rows: list[dict[str, str]] = list(csv.DictReader(io.StringIO(text), strict=True))
-    if any(None in row or None in row.values() for row in rows):
-        raise ValueError("a line does not have as many cells as the header")
+    reader, rows = csv.DictReader(io.StringIO(text), strict=True), list[dict[str, str]]()
+    for row in reader:
+        if None in row or None in row.values():
+            raise ValueError(f"line {reader.line_num} does not have as many cells as the header")
+        rows.append(row)
     return rows
 
 

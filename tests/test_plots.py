@@ -56,7 +56,7 @@ def spectral(family, heads: int, dim: int, **options) -> SpectralPosition:
 
 def test_training_curve(tmp_path: Path, figures) -> None:
     rows = ["step,lr,train_loss,train_mae_eV,val_mae_eV,val_ewt_percent"]
-    rows += [f"{s},{1e-3 - 1e-6 * s},{50 / s},{10 / s}," for s in range(10, 110, 10)]
+    rows += [f"{s},{1e-3 - 1e-6 * s},{50 / s},{10 / s},," for s in range(10, 110, 10)]
     rows.insert(6, "50,,,,0.31,2.5")
     rows.append("100,,,,0.42,1.5")
     (tmp_path / "metrics.csv").write_text("\n".join(rows) + "\n")

@@ -138,6 +138,7 @@ def flipped(run: Path) -> None:
         (lambda run: (run / "results.json").unlink(), "not evaluated", "Results"),
         (cut("results.json"), "results.json: ", "Results"),
         (cut("predictions.csv", 250), "predictions.csv: ", "The worst predictions"),
+        (changed("metrics.csv", "^8,.*", "8,0.5"), "metrics.csv: expected CSV with", ""),
         (changed("predictions.csv", "natoms", "atoms"), "column 'natoms'", "The worst"),
         (flipped, "best.safetensors: ", ""),
         (lambda run: shutil.rmtree(run / "checkpoints"), "last.ckpt: missing", ""),

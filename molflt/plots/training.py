@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from molflt.files import csv_rows
 from molflt.metrics import Metric
 from molflt.plots.figure import BLUE, GREEN, SERIES, VERMILION, legend_outside, plain, plain_numbers
 from molflt.plots.figure import panels as panels_of
@@ -75,11 +76,12 @@ def training_curve(
 
 def read_columns(path: Path) -> dict[str, _Array]:
     """Reads each column of metrics.csv as an array (rows,); empty cells become NaN."""
-    with open(path, newline="") as file:
-        reader = csv.DictReader(file)
-        names = reader.fieldnames or []
-        rows = list(reader)
-    return {name: np.array([float(row[name] or "nan") for row in rows]) for name in names}
+    try:
+        rows = csv_rows(path.read_text(encoding="utf-8"))
+        names = rows[0] if rows else ()
+        return {name: np.array([float(row[name] or "nan") for row in rows]) for name in names}
+    except (ValueError, csv.Error) as error:
+        raise ValueError(f"{path}: expected CSV with numbers; {error}; remove this row") from None
 
 
 def _star(axes: Axes, columns: dict[str, _Array], name: str, metric: Metric, step: int) -> None:
