@@ -252,6 +252,9 @@ def test_command_computes_energy_relative_to_slab_and_adsorbate(oxygen, tmp_path
     np.testing.assert_allclose(found, [*expected, 0.0], atol=1e-4)  # the last is the clean slab
     stored = open_dataset(tmp_path / "out.safetensors")
     assert stored.y_relaxed.tolist() == [-1, -2, -3]
+    write_store(tmp_path / "gaps.safetensors", open_dataset(oxygen), quantity="gap")
+    computed(tmp_path / "gaps.safetensors", tmp_path / "both.safetensors")
+    assert open_dataset(tmp_path / "both.safetensors").quantity == "gap"
     seen = summarize(tmp_path / "out.safetensors").summary["energies_eV"]
     assert seen["y_baseline"]["min"] == found.min()
     relaxed = computed(oxygen, tmp_path / "relaxed.safetensors", "--relax_steps=30", "--workers=2")

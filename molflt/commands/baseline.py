@@ -123,7 +123,8 @@ def baseline(
         record.update({"y_baseline": torch.tensor([energy], dtype=torch.float64)})
         for record, energy in zip(one_pass(dataset), energies, strict=True)
     )
-    count = write_store(dst, records, source=f"{dataset.path.name}{BASELINE}{label}")
+    source = f"{dataset.path.name}{BASELINE}{label}"
+    count = write_store(dst, records, source=source, quantity=dataset.quantity)
     note = f"; total energies: {totals:,}" if totals else ""
     print(f"{dst}: {count:,} structures with y_baseline from {label}{note}; table in {table}")
 
