@@ -42,6 +42,8 @@ def cut(crystal: Atoms, facet: tuple[int, ...], layers: int = 4, vacuum: float =
         layers: number of repetitions of the cell.
         vacuum: distance between the slab and its next image, in Å.
     """
+    if not any(facet):
+        raise ValueError(f"facet={facet}; expected Miller indices, of which at least one is not 0")
     crystal = crystal.copy()
     if crystal.cell.rank < 3 or max(_gap(crystal, axis)[0] for axis in range(3)) > _EMPTY:
         raise ValueError(

@@ -38,6 +38,7 @@ EMPTY = writes("own.cif", "data_own\n")
 CHAIN = Atoms("CH2", [[0, 0, 0], [0, 0.6, 0.9], [0, 0.6, -0.9]], cell=[1.4, 9, 9], pbc=True)
 ROWS = [
     refused(lambda: cut(slab(), (1, 1, 1)), "Cu16", "crystal", "vacuum"),
+    refused(lambda: cut(slab(), (0, 0, 0)), "facet", "Miller indices", "(0, 0, 0)"),
     refused(lambda: placements(slab(tags=4), "CO"), "tag 2", "clean slab"),
     refused(lambda: placements(with_atom(3, [0, 0, 1, 1], 2), "CO"), "tag 2", "clean slab"),
     refused(lambda: placements(with_atom(-1, [0, 0, 0, 0], 2), "CO"), "tag 2", "clean slab"),
