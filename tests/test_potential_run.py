@@ -129,6 +129,7 @@ def test_export_of_a_potential_with_machine_code_is_refused(potential_run, tmp_p
 
 def test_predictions_have_forces(potential_run, tmp_path):
     structures = [bulk("Ar", "fcc", 5.2, cubic=True), bulk("Ar", "fcc", 5.4)]
+    structures.append(Atoms("Ar2", [[0, 0, 0], [0, 0, 3.8]]))
     for atoms in structures:
         atoms.rattle(0.1)
         atoms.set_tags(range(len(atoms), 0, -1))
@@ -152,6 +153,11 @@ def test_predictions_have_forces(potential_run, tmp_path):
         expected = calculator.get_forces(atoms)
         assert np.abs(written.get_forces() - expected).max() < 1e-4
         assert np.abs(one.forces - expected).max() < 1e-4
+        assert ("stress" in written.calc.results) == bool(atoms.pbc.all())
+        if atoms.pbc.all():
+            np.testing.assert_allclose(
+                written.get_stress(), calculator.get_stress(atoms), atol=1e-6
+            )
         assert one.energy == pytest.approx(calculator.get_potential_energy(atoms), abs=1e-4)
 
 

@@ -75,8 +75,9 @@ def predict(
             model that comes with the package.
         out: file to write. .csv or .json: for structures the index, the file if there are several,
             sid or name, formula, number of atoms, differences from training and energy in eV.
-            .extxyz or .traj: structures with the predicted energy and, for a potential, the forces.
-            By default the CSV is printed.
+            .extxyz or .traj: structures with the predicted energy and, for a potential, the forces
+            and, if they are periodic along all axes, the stress. An existing file is replaced. By
+            default the CSV is printed.
         checkpoint: best (the default), last, or a safetensors file; requires a training run.
         batch_size: number of structures, sentences or images per batch.
         device: auto, cpu, cuda or cuda:N.
@@ -150,7 +151,7 @@ def _predict_energies(
     if model.about is not None:
         print(f"molflt: {model.summary}", file=sys.stderr)
     writes_structures = out is not None and out.suffix in _STRUCTURE_FILES
-    by_atom = ["forces"] if writes_structures and model.predicts_forces else []
+    by_atom = ["forces", "stress"] if writes_structures and model.predicts_forces else []
     predictions = model.infer(dataset, batch_size, name, by_atom, force)
     columns = {"energy_eV": predictions.energy}
     columns |= uncertainty_of(model.model, predictions, calibration)
@@ -260,6 +261,7 @@ def _by_adsorbate(energies: Sequence[float]) -> dict[str, object]:
     return {"by_adsorbate_eV": text} if len(energies) > 1 else {}
 
 
+    from ase.stress import full_3x3_to_voigt_6_stress
 def _write_structures(
     out: Path, dataset: Structures, rows: Sequence[Mapping[str, object]], predictions: Predictions
 ) -> None:
@@ -272,6 +274,9 @@ def _write_structures(
         drop_labels_(atoms)
         lost |= dict.fromkeys(not_stored(atoms, out.suffix))
         info = {k: v for k, v in row.items() if k not in ("formula", "natoms", "energy_eV")}
+        stress = by_atom.pop("stress", None)
+        if stress is not None and atoms.pbc.all():
+            by_atom["stress"] = full_3x3_to_voigt_6_stress(stress[0])
         origin = {k: info.pop(k) for k in ("index", "file", "shard") if k in info}
         if len(origin) > 1:  # an index alone is the position in the file
             info |= {f"molflt_{name}": value for name, value in origin.items()}

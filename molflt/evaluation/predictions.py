@@ -65,7 +65,8 @@ class Predictions:
         adsorbate: Hill formula of the atoms with tag 2 of each system, or "unknown".
         outside: descriptions of how each system differs from the training data.
         by_atom: requested outputs for each system, if the model predicts them: "displacement"
-            (atoms, 3) in Å, "embedding" (atoms, dim) and "forces" (atoms, 3) in eV/Å.
+            (atoms, 3) in Å, "embedding" (atoms, dim), "forces" (atoms, 3) in eV/Å, and "stress"
+            (1, 3, 3) in eV/Å^3.
         slab: elements of the atoms without tag 2 of each system, such as Cu-Pt, or "unknown" if no
             atom has tag 2.
         by_adsorbate: energies of the adsorbates of each system, in eV, which sum to its energy;
@@ -224,7 +225,7 @@ def infer(
         batch_size: number of structures per batch.
         name: name of the data for the progress bar and messages.
         domain: domain of the training data; None skips the comparison with it.
-        by_atom: per-atom outputs to keep: "displacement", "embedding", "forces".
+        by_atom: outputs to keep: "displacement", "embedding", "forces", "stress".
         force: predict structures that the domain rejects, with a warning, instead of raising an
             error.
         on_batch: function that is called with the indices of each batch, the batch, and the output
@@ -259,7 +260,10 @@ def infer(
                 outputs[_ADSORBATES] = out[_ADSORBATES]
             energies = _energies(out, batch, dataset.path)
             natoms = [record.natoms for record in records]
-            parts = {key: value.cpu().split(natoms) for key, value in outputs.items()}
+            parts = {
+                key: value.cpu().split(natoms if len(value) == len(batch.pos) else 1)
+                for key, value in outputs.items()
+            }
             for k, i in enumerate(indices):
                 atomic = {key: part[k].numpy().copy() for key, part in parts.items()}
                 rows[i] = _row(records[k], energies[k], atomic, domain, force)
