@@ -54,7 +54,7 @@ def adsorb(
         molecule: name in ase.build.molecule, such as CH3OH; an element; a file; or smiles:TEXT.
         run: folder of a training run, an exported model, or hf:OWNER/NAME; by default the energy
             model that comes with the package.
-        out: file to write, .extxyz or .traj.
+        out: file to write, .extxyz or .traj; an existing file is replaced.
         best: number of placements to write; for potentials and total energies, for each slab.
         rotation: step of rotations about the surface normal, in degrees.
         repeat: numbers of repetitions, N M, of the slabs along their first two cell vectors.

@@ -42,7 +42,7 @@ def relax(
             patterns.
         run: folder of a training run with --recipe potential, an exported potential, or
             hf:OWNER/NAME.
-        out: file to write, .extxyz or .traj.
+        out: file to write, .extxyz or .traj; an existing file is replaced.
         fmax: largest force on a free atom at convergence, in eV/Å; with --cell also the largest
             virial, in eV per atom.
         steps: maximum number of steps.
