@@ -116,7 +116,7 @@ def test_references_are_fitted_again_or_omitted(shared_data, others, tmp_path):
     assert not weights(tmp_path / "without")["element_energies"].any()
 
 
-def test_references_adapt_the_initial_weights(shared_run, others, tmp_path):
+def test_references_adapt_the_initial_weights(shared_run, others, tmp_path, capsys):
     """Labels that differ from predictions by energies of the elements are fitted exactly."""
     model, data = molflt.load(shared_run), tmp_path / "data"
     shift = torch.linspace(-2.0, 3.0, 119, dtype=torch.float64)
@@ -128,6 +128,7 @@ def test_references_adapt_the_initial_weights(shared_run, others, tmp_path):
         write_store(data / f"{split}.safetensors", records)
     adapt = [*STILL, "--task.references=adapt"]
     assert begin(data, tmp_path / "run", shared_run, *adapt) == 0
+    assert "an MAE of 0.000 eV on the labels" in capsys.readouterr().out
     dataset = StructureStore(data / "train.safetensors")
     energies = [one.energy for one in molflt.load(tmp_path / "run").predict(dataset)]
     assert energies == pytest.approx(dataset.y_relaxed, abs=1e-5)

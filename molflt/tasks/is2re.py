@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from molflt.data.structures import augment
 from molflt.data.structures.base import with_bar
-from molflt.files import warn
+from molflt.files import is_first_process, warn
 from molflt.graph.heads import by_contact
 from molflt.metrics import EWT_THRESHOLD, Metric
 from molflt.tasks.base import Task
@@ -227,6 +227,11 @@ class IS2RETask(OfStructures, Task["Batch", "IS2REData"]):
 
         x, y = residuals(predicted), residuals(data.targets())
         scale = float(1 + x @ (y - x) / (x @ x + 1.0))
+        if is_first_process():
+            print(
+                f"task.references=adapt: predictions of the initial weights times {scale:.3f} plus "
+                f"references have an MAE of {np.abs(y - scale * x).mean():.3f} eV on the labels"
+            )
         if scale < _LEAST_SCALE:
             warn(
                 f"predictions of the initial weights hardly explain the labels (scale "
