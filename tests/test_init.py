@@ -379,7 +379,7 @@ def test_a_missing_domain_of_the_source_gives_a_warning(copied_run, gold, tmp_pa
     assert [one.tolist() for one in seen] == [[1, 8, 29, 47, 78, 79], [1, 47, 79]]
 
 
-def test_evaluation_guesses_tags_as_training_did(tmp_path: Path) -> None:
+def test_evaluation_guesses_tags_as_training_did(tmp_path: Path, capsys) -> None:
     """The surface range of the packaged weights excludes the guess for slabs of five layers."""
     frames = []
     for layers in (2, 3, 4, 5, 6) * 2:
@@ -394,3 +394,8 @@ def test_evaluation_guesses_tags_as_training_did(tmp_path: Path) -> None:
     words += [f"--data.root={tmp_path / 'mine.extxyz'}", "--data.val_fraction=0.4"]
     assert main(["train", *words, "--trainer.max_steps=1", "--trainer.accelerator=cpu"]) == 0
     assert main(["evaluate", str(tmp_path / "run"), "--device=cpu"]) == 0
+    domain = tmp_path / "run" / "domain.json"
+    domain.write_text(domain.read_text() + "\n")
+    words = [f"--resume={tmp_path / 'run'}", "--trainer.max_steps=2"]
+    said = printed(capsys, "train", *words, status=2).err
+    assert "earlier versions guessed tags" in said and "start a new run" in said

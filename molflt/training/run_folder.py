@@ -193,13 +193,18 @@ class RunFolder:
             new = fingerprints.get(use, {})
             for key in old:
                 if old[key] != new.get(key):
-                    raise ValueError(
-                        f"{self.path}: the data of this run have changed; {use}: {key} was "
-                        f"{shown(old[key], 16)}; got {shown(new.get(key), 16)}; restore the data, "
-                        "or start a new run"
+                    raise self._changed(
+                        f"{use}: {key} was {shown(old[key], 16)}; got {shown(new.get(key), 16)}"
                     )
         self.provenance["data"] = fingerprints
         self._files = {name: hashlib.sha256(data).hexdigest() for name, data in files.items()}
+
+    def _changed(self, how: str) -> ValueError:
+        guesses = self.provenance["config"]["data"].get("tags") == "guess"
+        if guesses and self._stored().get("initial"):
+            how += "; earlier versions guessed tags without the range of the initial weights"
+        text = f"{self.path}: the data of this run have changed; {how}"
+        return ValueError(f"{text}; restore the data, or start a new run")
 
     def _stored(self) -> Provenance:
         """Returns the stored provenance; {} for new runs and checkpoints from earlier versions."""
@@ -263,10 +268,7 @@ class RunFolder:
         for name, content in data_files.items():
             path = self.path / name
             if self.checkpoint is not None and path.is_file() and path.read_bytes() != content:
-                raise ValueError(
-                    f"{path}: the data of this run have changed; expected the file written at its "
-                    "start; restore the data, or start a new run"
-                )
+                raise self._changed(f"{name}: expected the file written at its start")
             write_atomically(path, content)
         text = yaml.safe_dump(self.provenance["config"], sort_keys=False, allow_unicode=True)
         write_atomically(self.path / "config.yaml", text.encode())
