@@ -54,6 +54,8 @@ def workplace(energy_runs: list[Path], potential_run: Path, tmp_path_factory) ->
         shutil.copytree(run, root / "runs" / name)
     atoms = on_slab()
     write(root / "structures.extxyz", [atoms, atoms])
+    write(root / "runs" / "POSCAR_1", atoms, format="vasp")
+    (root / "runs" / "labels.csv").write_text("file,energy\nPOSCAR_1,-1.5\n")
     atoms.calc = SinglePointCalculator(atoms, energy=-1.0)
     write(root / "runs" / "relaxation.traj", [atoms, atoms])
     return root

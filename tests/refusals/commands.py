@@ -29,6 +29,7 @@ def mixed(folder: Path) -> None:
 
 BASELINE = "data baseline {folder}/%s {folder}/y.safetensors --calculator=ase.calculators.emt:EMT"
 TRAIN = "train --data.root=x"
+UNLABELED = "train --data.root={folder}/x.xyz --run={folder}"
 ABSENT = "{folder}/absent"
 ROWS = [
     # unknown names
@@ -54,7 +55,11 @@ ROWS = [
     # files and folders that do not exist
     refused(f"train --data.root={ABSENT} --run={{folder}}/run", "absent", "data set"),
     refused(f"evaluate {ABSENT}", "absent", "run"),
-    # energies that cannot be compared
+    # energies that are missing or cannot be compared
+    Refusal(
+        command(UNLABELED, writes("x.xyz", 2 * "1\n\nH 0 0 0\n")),
+        *("y_relaxed", "one file", "none", Refused),
+    ),
     Refusal(command(BASELINE % "x.extxyz", mixed), "x.extxyz", "tags", "tag 0", Refused),
     Refusal(command(BASELINE % "splits", mixed), "splits", "one split", "folder", Refused),
 ]

@@ -184,6 +184,8 @@ class IS2REData(BatchedData[Structures]):
                 absent = np.flatnonzero(~np.isfinite(dataset.y_baseline)).tolist()
                 faults = dict.fromkeys(absent, reason) | faults
             advice = "correct the labels, or leave these structures out with --data.skip_bad"
+            if np.isnan(labels).all():
+                advice = "store energies and structures in one file, such as .extxyz, as y_relaxed"
             labeled[split] = without(dataset, faults, dataset.hint or advice)
         train, val = self.splits.values()
         if kind is None and train in energies and val in energies:
