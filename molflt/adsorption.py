@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import combinations, groupby
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -319,20 +319,11 @@ def ranked(model: Any, structures: Sequence[Atoms]) -> list[tuple[Atoms, Any]]:
     `model` is an energy model, such as `molflt.load()`. Potentials and models of total energies
     rank the placements of each slab separately.
     """
-    tags = None if getattr(model, "predicts_forces", False) else "oc20"
-    pairs = zip(structures, model.predict(list(structures), tags=tags), strict=True)
-    return sorted(pairs, key=lambda pair: (_group(model, pair[0]), pair[1].energy))
-
-
-def comparable(model: Any, placed: Sequence[tuple[Atoms, Any]]) -> list[list[tuple[Atoms, Any]]]:
-    """Divides results of `ranked` by slab if `model` predicts total energies."""
-    return [list(group) for _, group in groupby(placed, lambda pair: _group(model, pair[0]))]
-
-
-def _group(model: Any, atoms: Atoms) -> int:
-    """Returns the same number for all structures with comparable energies."""
-    total = model.domain is not None and model.domain.kind == "total"
-    return atoms.info["slab"] if total or getattr(model, "predicts_forces", False) else 0
+    is_potential = getattr(model, "predicts_forces", False)
+    total = is_potential or (model.domain is not None and model.domain.kind == "total")
+    found = model.predict(list(structures), tags=None if is_potential else "oc20")
+    pairs = zip(structures, found, strict=True)
+    return sorted(pairs, key=lambda pair: (pair[0].info["slab"] if total else 0, pair[1].energy))
 
 
 def varied(placed: Sequence[tuple[Atoms, Any]], count: int) -> list[tuple[Atoms, Any]]:

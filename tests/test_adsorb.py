@@ -246,8 +246,12 @@ def test_an_interruption_keeps_finished_relaxations(tmp_path: Path, monkeypatch,
     done = [row for row in table(out.with_suffix(".csv")) if row["relaxed_energy_eV"]]
     first, *others = read(out, ":")
     assert first.get_potential_energy() == float(done[0]["relaxed_energy_eV"]) and len(done) == 1
-    assert len(others) == 2 and not any(one.calc for one in others) and len(drawn) == 3
-    assert [one.calc is not None for one in kept] == [True, False, False]
+    assert len(others) == 5 and not any(one.calc for one in others)  # three for each slab
+    assert [one.calc is not None for one in kept] == [True, *[False] * 5]
+    ranks = [(row["slab"], row["rank"]) for row in table(out.with_suffix(".csv"))]
+    assert ranks[0] == (f"{slab} 0", "1") and (f"{slab} 1", "1") in ranks
+    titles = [title.split()[:3] for title in drawn]
+    assert titles == [["slab.extxyz", "0", "1:"], ["slab.extxyz", "1", "4:"]]
 
 
 def test_command_ranks_slabs_separately_with_a_potential(potential_run, tmp_path, capsys) -> None:

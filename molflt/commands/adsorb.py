@@ -12,7 +12,7 @@ from ase.data import atomic_numbers
 from ase.io import write
 
 from molflt import plots
-from molflt.adsorption import comparable, cut, element, placements, ranked, varied
+from molflt.adsorption import cut, element, placements, ranked, varied
 from molflt.commands.options import refuse_idle
 from molflt.data.structures.ase_fields import not_stored
 from molflt.data.structures.base import ANY_TAGS, with_bar
@@ -22,6 +22,7 @@ from molflt.evaluation.predictions import open_structures
 from molflt.evaluation.relaxation import Relaxed, relax_atoms
 from molflt.evaluation.results import write_csv
 from molflt.files import atomically, expect_ending, expect_writable, warn
+from molflt.plots.figure import plain
 from molflt.pretrained import EnergyPredictor, load
 from molflt.pretrained.calculator import calculator_named
 
@@ -45,8 +46,9 @@ def adsorb(
 ) -> int:
     """Places a molecule on all distinct sites of slabs and ranks the placements by energy.
 
-    Writes the best placements (which differ from each other in slab, site or orientation), a table
-    of all placements (.csv), and a figure of the first five (.png).
+    Writes the best placements on each slab (which differ in site or orientation), a table of all
+    placements (.csv), and a figure (.png) of the first five or, with several slabs, of the best
+    placement on each slab.
 
     Args:
         slabs: files of slabs with vacuum along the third cell vector, folders of such files, or
@@ -55,7 +57,7 @@ def adsorb(
         run: folder of a training run, an exported model, or hf:OWNER/NAME; by default the energy
             model that comes with the package.
         out: file to write, .extxyz or .traj; an existing file is replaced.
-        best: number of placements to write; for potentials and total energies, for each slab.
+        best: number of placements to write for each slab.
         rotation: step of rotations about the surface normal, in degrees.
         repeat: numbers of repetitions, N M, of the slabs along their first two cell vectors.
         facet: Miller indices H K L, of the cubic cell for primitive fcc and bcc crystals.
@@ -85,11 +87,10 @@ def adsorb(
         raise ValueError(f"{run}: expected an energy model; got recipe {model.trained.recipe}")
     calculator: Any = None if relax is None else calculator_named(relax, device)
     share = None if model.domain is None else model.domain.surface
-    placed = ranked(model, placements(repeated, str(molecule), rotation=rotation, share=share))
+    placed = placements(repeated, str(molecule), rotation=rotation, share=share)
     rows, frames = {}, []  # rows of the table by id of the placement, placements to write
-    for ranks in comparable(model, placed):
+    for ranks in _ranked_by_slab(model, placed, [*by_name]):
         for rank, (atoms, predicted) in enumerate(ranks, start=1):
-            atoms.info["slab"] = list(by_name)[atoms.info["slab"]]  # its index in `repeated`
             energies = {"energy_eV": predicted.energy, "uncertainty_eV": predicted.uncertainty}
             outside = "; ".join(predicted.outside) or None
             rows[id(atoms)] = {"rank": rank, **atoms.info, **energies, "outside": outside}
@@ -108,12 +109,23 @@ def adsorb(
             frames[: len(relaxed)] = [result.atoms for result in relaxed]
             _write(out, frames, [*rows.values()])  # files are complete if the process is killed
     finally:
-        _draw(frames[:5], out.with_suffix(".png"))
+        _draw(frames, out.with_suffix(".png"))
         print(f"{out}: {len(frames)} placements; all are in {out.with_suffix('.csv')}")
     failed = [result.why for result in relaxed if not result.converged]
     if failed:
         warn(f"{out}: {len(failed)} of {len(frames)} relaxations did not converge: {failed[0]}")
     return 3 if failed else 0
+
+
+def _ranked_by_slab(
+    model: EnergyPredictor, placed: Sequence[Atoms], names: Sequence[str]
+) -> list[list[tuple[Atoms, Any]]]:
+    """Ranks the placements on each slab and replaces the numbers of the slabs with their names."""
+    by_slab: dict[str, list[tuple[Atoms, Any]]] = {name: [] for name in names}
+    for atoms, predicted in ranked(model, placed):
+        atoms.info["slab"] = names[atoms.info["slab"]]
+        by_slab[atoms.info["slab"]].append((atoms, predicted))
+    return [*by_slab.values()]
 
 
 def _slabs(
@@ -141,7 +153,7 @@ def _summary(rows: Sequence[dict[str, Any]]) -> str:
         count = sum(row["energy_eV"] <= first["energy_eV"] + half_width for row in rows) - 1
         others = "1 other" if count == 1 else f"{count:,} others"
         interval = f" ± {half_width:.3f} eV, an interval that contains {others}"
-    sites = len({(row["slab"], row["site"]) for row in rows})
+    sites = len({row["site"] for row in rows})
     best = f"{first['energy_eV']:.3f}{interval or ' eV'}; {first['slab']}, {_site(first)}"
     return f"{len(rows):,} placements on {sites} sites; best: {best}"
 
@@ -157,9 +169,13 @@ def _write(out: Path, frames: Sequence[Atoms], rows: Sequence[dict[str, Any]]) -
 
 
 def _draw(frames: Sequence[Atoms], file: Path) -> None:
-    views = {}
-    for i, record in enumerate(StructuresInMemory(frames, ANY_TAGS)):
+    """Draws the first five placements on one slab, or the first one on each of up to 20 slabs."""
+    records, views = StructuresInMemory(frames, ANY_TAGS), {}
+    first = {atoms.info["slab"]: i for i, atoms in reversed([*enumerate(frames)])}
+    several = len(first) > 1
+    for i in sorted(first.values())[:20] if several else range(min(5, len(frames))):
         info = frames[i].info
+        slab = f"{plain(Path(info['slab']).name)}\n" if several else ""
         site = _site(info).replace(", ", "\n", 1)
-        views[f"{i + 1}: {info['predicted_energy_eV']:.3f} eV\n{site}"] = record
+        views[f"{slab}{i + 1}: {info['predicted_energy_eV']:.3f} eV\n{site}"] = records[i]
     plots.structure_views(views, file)

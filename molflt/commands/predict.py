@@ -261,12 +261,12 @@ def _by_adsorbate(energies: Sequence[float]) -> dict[str, object]:
     return {"by_adsorbate_eV": text} if len(energies) > 1 else {}
 
 
-    from ase.stress import full_3x3_to_voigt_6_stress
 def _write_structures(
     out: Path, dataset: Structures, rows: Sequence[Mapping[str, object]], predictions: Predictions
 ) -> None:
     from ase.calculators.singlepoint import SinglePointCalculator
     from ase.io import write
+    from ase.stress import full_3x3_to_voigt_6_stress
 
     frames, lost = [], dict[str, None]()
     for i, row in enumerate(rows):
@@ -274,14 +274,14 @@ def _write_structures(
         drop_labels_(atoms)
         lost |= dict.fromkeys(not_stored(atoms, out.suffix))
         info = {k: v for k, v in row.items() if k not in ("formula", "natoms", "energy_eV")}
-        stress = by_atom.pop("stress", None)
-        if stress is not None and atoms.pbc.all():
-            by_atom["stress"] = full_3x3_to_voigt_6_stress(stress[0])
         origin = {k: info.pop(k) for k in ("index", "file", "shard") if k in info}
         if len(origin) > 1:  # an index alone is the position in the file
             info |= {f"molflt_{name}": value for name, value in origin.items()}
         atoms.info |= {name: value for name, value in info.items() if value is not None}
         by_atom = {name: values[i] for name, values in predictions.by_atom.items()}
+        stress = by_atom.pop("stress", None)
+        if stress is not None and atoms.pbc.all():
+            by_atom["stress"] = full_3x3_to_voigt_6_stress(stress[0])
         energy = float(predictions.energy[i])
         atoms.calc = SinglePointCalculator(atoms, energy=energy, **by_atom)
         frames.append(atoms)
