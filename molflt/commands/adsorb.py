@@ -89,7 +89,7 @@ def adsorb(
     share = None if model.domain is None else model.domain.surface
     placed = placements(repeated, str(molecule), rotation=rotation, share=share)
     rows, frames = {}, []  # rows of the table by id of the placement, placements to write
-    for ranks in _ranked_by_slab(model, placed, [*by_name]):
+    for ranks in _ranked_by_slab(model, placed, [*by_name], molecule):
         for rank, (atoms, predicted) in enumerate(ranks, start=1):
             energies = {"energy_eV": predicted.energy, "uncertainty_eV": predicted.uncertainty}
             outside = "; ".join(predicted.outside) or None
@@ -118,9 +118,15 @@ def adsorb(
 
 
 def _ranked_by_slab(
-    model: EnergyPredictor, placed: Sequence[Atoms], names: Sequence[str]
+    model: EnergyPredictor, placed: Sequence[Atoms], names: Sequence[str], molecule: Path
 ) -> list[list[tuple[Atoms, Any]]]:
     """Ranks the placements on each slab and replaces the numbers of the slabs with their names."""
+    charged = [atoms.info for atoms in placed if atoms.info.get("charge")]
+    if charged and getattr(model.model, "charge_share", None) is None:
+        raise ValueError(
+            f"{names[charged[0]['slab']]} with {molecule}: expected a total charge of 0; got "
+            f"{charged[0]['charge']:g} e, which only potentials with model.total_charge read"
+        )
     by_slab: dict[str, list[tuple[Atoms, Any]]] = {name: [] for name in names}
     for atoms, predicted in ranked(model, placed):
         atoms.info["slab"] = names[atoms.info["slab"]]

@@ -34,6 +34,12 @@ def placed(*frames: Atoms) -> Any:
     return call
 
 
+def charged(folder: Path) -> None:
+    ion = slab()
+    ion.info["charge"] = -1
+    write(folder / "ion.extxyz", ion)
+
+
 EMPTY = writes("own.cif", "data_own\n")
 CHAIN = Atoms("CH2", [[0, 0, 0], [0, 0.6, 0.9], [0, 0.6, -0.9]], cell=[1.4, 9, 9], pbc=True)
 ROWS = [
@@ -47,6 +53,10 @@ ROWS = [
     refused(lambda: placements(slab(), "CO", rotation=-30), "rotation", "above 0", "-30"),
     Refusal(lambda own: calculator_named("EMT"), "EMT", "module:Class", "", FileNotFoundError),
     Refusal(command("adsorb Cu CO"), "Cu", "--facet", "", Refused),
+    Refusal(
+        command("adsorb {folder}/ion.extxyz O --out {folder}/o.extxyz", charged),
+        *("ion.extxyz 0", "charge of 0", "-1 e", Refused),
+    ),
     Refusal(placed(molecule("CO"), molecule("NO")), "own.extxyz", "one molecule", "2"),
     Refusal(lambda own: (EMPTY(own), placements(slab(), own / "own.cif")), "own.cif", "molecule"),
     Refusal(placed(Atoms("XO")), "own.extxyz", "element", "X"),
