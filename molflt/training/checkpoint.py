@@ -231,7 +231,8 @@ def device_named(name: str) -> str:
         torch.empty(1, device=name)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise ValueError(
-            f"device {name!r}: expected auto, cpu, cuda or cuda:N; {str(error).splitlines()[0]}"
+            f"device {name!r}: expected auto, cpu, cuda or cuda:N; {str(error).splitlines()[0]}; "
+            "use auto"
         ) from None
     return name
 

@@ -5,6 +5,7 @@ import numpy as np
 import torch
 
 import molflt
+from molflt.training.checkpoint import device_named
 from refusals import Refusal, Refused, command, refused
 
 OPTIONS: dict[str, Any] = {"dim": 16, "heads": 2, "layers": 1, "ffn_dim": 16}
@@ -51,6 +52,7 @@ def reader_of_pixels() -> Any:
 ROWS = [
     refused(lambda: reader_of_pixels().classify(["a text"]), "images", "molflt evaluate", "Image"),
     refused(lambda: molflt.Calculator("a", dtype="float16"), "dtype", "float32", "float16"),
+    refused(lambda: device_named("cuda:99"), "device 'cuda:99'", "use auto"),
     refused(lambda: molflt.load("a", also="b"), "also='b'", "list of runs"),
     loaded("format", "1", "2", format=2),
     loaded("recipe", "is2re", "'alchemy'", recipe="alchemy"),
