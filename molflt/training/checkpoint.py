@@ -22,20 +22,16 @@ from torch import Tensor, nn
 from molflt.data.structures.domain import DOMAIN, read_domain
 from molflt.files import read_header, save_tensors, shown, verify_tensors, write_atomically
 from molflt.optional import require
-from molflt.training.config import HUB, Config, read_config
+from molflt.training.config import HUB, Config, read_config, read_yaml
 from molflt.training.recipes import Recipe
 
 Checkpoint = dict[str, Any]
 """Lightning's checkpoint; its key "molflt" contains a `molflt.training.run_folder.Provenance`."""
 
+MASKED = "masked_language"  # recipe of published encoders
 _WEIGHTS = Path(__file__).parents[1] / "weights"  # packaged models
 _MODEL = "model.safetensors"
-
-MASKED = "masked_language"
-"""Recipe of published encoders."""
-
-_KEY, _FORMAT = "molflt", 1
-_ADVICE = "export it again, or download it again"
+_KEY, _FORMAT = "molflt", 1  # entry of the header of an exported model
 
 
 def save_weights(
@@ -50,10 +46,9 @@ def save_weights(
     `options` contains the arguments of the model, and `files` the SHA-256 digests of other files in
     the run folder, by name; :func:`load_run` checks both. `metadata` contains more header entries.
     """
-    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
     header = {name: str(value) for name, value in metadata.items()}
     header |= {"model": json.dumps(options), "files": json.dumps(files)}
-    save_tensors(path, tensors, header)
+    save_tensors(path, weights, header)
 
 
 def load_run(
@@ -86,19 +81,14 @@ class Saved(NamedTuple):
     """Contents of a weights file and of the run or export to which it belongs."""
 
     path: Path
-    run: Path | None
-    """folder of the run; None for weights outside a run"""
-    recipe: str | None
-    """None for a file that contains only weights"""
-    options: Sequence[Mapping[str, object]]
-    """arguments of each model; an exported ensemble has several models"""
-    weights: Sequence[dict[str, Tensor]]
-    """weights of each model"""
+    run: Path | None  # folder of the run; None for weights outside a run
+    recipe: str | None  # None for a file that contains only weights
+    options: Sequence[Mapping[str, object]]  # arguments of each model, several for an ensemble
+    weights: Sequence[dict[str, Tensor]]  # of each model
+    # SHA-256 digests (of a run) or JSON contents (of an export) of the files that describe the
+    # training data, by name; None if unknown
     files: Mapping[str, object] | None
-    """SHA-256 digests (of a run) or JSON contents (of an export) of the files that describe the
-    training data, by name; None if unknown"""
-    content: Mapping[str, Any]
-    """config.yaml of the run, or the header written by :func:`write_exported`"""
+    content: Mapping[str, Any]  # config.yaml of the run, or the header by `write_exported`
 
     @property
     def domain(self) -> object:
@@ -122,14 +112,21 @@ class Saved(NamedTuple):
 
 
 def read_saved(path: Path, run: Path | None = None) -> Saved:
-    """Reads a weights file and checks that the files of its run have not changed since training."""
-    if run is None:
-        weights, options, files = read_weights(path)
-        if is_exported(path):
-            return _exported(path, weights)
-        return Saved(path, None, None, [options], [weights], files or None, {})
+    """Reads a weights file, with what belongs to it in its run or in its header."""
+    if run is not None:
+        return _of_run(path, run)
+    weights, header = _read_weights(path)
+    if _KEY in header:
+        return _exported(path, weights, _parsed(header[_KEY]))
+    options, files = _parsed(header.get("model", "")), _parsed(header.get("files", ""))
+    return Saved(path, None, None, [options], [weights], files or None, {})
+
+
+def _of_run(path: Path, run: Path) -> Saved:
+    """Reads weights and checks that the files of their run have not changed since training."""
     config = read_config(run)
-    weights, options, files = read_weights(path)
+    weights, header = _read_weights(path)
+    options, files = _parsed(header.get("model", "")), _parsed(header.get("files", ""))
     for name, digest in files.items():
         file = run / name  # may be missing
         if file.is_file() and hashlib.sha256(file.read_bytes()).hexdigest() != digest:
@@ -146,13 +143,13 @@ def read_saved(path: Path, run: Path | None = None) -> Saved:
     return Saved(path, run, config["recipe"], [config["model"]], [weights], files, {**config})
 
 
-def _exported(path: Path, weights: dict[str, Tensor]) -> Saved:
-    """Reads the header of an exported model or ensemble, and separates weights by member."""
-    content = _parsed(read_header(path)[_KEY])
+def _exported(path: Path, weights: dict[str, Tensor], content: dict[str, Any]) -> Saved:
+    """Checks the header of an exported model or ensemble, and separates weights by member."""
     if content.get("format") != _FORMAT:
         raise ValueError(
             f"{path}: expected an exported model of format {_FORMAT}; got "
-            f"{shown(content.get('format'))}; {_ADVICE}, using this version of molflt"
+            f"{shown(content.get('format'))}; export it again, or download it again, using this "
+            "version of molflt"
         )
     options, members = content["models"], [weights]
     if len(options) > 1:
@@ -236,13 +233,8 @@ def device_named(name: str) -> str:
     return name
 
 
-def read_weights(path: Path) -> tuple[dict[str, Tensor], dict[str, object], dict[str, object]]:
-    """Reads a weights file.
-
-    Returns:
-        The weights by name, and the `options` and `files` passed to :func:`save_weights`. The last
-        two are empty for files written by other programs or earlier versions.
-    """
+def _read_weights(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Returns the weights in a file by name, and its header; both are checked for damage."""
     if not path.is_file():
         names = sorted(file.name for file in path.parent.glob("*.safetensors"))
         expected = f"best, last, or the path of weights; found {', '.join(names) or 'none'}"
@@ -250,8 +242,7 @@ def read_weights(path: Path) -> tuple[dict[str, Tensor], dict[str, object], dict
     verify_tensors(path)
     with safetensors.safe_open(path, framework="pt") as file:
         weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
-        header = file.metadata() or {}
-    return weights, _parsed(header.get("model", "")), _parsed(header.get("files", ""))
+        return weights, file.metadata() or {}
 
 
 def check_weights(path: Path, model: nn.Module, weights: Mapping[str, Tensor]) -> None:
@@ -395,10 +386,9 @@ def write_exported(
     (its options), results, and files (the content of small files in the run folder, by name).
     """
     text = json.dumps({"format": _FORMAT, **content}, indent=1, ensure_ascii=False)
-    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
     copy = folder / "config.json"
     copy.unlink(missing_ok=True)  # the copy must never describe different weights
-    save_tensors(folder / _MODEL, tensors, {"format": "pt", _KEY: text})
+    save_tensors(folder / _MODEL, weights, {"format": "pt", _KEY: text})
     write_atomically(copy, text.encode())
 
 
@@ -420,8 +410,11 @@ def is_exported(path: Path) -> bool:
     return _KEY in read_header(path)
 
 
-def recipe_of(path: Path) -> str | None:
-    """Reads the recipe of a weights file outside a run from its header; None if it is unknown."""
+def recipe_of(path: Path, run: Path | None = None) -> str | None:
+    """Reads the recipe of weights from their run, or else from the file; None if it is unknown."""
+    if run is not None:
+        recipe = read_yaml(run / "config.yaml").get("recipe")
+        return None if recipe is None else str(recipe)
     if is_exported(path):
         return str(_parsed(read_header(path)[_KEY]).get("recipe"))
     from molflt.sequence.published import is_transformers
