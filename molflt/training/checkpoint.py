@@ -1,5 +1,8 @@
 """Weights, checkpoints and exported models, which are read without executing code.
 
+In this order: names of trained models; weights files; the run or export of a weights file; models
+built from them; exports; last.ckpt.
+
 An exported model is a safetensors file whose header describes the model and its training as JSON.
 config.json is a copy of the header for readers and the Hugging Face Hub.
 """
@@ -34,6 +37,109 @@ _MODEL = "model.safetensors"
 _KEY, _FORMAT = "molflt", 1  # entry of the header of an exported model
 
 
+def find(source: str | Path | None, hub: Mapping[str, object] | None = None) -> Path:
+    """Resolves the name of a trained model.
+
+    Args:
+        source: the folder of a run, an exported model (its folder or file), weights within a run,
+            ``hf:OWNER/NAME``, ``hf:OWNER/NAME@REVISION``, or the name of a packaged model; None
+            selects the recommended packaged model.
+        hub: arguments of `huggingface_hub.snapshot_download`.
+
+    Returns:
+        The folder of a run, or a weights file.
+    """
+    if source is None:
+        return _packaged("game-net")  # the recommended model
+    name, path = str(source), Path(source)
+    if name.startswith(HUB):
+        return _fetched(name, hub or {})
+    if is_packaged(name):
+        return _packaged(name)
+    if path.is_dir() and not (path / "config.yaml").exists() and (path / _MODEL).is_file():
+        return path / _MODEL
+    return path.parent if path.name == "config.yaml" else path
+
+
+def is_packaged(name: str) -> bool:
+    """Returns True for the name of a packaged model unless a file has the same name."""
+    packaged = {file.parent.name for file in _WEIGHTS.glob(f"*/{_MODEL}")}
+    return name in packaged and not Path(name).exists()
+
+
+def is_trained(folder: Path) -> bool:
+    """Returns True if a folder looks like a run or an exported model."""
+    return (folder / "config.yaml").is_file() or (folder / _MODEL).is_file()
+
+
+def _packaged(name: str) -> Path:
+    path = _WEIGHTS / name / _MODEL
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"this installation does not include weights ({path.parent}); pass a run, an exported "
+            f"model or {HUB}OWNER/NAME, as in `molflt predict RUN STRUCTURES`"
+        )
+    return path
+
+
+def _fetched(name: str, options: Mapping[str, object]) -> Path:
+    repository, _, revision = name.removeprefix(HUB).partition("@")
+    files = [_MODEL, "config.json", "tokenizer.json"]  # the last only for published encoders
+    arguments = {"revision": revision or None, "allow_patterns": files, **options}
+    fetch: Callable[..., str] = require("huggingface_hub", name, "hub").snapshot_download
+    try:
+        folder = fetch(repository, **arguments)
+    except Exception as error:  # network failures can raise any exception
+        reason = shown((str(error).strip().splitlines() or [type(error).__name__])[0], 200)
+        raise ValueError(
+            f"{name}: could not be downloaded from the Hugging Face Hub; expected a network "
+            f"connection, or a model in the cache; got {type(error).__name__}: {reason}; check the "
+            "name, or pass a folder"
+        ) from None
+    path = Path(folder) / _MODEL
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"{name}: this repository, or its copy in the cache, does not contain {_MODEL}, which "
+            "molflt export writes"
+        )
+    return path
+
+
+def find_weights(
+    source: str | Path | None,
+    checkpoint: str | None = None,
+    hub: Mapping[str, object] | None = None,
+) -> tuple[Path, Path | None]:
+    """Resolves the name of a trained model to a weights file and the folder of its run, if any.
+
+    For `source` and `hub`, see :func:`find`. `checkpoint` is best (the default), last, or a
+    safetensors file; it requires a training run.
+    """
+    path = find(source, hub)
+    if (path / "config.yaml").is_file():
+        return weights_of(path, checkpoint or "best"), path
+    if not path.is_file() or path.suffix != ".safetensors":
+        got = "no such file"
+        if path.exists():
+            got = "a folder without a model" if path.is_dir() else "another file"
+        raise FileNotFoundError(
+            f"{source}: expected the folder of a training run, an exported model, a .safetensors "
+            f"file, or {HUB}OWNER/NAME; got {got}"
+        )
+    if checkpoint is not None:
+        raise ValueError(
+            f"{source or path}: checkpoint={checkpoint} requires a training run; got a weights file"
+        )
+    run = path.parent.parent if path.parent.name == "checkpoints" else path.parent
+    return path, run if (run / "config.yaml").is_file() else None
+
+
+def weights_of(run: Path, checkpoint: str) -> Path:
+    """Returns the weights file of a run; `checkpoint` is "best", "last" or the path of a file."""
+    named = checkpoint in ("best", "last")
+    return run / "checkpoints" / f"{checkpoint}.safetensors" if named else Path(checkpoint)
+
+
 def save_weights(
     path: Path,
     weights: Mapping[str, Tensor],
@@ -51,30 +157,51 @@ def save_weights(
     save_tensors(path, weights, header)
 
 
-def load_run(
-    run: Path, checkpoint: str = "best", device: str = "cpu", recipe: str | None = None
-) -> tuple[nn.Module, Config]:
-    """Loads a trained model.
+def _read_weights(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Returns the weights in a file by name, and its header; both are checked for damage."""
+    if not path.is_file():
+        names = sorted(file.name for file in path.parent.glob("*.safetensors"))
+        expected = f"best, last, or the path of weights; found {', '.join(names) or 'none'}"
+        raise FileNotFoundError(f"{path}: no such checkpoint; expected {expected}")
+    verify_tensors(path)
+    with safetensors.safe_open(path, framework="pt") as file:
+        weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+        return weights, file.metadata() or {}
 
-    Args:
-        run: folder written by ``molflt train``.
-        checkpoint: "best" (by validation), "last", or the path of a safetensors file.
-        device: device of the model: cpu, cuda, cuda:N, or auto.
-        recipe: the expected recipe; None accepts any recipe.
 
-    Returns:
-        The model in evaluation mode, and the configuration of the run.
+def check_weights(path: Path, model: nn.Module, weights: Mapping[str, Tensor]) -> None:
+    """Raises ValueError if weights belong to a different model or are not finite.
+
+    Tensors listed in the model's `added_later` may be missing.
     """
-    run, device = Path(run), device_named(device)
-    saved = read_saved(weights_of(run, checkpoint), run)
-    config = cast(Config, saved.content)
-    if recipe not in (None, config["recipe"]):
+    expected = model.state_dict()
+    for name in {*getattr(model, "added_later", ())} - weights.keys():
+        del expected[name]
+    for name in dict.fromkeys([*expected, *weights]):
+        want = tuple(expected[name].shape) if name in expected else "no such key"
+        got = tuple(weights[name].shape) if name in weights else "no such key"
+        if want != got:
+            raise ValueError(
+                f"{path}: key {shown(name)}: the model expects {want}; got {got}; the weights "
+                "belong to a different configuration or version"
+            )
+        check_finite(path, name, weights[name])
+
+
+def check_finite(path: Path, name: str, tensor: Tensor) -> None:
+    """Raises ValueError if a tensor of a weights file contains NaN or infinity."""
+    if not bool(torch.isfinite(tensor).all()):
         raise ValueError(
-            f"{run}: expected a run of recipe {recipe}; got recipe {config['recipe']}; train such "
-            f"a model with molflt train --recipe {recipe}"
+            f"{path}: key {name!r}: expected finite numbers; got NaN or infinity; the weights are "
+            "damaged, or the run diverged; use a different checkpoint"
         )
-    (model,) = saved.models()
-    return model.to(device), config
+
+
+def weights_digest(path: Path) -> str:
+    """Returns the SHA-256 digest of a weights file, from its header if possible; "" if missing."""
+    if not path.is_file():
+        return ""
+    return read_header(path).get("sha256") or hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 class Saved(NamedTuple):
@@ -171,46 +298,57 @@ def _build(name: str, config: Mapping[str, Any]) -> nn.Module:
         raise ValueError(f"{name}: {reason}") from error
 
 
-def weights_of(run: Path, checkpoint: str) -> Path:
-    """Returns the weights file of a run; `checkpoint` is "best", "last" or the path of a file."""
-    named = checkpoint in ("best", "last")
-    return run / "checkpoints" / f"{checkpoint}.safetensors" if named else Path(checkpoint)
+def recipe_of(path: Path, run: Path | None = None) -> str | None:
+    """Reads the recipe of weights from their run, or else from the file; None if it is unknown."""
+    if run is not None:
+        recipe = read_yaml(run / "config.yaml").get("recipe")
+        return None if recipe is None else str(recipe)
+    if is_exported(path):
+        return str(_parsed(read_header(path)[_KEY]).get("recipe"))
+    from molflt.sequence.published import is_transformers
+
+    with safetensors.safe_open(path, framework="pt") as file:
+        return MASKED if is_transformers(dict.fromkeys(file.keys())) else None
 
 
-def find_weights(
-    source: str | Path | None,
-    checkpoint: str | None = None,
-    hub: Mapping[str, object] | None = None,
-) -> tuple[Path, Path | None]:
-    """Resolves the name of a trained model to a weights file and the folder of its run, if any.
+def is_exported(path: Path) -> bool:
+    """Returns True if a weights file contains an exported model."""
+    return _KEY in read_header(path)
 
-    For `source` and `hub`, see :func:`find`. `checkpoint` is best (the default), last, or a
-    safetensors file; it requires a training run.
+
+def _parsed(text: str) -> dict[str, Any]:
+    """Parses a JSON object; returns an empty dictionary for any other text."""
+    try:
+        content = json.loads(text)
+    except (ValueError, RecursionError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def load_run(
+    run: Path, checkpoint: str = "best", device: str = "cpu", recipe: str | None = None
+) -> tuple[nn.Module, Config]:
+    """Loads a trained model.
+
+    Args:
+        run: folder written by ``molflt train``.
+        checkpoint: "best" (by validation), "last", or the path of a safetensors file.
+        device: device of the model: cpu, cuda, cuda:N, or auto.
+        recipe: the expected recipe; None accepts any recipe.
+
+    Returns:
+        The model in evaluation mode, and the configuration of the run.
     """
-    path = find(source, hub)
-    if (path / "config.yaml").is_file():
-        return weights_of(path, checkpoint or "best"), path
-    if not path.is_file() or path.suffix != ".safetensors":
-        got = "no such file"
-        if path.exists():
-            got = "a folder without a model" if path.is_dir() else "another file"
-        raise FileNotFoundError(
-            f"{source}: expected the folder of a training run, an exported model, a .safetensors "
-            f"file, or {HUB}OWNER/NAME; got {got}"
-        )
-    if checkpoint is not None:
+    run, device = Path(run), device_named(device)
+    saved = read_saved(weights_of(run, checkpoint), run)
+    config = cast(Config, saved.content)
+    if recipe not in (None, config["recipe"]):
         raise ValueError(
-            f"{source or path}: checkpoint={checkpoint} requires a training run; got a weights file"
+            f"{run}: expected a run of recipe {recipe}; got recipe {config['recipe']}; train such "
+            f"a model with molflt train --recipe {recipe}"
         )
-    run = path.parent.parent if path.parent.name == "checkpoints" else path.parent
-    return path, run if (run / "config.yaml").is_file() else None
-
-
-def weights_digest(path: Path) -> str:
-    """Returns the SHA-256 digest of a weights file, from its header if possible; "" if missing."""
-    if not path.is_file():
-        return ""
-    return read_header(path).get("sha256") or hashlib.sha256(path.read_bytes()).hexdigest()
+    (model,) = saved.models()
+    return model.to(device), config
 
 
 def count_parameters(run: Path, config: Config) -> int:
@@ -233,44 +371,33 @@ def device_named(name: str) -> str:
     return name
 
 
-def _read_weights(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Returns the weights in a file by name, and its header; both are checked for damage."""
-    if not path.is_file():
-        names = sorted(file.name for file in path.parent.glob("*.safetensors"))
-        expected = f"best, last, or the path of weights; found {', '.join(names) or 'none'}"
-        raise FileNotFoundError(f"{path}: no such checkpoint; expected {expected}")
-    verify_tensors(path)
-    with safetensors.safe_open(path, framework="pt") as file:
-        weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
-        return weights, file.metadata() or {}
+def write_exported(
+    folder: Path, weights: Mapping[str, Tensor], content: Mapping[str, object]
+) -> None:
+    """Writes model.safetensors and config.json to a folder, which is created if it is missing.
 
-
-def check_weights(path: Path, model: nn.Module, weights: Mapping[str, Tensor]) -> None:
-    """Raises ValueError if weights belong to a different model or are not finite.
-
-    Tensors listed in the model's `added_later` may be missing.
+    The weights of several models have the prefixes "members.0.", "members.1.", and so on. `content`
+    contains the header: recipe, models (the options of each model), about, license, datasets, task
+    (its options), results, and files (the content of small files in the run folder, by name).
     """
-    expected = model.state_dict()
-    for name in {*getattr(model, "added_later", ())} - weights.keys():
-        del expected[name]
-    for name in dict.fromkeys([*expected, *weights]):
-        want = tuple(expected[name].shape) if name in expected else "no such key"
-        got = tuple(weights[name].shape) if name in weights else "no such key"
-        if want != got:
+    text = json.dumps({"format": _FORMAT, **content}, indent=1, ensure_ascii=False)
+    copy = folder / "config.json"
+    copy.unlink(missing_ok=True)  # the copy must never describe different weights
+    save_tensors(folder / _MODEL, weights, {"format": "pt", _KEY: text})
+    write_atomically(copy, text.encode())
+
+
+def check_replaceable(folder: Path) -> None:
+    """Raises ValueError if an export would overwrite anything other than an earlier export."""
+    weights = folder / _MODEL
+    if weights.is_file() and is_exported(weights):
+        return
+    for name in ("config.yaml", _MODEL, "config.json", "README.md"):
+        if (folder / name).exists():
             raise ValueError(
-                f"{path}: key {shown(name)}: the model expects {want}; got {got}; the weights "
-                "belong to a different configuration or version"
+                f"{folder / name}: exists and does not belong to an exported model; expected a new "
+                "folder, or an earlier export; choose a different folder"
             )
-        check_finite(path, name, weights[name])
-
-
-def check_finite(path: Path, name: str, tensor: Tensor) -> None:
-    """Raises ValueError if a tensor of a weights file contains NaN or infinity."""
-    if not bool(torch.isfinite(tensor).all()):
-        raise ValueError(
-            f"{path}: key {name!r}: expected finite numbers; got NaN or infinity; the weights are "
-            "damaged, or the run diverged; use a different checkpoint"
-        )
 
 
 def write_checkpoint(path: Path, checkpoint: Mapping[str, object]) -> None:
@@ -306,127 +433,3 @@ def model_weights(checkpoint: Mapping[str, Any]) -> dict[str, Tensor]:
     """Returns the model weights in a checkpoint, or their averages if averaging is enabled."""
     weights = _with_prefix(checkpoint["state_dict"], "model.")
     return {name: tensor for name, tensor in weights.items() if isinstance(tensor, Tensor)}
-
-
-def find(source: str | Path | None, hub: Mapping[str, object] | None = None) -> Path:
-    """Resolves the name of a trained model.
-
-    Args:
-        source: the folder of a run, an exported model (its folder or file), weights within a run,
-            ``hf:OWNER/NAME``, ``hf:OWNER/NAME@REVISION``, or the name of a packaged model; None
-            selects the recommended packaged model.
-        hub: arguments of `huggingface_hub.snapshot_download`.
-
-    Returns:
-        The folder of a run, or a weights file.
-    """
-    if source is None:
-        return _packaged("game-net")  # the recommended model
-    name, path = str(source), Path(source)
-    if name.startswith(HUB):
-        return _fetched(name, hub or {})
-    if is_packaged(name):
-        return _packaged(name)
-    if path.is_dir() and not (path / "config.yaml").exists() and (path / _MODEL).is_file():
-        return path / _MODEL
-    return path.parent if path.name == "config.yaml" else path
-
-
-def is_packaged(name: str) -> bool:
-    """Returns True for the name of a packaged model unless a file has the same name."""
-    packaged = {file.parent.name for file in _WEIGHTS.glob(f"*/{_MODEL}")}
-    return name in packaged and not Path(name).exists()
-
-
-def is_trained(folder: Path) -> bool:
-    """Returns True if a folder looks like a run or an exported model."""
-    return (folder / "config.yaml").is_file() or (folder / _MODEL).is_file()
-
-
-def _packaged(name: str) -> Path:
-    path = _WEIGHTS / name / _MODEL
-    if not path.is_file():
-        raise FileNotFoundError(
-            f"this installation does not include weights ({path.parent}); pass a run, an exported "
-            f"model or {HUB}OWNER/NAME, as in `molflt predict RUN STRUCTURES`"
-        )
-    return path
-
-
-def _fetched(name: str, options: Mapping[str, object]) -> Path:
-    repository, _, revision = name.removeprefix(HUB).partition("@")
-    files = [_MODEL, "config.json", "tokenizer.json"]  # the last only for published encoders
-    arguments = {"revision": revision or None, "allow_patterns": files, **options}
-    fetch: Callable[..., str] = require("huggingface_hub", name, "hub").snapshot_download
-    try:
-        folder = fetch(repository, **arguments)
-    except Exception as error:  # network failures can raise any exception
-        reason = shown((str(error).strip().splitlines() or [type(error).__name__])[0], 200)
-        raise ValueError(
-            f"{name}: could not be downloaded from the Hugging Face Hub; expected a network "
-            f"connection, or a model in the cache; got {type(error).__name__}: {reason}; check the "
-            "name, or pass a folder"
-        ) from None
-    path = Path(folder) / _MODEL
-    if not path.is_file():
-        raise FileNotFoundError(
-            f"{name}: this repository, or its copy in the cache, does not contain {_MODEL}, which "
-            "molflt export writes"
-        )
-    return path
-
-
-def write_exported(
-    folder: Path, weights: Mapping[str, Tensor], content: Mapping[str, object]
-) -> None:
-    """Writes model.safetensors and config.json to a folder, which is created if it is missing.
-
-    The weights of several models have the prefixes "members.0.", "members.1.", and so on. `content`
-    contains the header: recipe, models (the options of each model), about, license, datasets, task
-    (its options), results, and files (the content of small files in the run folder, by name).
-    """
-    text = json.dumps({"format": _FORMAT, **content}, indent=1, ensure_ascii=False)
-    copy = folder / "config.json"
-    copy.unlink(missing_ok=True)  # the copy must never describe different weights
-    save_tensors(folder / _MODEL, weights, {"format": "pt", _KEY: text})
-    write_atomically(copy, text.encode())
-
-
-def check_replaceable(folder: Path) -> None:
-    """Raises ValueError if an export would overwrite anything other than an earlier export."""
-    weights = folder / _MODEL
-    if weights.is_file() and is_exported(weights):
-        return
-    for name in ("config.yaml", _MODEL, "config.json", "README.md"):
-        if (folder / name).exists():
-            raise ValueError(
-                f"{folder / name}: exists and does not belong to an exported model; expected a new "
-                "folder, or an earlier export; choose a different folder"
-            )
-
-
-def is_exported(path: Path) -> bool:
-    """Returns True if a weights file contains an exported model."""
-    return _KEY in read_header(path)
-
-
-def recipe_of(path: Path, run: Path | None = None) -> str | None:
-    """Reads the recipe of weights from their run, or else from the file; None if it is unknown."""
-    if run is not None:
-        recipe = read_yaml(run / "config.yaml").get("recipe")
-        return None if recipe is None else str(recipe)
-    if is_exported(path):
-        return str(_parsed(read_header(path)[_KEY]).get("recipe"))
-    from molflt.sequence.published import is_transformers
-
-    with safetensors.safe_open(path, framework="pt") as file:
-        return MASKED if is_transformers(dict.fromkeys(file.keys())) else None
-
-
-def _parsed(text: str) -> dict[str, Any]:
-    """Parses a JSON object; returns an empty dictionary for any other text."""
-    try:
-        content = json.loads(text)
-    except (ValueError, RecursionError):
-        return {}
-    return content if isinstance(content, dict) else {}
