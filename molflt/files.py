@@ -228,16 +228,18 @@ def save_tensors(
     """Writes a safetensors file with :func:`atomically`, with its SHA-256 digest in the header.
 
     The digest is computed with 64 zeros in its place. Equal tensors and metadata produce
-    identical files. Torch tensors must be contiguous and on the CPU. `metadata` contains additional
-    header entries, other than ``sha256``.
+    identical files. `metadata` contains additional header entries, other than ``sha256``.
     """
     from safetensors import SafetensorError
 
-    kind = "torch" if any(hasattr(tensor, "detach") for tensor in tensors.values()) else "numpy"
+    kind, content = "numpy", dict[str, Any](tensors)
+    if any(hasattr(tensor, "detach") for tensor in content.values()):
+        kind = "torch"
+        content = {name: x.detach().cpu().contiguous() for name, x in content.items()}
     save_file: Callable[..., None] = resolve_name(f"safetensors.{kind}:save_file")
     with atomically(path) as part:
         try:
-            save_file(dict(tensors), part, metadata={**metadata, "sha256": _BLANK.decode()})
+            save_file(content, part, metadata={**metadata, "sha256": _BLANK.decode()})
         except SafetensorError as error:
             raise OSError(str(error)) from error
         with open(part, "rb+") as file:

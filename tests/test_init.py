@@ -32,7 +32,8 @@ from molflt.evaluation.ensemble import load_ensemble
 from molflt.evaluation.evaluated import EvaluationData
 from molflt.training.checkpoint import find, load_run, read_saved
 from molflt.training.config import read_config
-from molflt.training.start import _transfer, build_parser
+from molflt.training.initial import _transfer
+from molflt.training.start import build_parser
 
 STEPS = ["--trainer.max_steps=4", "--trainer.val_every=4"]
 # the steps are too small to change a weight, so the last weights are the initial weights

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import signal
@@ -18,10 +19,11 @@ from torch import nn
 from molflt.data.batches import BatchedData
 from molflt.metrics import Metric
 from molflt.training.config import Config, absolute
+from molflt.training.initial import describe_initial, load_initial, read_initial_weights
 from molflt.training.recipes import Recipe
-from molflt.training.run_folder import RunFolder, best_of, duration
-from molflt.training.start import Initializer, dated_run
+from molflt.training.run_folder import INIT_RECORD, RunFolder, best_of, duration
 from molflt.training.start import build_parser as build_parser  # of this command
+from molflt.training.start import dated_run
 from molflt.training.trainer import TrainerOptions
 
 _Options = dict[str, Any]
@@ -78,8 +80,9 @@ def _train(folder: RunFolder, config: Config) -> int:
     batches.seed = config["seed"]
     if folder.checkpoint is not None or not folder.writes:
         batches.kept = folder.path
-    initializer = Initializer(folder, config["init"])
-    batches.initial = initializer.domain()
+    init = None if folder.checkpoint is not None else config["init"]
+    source = None if init is None else read_initial_weights(str(init))
+    batches.initial = folder.initial_domain(init, source.domain if source else None)
     batches.setup()
     model, task, trainer = config["model"], config["task"], config["trainer"]
     steps = TrainerOptions(**trainer).steps(batches)
@@ -89,17 +92,21 @@ def _train(folder: RunFolder, config: Config) -> int:
         folder.say(f"task.warmup_steps={warmup}: reduced to {steps // 10}, a tenth of all steps")
     if folder.writes:  # only in one process, because this reads all data
         folder.check_data(batches.fingerprints(), batches.files())
-    _set_sizes(model, batches.sizes(), initializer.options)
+    _set_sizes(model, batches.sizes(), {} if source is None else source.options[0])
     folder.check_config(config)  # sizes and numbers of steps are known now
     trained = parts.load("task")(parts.load("model")(**model), seed=config["seed"], **task)
+    init_files = {}
     if folder.checkpoint is None:  # a checkpoint contains this state
         trained.check_new()
-        initializer.load(trained.model, batches.files())
+        if source is not None:
+            record = load_initial(str(init), source, trained.model, batches.files())
+            init_files[INIT_RECORD] = (json.dumps(record, indent=1) + "\n").encode()
         trained.prepare(batches)
     folder.check_weights(trained.model)
     if folder.writes:  # making the files may read all data
-        folder.write({**batches.files(), **trained.files(), **initializer.files()})
-    initializer.say(trained.model, model)
+        folder.write({**batches.files(), **trained.files(), **init_files})
+    if source is not None:
+        folder.say(f"{folder.path}: {describe_initial(record, source, trained.model, model)}")
     _say_begin(folder, trained.model, batches, trainer)
     begin = time.perf_counter()
     try:
@@ -171,7 +178,7 @@ def _one_line_warnings(folder: RunFolder) -> Iterator[None]:
         yield
 
 
-def _set_sizes(options: _Options, sizes: Mapping[str, int], source: _Options) -> None:
+def _set_sizes(options: _Options, sizes: Mapping[str, int], source: Mapping[str, object]) -> None:
     """Sets options that depend on the data; rejects other values, unless they are in `source`."""
     for name, size in sizes.items():
         value = options[name]

@@ -1,5 +1,8 @@
 """Weights, checkpoints and exported models, which are read without executing code.
 
+In this order: names of trained models; weights files; the run or export of a weights file; models
+built from them; exports; last.ckpt.
+
 An exported model is a safetensors file whose header describes the model and its training as JSON.
 config.json is a copy of the header for readers and the Hugging Face Hub.
 """
@@ -22,300 +25,16 @@ from torch import Tensor, nn
 from molflt.data.structures.domain import DOMAIN, read_domain
 from molflt.files import read_header, save_tensors, shown, verify_tensors, write_atomically
 from molflt.optional import require
-from molflt.training.config import HUB, Config, read_config
+from molflt.training.config import HUB, Config, read_config, read_yaml
 from molflt.training.recipes import Recipe
 
 Checkpoint = dict[str, Any]
 """Lightning's checkpoint; its key "molflt" contains a `molflt.training.run_folder.Provenance`."""
 
+MASKED = "masked_language"  # recipe of published encoders
 _WEIGHTS = Path(__file__).parents[1] / "weights"  # packaged models
 _MODEL = "model.safetensors"
-
-MASKED = "masked_language"
-"""Recipe of published encoders."""
-
-_KEY, _FORMAT = "molflt", 1
-_ADVICE = "export it again, or download it again"
-
-
-def save_weights(
-    path: Path,
-    weights: Mapping[str, Tensor],
-    options: object,
-    files: Mapping[str, str],
-    metadata: Mapping[str, object],
-) -> None:
-    """Writes the weights of a model and a digest to a safetensors file.
-
-    `options` contains the arguments of the model, and `files` the SHA-256 digests of other files in
-    the run folder, by name; :func:`load_run` checks both. `metadata` contains more header entries.
-    """
-    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
-    header = {name: str(value) for name, value in metadata.items()}
-    header |= {"model": json.dumps(options), "files": json.dumps(files)}
-    save_tensors(path, tensors, header)
-
-
-def load_run(
-    run: Path, checkpoint: str = "best", device: str = "cpu", recipe: str | None = None
-) -> tuple[nn.Module, Config]:
-    """Loads a trained model.
-
-    Args:
-        run: folder written by ``molflt train``.
-        checkpoint: "best" (by validation), "last", or the path of a safetensors file.
-        device: device of the model: cpu, cuda, cuda:N, or auto.
-        recipe: the expected recipe; None accepts any recipe.
-
-    Returns:
-        The model in evaluation mode, and the configuration of the run.
-    """
-    run, device = Path(run), device_named(device)
-    saved = read_saved(weights_of(run, checkpoint), run)
-    config = cast(Config, saved.content)
-    if recipe not in (None, config["recipe"]):
-        raise ValueError(
-            f"{run}: expected a run of recipe {recipe}; got recipe {config['recipe']}; train such "
-            f"a model with molflt train --recipe {recipe}"
-        )
-    (model,) = saved.models()
-    return model.to(device), config
-
-
-class Saved(NamedTuple):
-    """Contents of a weights file and of the run or export to which it belongs."""
-
-    path: Path
-    run: Path | None
-    """folder of the run; None for weights outside a run"""
-    recipe: str | None
-    """None for a file that contains only weights"""
-    options: Sequence[Mapping[str, object]]
-    """arguments of each model; an exported ensemble has several models"""
-    weights: Sequence[dict[str, Tensor]]
-    """weights of each model"""
-    files: Mapping[str, object] | None
-    """SHA-256 digests (of a run) or JSON contents (of an export) of the files that describe the
-    training data, by name; None if unknown"""
-    content: Mapping[str, Any]
-    """config.yaml of the run, or the header written by :func:`write_exported`"""
-
-    @property
-    def domain(self) -> object:
-        """Content of domain.json; None if the file is missing."""
-        if self.run is not None:
-            return read_domain(self.run / DOMAIN)
-        return self.content.get("files", {}).get(DOMAIN)  # of an export
-
-    def models(self) -> list[nn.Module]:
-        """Builds the models in evaluation mode."""
-        name = f"{self.path}: key models"
-        if self.run is not None:
-            name = f"{self.run / 'config.yaml'}: key model"
-        models = []
-        for options, weights in zip(self.options, self.weights, strict=True):
-            model = _build(name, {"recipe": self.recipe, "model": options})
-            check_weights(self.path, model, weights)
-            model.load_state_dict(weights)
-            models.append(model.eval())
-        return models
-
-
-def read_saved(path: Path, run: Path | None = None) -> Saved:
-    """Reads a weights file and checks that the files of its run have not changed since training."""
-    if run is None:
-        weights, options, files = read_weights(path)
-        if is_exported(path):
-            return _exported(path, weights)
-        return Saved(path, None, None, [options], [weights], files or None, {})
-    config = read_config(run)
-    weights, options, files = read_weights(path)
-    for name, digest in files.items():
-        file = run / name  # may be missing
-        if file.is_file() and hashlib.sha256(file.read_bytes()).hexdigest() != digest:
-            raise ValueError(
-                f"{file}: has changed since {path.name} was trained; expected sha256 "
-                f"{shown(str(digest)[:12])}...; restore the file"
-            )
-    for name, trained in options.items():
-        if name in config["model"] and config["model"][name] != trained:
-            raise ValueError(
-                f"{run / 'config.yaml'}: model.{name} is {shown(config['model'][name])}, but "
-                f"{path.name} was trained with {shown(trained)}; restore the old value"
-            )
-    return Saved(path, run, config["recipe"], [config["model"]], [weights], files, {**config})
-
-
-def _exported(path: Path, weights: dict[str, Tensor]) -> Saved:
-    """Reads the header of an exported model or ensemble, and separates weights by member."""
-    content = _parsed(read_header(path)[_KEY])
-    if content.get("format") != _FORMAT:
-        raise ValueError(
-            f"{path}: expected an exported model of format {_FORMAT}; got "
-            f"{shown(content.get('format'))}; {_ADVICE}, using this version of molflt"
-        )
-    options, members = content["models"], [weights]
-    if len(options) > 1:
-        members = [_with_prefix(weights, f"members.{i}.") for i in range(len(options))]
-    return Saved(path, None, str(content["recipe"]), options, members, content["files"], content)
-
-
-def _with_prefix(weights: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    """Returns the weights whose names begin with a prefix, under names without it."""
-    return {k.removeprefix(prefix): x for k, x in weights.items() if k.startswith(prefix)}
-
-
-def _build(name: str, config: Mapping[str, Any]) -> nn.Module:
-    """Builds the model of a recipe; error messages begin with `name`."""
-    try:
-        return Recipe.of(config).load("model")(**config["model"])
-    except Exception as error:  # options of other versions can raise any exception
-        reason = " ".join(str(error).split())[:300]
-        raise ValueError(f"{name}: {reason}") from error
-
-
-def weights_of(run: Path, checkpoint: str) -> Path:
-    """Returns the weights file of a run; `checkpoint` is "best", "last" or the path of a file."""
-    named = checkpoint in ("best", "last")
-    return run / "checkpoints" / f"{checkpoint}.safetensors" if named else Path(checkpoint)
-
-
-def find_weights(
-    source: str | Path | None,
-    checkpoint: str | None = None,
-    hub: Mapping[str, object] | None = None,
-) -> tuple[Path, Path | None]:
-    """Resolves the name of a trained model to a weights file and the folder of its run, if any.
-
-    For `source` and `hub`, see :func:`find`. `checkpoint` is best (the default), last, or a
-    safetensors file; it requires a training run.
-    """
-    path = find(source, hub)
-    if (path / "config.yaml").is_file():
-        return weights_of(path, checkpoint or "best"), path
-    if not path.is_file() or path.suffix != ".safetensors":
-        got = "no such file"
-        if path.exists():
-            got = "a folder without a model" if path.is_dir() else "another file"
-        raise FileNotFoundError(
-            f"{source}: expected the folder of a training run, an exported model, a .safetensors "
-            f"file, or {HUB}OWNER/NAME; got {got}"
-        )
-    if checkpoint is not None:
-        raise ValueError(
-            f"{source or path}: checkpoint={checkpoint} requires a training run; got a weights file"
-        )
-    run = path.parent.parent if path.parent.name == "checkpoints" else path.parent
-    return path, run if (run / "config.yaml").is_file() else None
-
-
-def weights_digest(path: Path) -> str:
-    """Returns the SHA-256 digest of a weights file, from its header if possible; "" if missing."""
-    if not path.is_file():
-        return ""
-    return read_header(path).get("sha256") or hashlib.sha256(path.read_bytes()).hexdigest()
-
-
-def count_parameters(run: Path, config: Config) -> int:
-    """Counts the parameters of a run's model without allocating them."""
-    with torch.device("meta"):
-        model = _build(f"{run / 'config.yaml'}: key model", config)
-    return sum(parameter.numel() for parameter in model.parameters())
-
-
-def device_named(name: str) -> str:
-    """Resolves "auto" and raises ValueError if the device is not available."""
-    if name == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        torch.empty(1, device=name)
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        raise ValueError(
-            f"device {name!r}: expected auto, cpu, cuda or cuda:N; {str(error).splitlines()[0]}; "
-            "use auto"
-        ) from None
-    return name
-
-
-def read_weights(path: Path) -> tuple[dict[str, Tensor], dict[str, object], dict[str, object]]:
-    """Reads a weights file.
-
-    Returns:
-        The weights by name, and the `options` and `files` passed to :func:`save_weights`. The last
-        two are empty for files written by other programs or earlier versions.
-    """
-    if not path.is_file():
-        names = sorted(file.name for file in path.parent.glob("*.safetensors"))
-        expected = f"best, last, or the path of weights; found {', '.join(names) or 'none'}"
-        raise FileNotFoundError(f"{path}: no such checkpoint; expected {expected}")
-    verify_tensors(path)
-    with safetensors.safe_open(path, framework="pt") as file:
-        weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
-        header = file.metadata() or {}
-    return weights, _parsed(header.get("model", "")), _parsed(header.get("files", ""))
-
-
-def check_weights(path: Path, model: nn.Module, weights: Mapping[str, Tensor]) -> None:
-    """Raises ValueError if weights belong to a different model or are not finite.
-
-    Tensors listed in the model's `added_later` may be missing.
-    """
-    expected = model.state_dict()
-    for name in {*getattr(model, "added_later", ())} - weights.keys():
-        del expected[name]
-    for name in dict.fromkeys([*expected, *weights]):
-        want = tuple(expected[name].shape) if name in expected else "no such key"
-        got = tuple(weights[name].shape) if name in weights else "no such key"
-        if want != got:
-            raise ValueError(
-                f"{path}: key {shown(name)}: the model expects {want}; got {got}; the weights "
-                "belong to a different configuration or version"
-            )
-        check_finite(path, name, weights[name])
-
-
-def check_finite(path: Path, name: str, tensor: Tensor) -> None:
-    """Raises ValueError if a tensor of a weights file contains NaN or infinity."""
-    if not bool(torch.isfinite(tensor).all()):
-        raise ValueError(
-            f"{path}: key {name!r}: expected finite numbers; got NaN or infinity; the weights are "
-            "damaged, or the run diverged; use a different checkpoint"
-        )
-
-
-def write_checkpoint(path: Path, checkpoint: Mapping[str, object]) -> None:
-    """Writes a checkpoint atomically."""
-    buffer = io.BytesIO()  # torch.save to a file would report a full disk as RuntimeError
-    torch.save(checkpoint, buffer)
-    write_atomically(path, buffer.getvalue())
-
-
-def read_checkpoint(path: Path) -> Checkpoint:
-    """Reads a checkpoint: tensors and plain values, without executing its content."""
-    if not path.is_file():
-        raise FileNotFoundError(f"{path}: no such checkpoint; nothing to resume; start a new run")
-    content = io.BytesIO(path.read_bytes())
-    try:
-        if zipfile.is_zipfile(content):
-            with zipfile.ZipFile(content) as archive:  # torch does not compare checksums
-                if damaged := archive.testzip():
-                    raise ValueError(f"checksum of {damaged} differs")
-        content.seek(0)
-        return torch.load(content, map_location="cpu", weights_only=True)
-    except Exception as error:  # a damaged pickle can raise any exception
-        reason = (str(error) or type(error).__name__).splitlines()[0][:100]
-        if code := re.search(r"GLOBAL (\S+)", str(error)):
-            reason = f"{code[1]}, which could run code"
-        raise ValueError(
-            f"{path}: rejected; expected a complete checkpoint of tensors and plain values; got "
-            f"{reason}; restore the file, or start a new run"
-        ) from error
-
-
-def model_weights(checkpoint: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Returns the model weights in a checkpoint, or their averages if averaging is enabled."""
-    weights = _with_prefix(checkpoint["state_dict"], "model.")
-    return {name: tensor for name, tensor in weights.items() if isinstance(tensor, Tensor)}
+_KEY, _FORMAT = "molflt", 1  # entry of the header of an exported model
 
 
 def find(source: str | Path | None, hub: Mapping[str, object] | None = None) -> Path:
@@ -386,6 +105,273 @@ def _fetched(name: str, options: Mapping[str, object]) -> Path:
     return path
 
 
+def find_weights(
+    source: str | Path | None,
+    checkpoint: str | None = None,
+    hub: Mapping[str, object] | None = None,
+) -> tuple[Path, Path | None]:
+    """Resolves the name of a trained model to a weights file and the folder of its run, if any.
+
+    For `source` and `hub`, see :func:`find`. `checkpoint` is best (the default), last, or a
+    safetensors file; it requires a training run.
+    """
+    path = find(source, hub)
+    if (path / "config.yaml").is_file():
+        return weights_of(path, checkpoint or "best"), path
+    if not path.is_file() or path.suffix != ".safetensors":
+        got = "no such file"
+        if path.exists():
+            got = "a folder without a model" if path.is_dir() else "another file"
+        raise FileNotFoundError(
+            f"{source}: expected the folder of a training run, an exported model, a .safetensors "
+            f"file, or {HUB}OWNER/NAME; got {got}"
+        )
+    if checkpoint is not None:
+        raise ValueError(
+            f"{source or path}: checkpoint={checkpoint} requires a training run; got a weights file"
+        )
+    run = path.parent.parent if path.parent.name == "checkpoints" else path.parent
+    return path, run if (run / "config.yaml").is_file() else None
+
+
+def weights_of(run: Path, checkpoint: str) -> Path:
+    """Returns the weights file of a run; `checkpoint` is "best", "last" or the path of a file."""
+    named = checkpoint in ("best", "last")
+    return run / "checkpoints" / f"{checkpoint}.safetensors" if named else Path(checkpoint)
+
+
+def save_weights(
+    path: Path,
+    weights: Mapping[str, Tensor],
+    options: object,
+    files: Mapping[str, str],
+    metadata: Mapping[str, object],
+) -> None:
+    """Writes the weights of a model and a digest to a safetensors file.
+
+    `options` contains the arguments of the model, and `files` the SHA-256 digests of other files in
+    the run folder, by name; :func:`load_run` checks both. `metadata` contains more header entries.
+    """
+    header = {name: str(value) for name, value in metadata.items()}
+    header |= {"model": json.dumps(options), "files": json.dumps(files)}
+    save_tensors(path, weights, header)
+
+
+def _read_weights(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Returns the weights in a file by name, and its header; both are checked for damage."""
+    if not path.is_file():
+        names = sorted(file.name for file in path.parent.glob("*.safetensors"))
+        expected = f"best, last, or the path of weights; found {', '.join(names) or 'none'}"
+        raise FileNotFoundError(f"{path}: no such checkpoint; expected {expected}")
+    verify_tensors(path)
+    with safetensors.safe_open(path, framework="pt") as file:
+        weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+        return weights, file.metadata() or {}
+
+
+def check_weights(path: Path, model: nn.Module, weights: Mapping[str, Tensor]) -> None:
+    """Raises ValueError if weights belong to a different model or are not finite.
+
+    Tensors listed in the model's `added_later` may be missing.
+    """
+    expected = model.state_dict()
+    for name in {*getattr(model, "added_later", ())} - weights.keys():
+        del expected[name]
+    for name in dict.fromkeys([*expected, *weights]):
+        want = tuple(expected[name].shape) if name in expected else "no such key"
+        got = tuple(weights[name].shape) if name in weights else "no such key"
+        if want != got:
+            raise ValueError(
+                f"{path}: key {shown(name)}: the model expects {want}; got {got}; the weights "
+                "belong to a different configuration or version"
+            )
+        check_finite(path, name, weights[name])
+
+
+def check_finite(path: Path, name: str, tensor: Tensor) -> None:
+    """Raises ValueError if a tensor of a weights file contains NaN or infinity."""
+    if not bool(torch.isfinite(tensor).all()):
+        raise ValueError(
+            f"{path}: key {name!r}: expected finite numbers; got NaN or infinity; the weights are "
+            "damaged, or the run diverged; use a different checkpoint"
+        )
+
+
+def weights_digest(path: Path) -> str:
+    """Returns the SHA-256 digest of a weights file, from its header if possible; "" if missing."""
+    if not path.is_file():
+        return ""
+    return read_header(path).get("sha256") or hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+class Saved(NamedTuple):
+    """Contents of a weights file and of the run or export to which it belongs."""
+
+    path: Path
+    run: Path | None  # folder of the run; None for weights outside a run
+    recipe: str | None  # None for a file that contains only weights
+    options: Sequence[Mapping[str, object]]  # arguments of each model, several for an ensemble
+    weights: Sequence[dict[str, Tensor]]  # of each model
+    # SHA-256 digests (of a run) or JSON contents (of an export) of the files that describe the
+    # training data, by name; None if unknown
+    files: Mapping[str, object] | None
+    content: Mapping[str, Any]  # config.yaml of the run, or the header by `write_exported`
+
+    @property
+    def domain(self) -> object:
+        """Content of domain.json; None if the file is missing."""
+        if self.run is not None:
+            return read_domain(self.run / DOMAIN)
+        return self.content.get("files", {}).get(DOMAIN)  # of an export
+
+    def models(self) -> list[nn.Module]:
+        """Builds the models in evaluation mode."""
+        name = f"{self.path}: key models"
+        if self.run is not None:
+            name = f"{self.run / 'config.yaml'}: key model"
+        models = []
+        for options, weights in zip(self.options, self.weights, strict=True):
+            model = _build(name, {"recipe": self.recipe, "model": options})
+            check_weights(self.path, model, weights)
+            model.load_state_dict(weights)
+            models.append(model.eval())
+        return models
+
+
+def read_saved(path: Path, run: Path | None = None) -> Saved:
+    """Reads a weights file, with what belongs to it in its run or in its header."""
+    if run is not None:
+        return _of_run(path, run)
+    weights, header = _read_weights(path)
+    if _KEY in header:
+        return _exported(path, weights, _parsed(header[_KEY]))
+    options, files = _parsed(header.get("model", "")), _parsed(header.get("files", ""))
+    return Saved(path, None, None, [options], [weights], files or None, {})
+
+
+def _of_run(path: Path, run: Path) -> Saved:
+    """Reads weights and checks that the files of their run have not changed since training."""
+    config = read_config(run)
+    weights, header = _read_weights(path)
+    options, files = _parsed(header.get("model", "")), _parsed(header.get("files", ""))
+    for name, digest in files.items():
+        file = run / name  # may be missing
+        if file.is_file() and hashlib.sha256(file.read_bytes()).hexdigest() != digest:
+            raise ValueError(
+                f"{file}: has changed since {path.name} was trained; expected sha256 "
+                f"{shown(str(digest)[:12])}...; restore the file"
+            )
+    for name, trained in options.items():
+        if name in config["model"] and config["model"][name] != trained:
+            raise ValueError(
+                f"{run / 'config.yaml'}: model.{name} is {shown(config['model'][name])}, but "
+                f"{path.name} was trained with {shown(trained)}; restore the old value"
+            )
+    return Saved(path, run, config["recipe"], [config["model"]], [weights], files, {**config})
+
+
+def _exported(path: Path, weights: dict[str, Tensor], content: dict[str, Any]) -> Saved:
+    """Checks the header of an exported model or ensemble, and separates weights by member."""
+    if content.get("format") != _FORMAT:
+        raise ValueError(
+            f"{path}: expected an exported model of format {_FORMAT}; got "
+            f"{shown(content.get('format'))}; export it again, or download it again, using this "
+            "version of molflt"
+        )
+    options, members = content["models"], [weights]
+    if len(options) > 1:
+        members = [_with_prefix(weights, f"members.{i}.") for i in range(len(options))]
+    return Saved(path, None, str(content["recipe"]), options, members, content["files"], content)
+
+
+def _with_prefix(weights: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    """Returns the weights whose names begin with a prefix, under names without it."""
+    return {k.removeprefix(prefix): x for k, x in weights.items() if k.startswith(prefix)}
+
+
+def _build(name: str, config: Mapping[str, Any]) -> nn.Module:
+    """Builds the model of a recipe; error messages begin with `name`."""
+    try:
+        return Recipe.of(config).load("model")(**config["model"])
+    except Exception as error:  # options of other versions can raise any exception
+        reason = " ".join(str(error).split())[:300]
+        raise ValueError(f"{name}: {reason}") from error
+
+
+def recipe_of(path: Path, run: Path | None = None) -> str | None:
+    """Reads the recipe of weights from their run, or else from the file; None if it is unknown."""
+    if run is not None:
+        recipe = read_yaml(run / "config.yaml").get("recipe")
+        return None if recipe is None else str(recipe)
+    if is_exported(path):
+        return str(_parsed(read_header(path)[_KEY]).get("recipe"))
+    from molflt.sequence.published import is_transformers
+
+    with safetensors.safe_open(path, framework="pt") as file:
+        return MASKED if is_transformers(dict.fromkeys(file.keys())) else None
+
+
+def is_exported(path: Path) -> bool:
+    """Returns True if a weights file contains an exported model."""
+    return _KEY in read_header(path)
+
+
+def _parsed(text: str) -> dict[str, Any]:
+    """Parses a JSON object; returns an empty dictionary for any other text."""
+    try:
+        content = json.loads(text)
+    except (ValueError, RecursionError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def load_run(
+    run: Path, checkpoint: str = "best", device: str = "cpu", recipe: str | None = None
+) -> tuple[nn.Module, Config]:
+    """Loads a trained model.
+
+    Args:
+        run: folder written by ``molflt train``.
+        checkpoint: "best" (by validation), "last", or the path of a safetensors file.
+        device: device of the model: cpu, cuda, cuda:N, or auto.
+        recipe: the expected recipe; None accepts any recipe.
+
+    Returns:
+        The model in evaluation mode, and the configuration of the run.
+    """
+    run, device = Path(run), device_named(device)
+    saved = read_saved(weights_of(run, checkpoint), run)
+    config = cast(Config, saved.content)
+    if recipe not in (None, config["recipe"]):
+        raise ValueError(
+            f"{run}: expected a run of recipe {recipe}; got recipe {config['recipe']}; train such "
+            f"a model with molflt train --recipe {recipe}"
+        )
+    (model,) = saved.models()
+    return model.to(device), config
+
+
+def count_parameters(run: Path, config: Config) -> int:
+    """Counts the parameters of a run's model without allocating them."""
+    with torch.device("meta"):
+        model = _build(f"{run / 'config.yaml'}: key model", config)
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def device_named(name: str) -> str:
+    """Resolves "auto" and raises ValueError if the device is not available."""
+    if name == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        torch.empty(1, device=name)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise ValueError(
+            f"device {name!r}: expected auto, cpu, cuda or cuda:N; {str(error).splitlines()[0]}; "
+            "use auto"
+        ) from None
+    return name
+
+
 def write_exported(
     folder: Path, weights: Mapping[str, Tensor], content: Mapping[str, object]
 ) -> None:
@@ -396,10 +382,9 @@ def write_exported(
     (its options), results, and files (the content of small files in the run folder, by name).
     """
     text = json.dumps({"format": _FORMAT, **content}, indent=1, ensure_ascii=False)
-    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
     copy = folder / "config.json"
     copy.unlink(missing_ok=True)  # the copy must never describe different weights
-    save_tensors(folder / _MODEL, tensors, {"format": "pt", _KEY: text})
+    save_tensors(folder / _MODEL, weights, {"format": "pt", _KEY: text})
     write_atomically(copy, text.encode())
 
 
@@ -416,25 +401,36 @@ def check_replaceable(folder: Path) -> None:
             )
 
 
-def is_exported(path: Path) -> bool:
-    """Returns True if a weights file contains an exported model."""
-    return _KEY in read_header(path)
+def write_checkpoint(path: Path, checkpoint: Mapping[str, object]) -> None:
+    """Writes a checkpoint atomically."""
+    buffer = io.BytesIO()  # torch.save to a file would report a full disk as RuntimeError
+    torch.save(checkpoint, buffer)
+    write_atomically(path, buffer.getvalue())
 
 
-def recipe_of(path: Path) -> str | None:
-    """Reads the recipe of a weights file outside a run from its header; None if it is unknown."""
-    if is_exported(path):
-        return str(_parsed(read_header(path)[_KEY]).get("recipe"))
-    from molflt.sequence.published import is_transformers
-
-    with safetensors.safe_open(path, framework="pt") as file:
-        return MASKED if is_transformers(dict.fromkeys(file.keys())) else None
-
-
-def _parsed(text: str) -> dict[str, Any]:
-    """Parses a JSON object; returns an empty dictionary for any other text."""
+def read_checkpoint(path: Path) -> Checkpoint:
+    """Reads a checkpoint: tensors and plain values, without executing its content."""
+    if not path.is_file():
+        raise FileNotFoundError(f"{path}: no such checkpoint; nothing to resume; start a new run")
+    content = io.BytesIO(path.read_bytes())
     try:
-        content = json.loads(text)
-    except (ValueError, RecursionError):
-        return {}
-    return content if isinstance(content, dict) else {}
+        if zipfile.is_zipfile(content):
+            with zipfile.ZipFile(content) as archive:  # torch does not compare checksums
+                if damaged := archive.testzip():
+                    raise ValueError(f"checksum of {damaged} differs")
+        content.seek(0)
+        return torch.load(content, map_location="cpu", weights_only=True)
+    except Exception as error:  # a damaged pickle can raise any exception
+        reason = (str(error) or type(error).__name__).splitlines()[0][:100]
+        if code := re.search(r"GLOBAL (\S+)", str(error)):
+            reason = f"{code[1]}, which could run code"
+        raise ValueError(
+            f"{path}: rejected; expected a complete checkpoint of tensors and plain values; got "
+            f"{reason}; restore the file, or start a new run"
+        ) from error
+
+
+def model_weights(checkpoint: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Returns the model weights in a checkpoint, or their averages if averaging is enabled."""
+    weights = _with_prefix(checkpoint["state_dict"], "model.")
+    return {name: tensor for name, tensor in weights.items() if isinstance(tensor, Tensor)}

@@ -20,7 +20,7 @@ import yaml
 from torch import Tensor, nn
 
 from molflt.data.batches import Fingerprint
-from molflt.data.structures.domain import DOMAIN
+from molflt.data.structures.domain import DOMAIN, Domain
 from molflt.files import (
     append,
     clear_parts,
@@ -210,15 +210,18 @@ class RunFolder:
         """Returns the stored provenance; {} for new runs and checkpoints from earlier versions."""
         return (self.checkpoint or {}).get("molflt", {})
 
-    def remember(self, domain: object) -> object:
-        """Stores `domain`, the domain.json of the initial weights, in checkpoints and returns it.
+    def initial_domain(self, init: object, domain: object) -> Domain | None:
+        """Returns the domain of the initial weights `init`, and stores it in checkpoints.
 
-        A resumed run ignores `domain` and uses the content in its checkpoint.
+        A resumed run ignores `domain`, the content of domain.json, and uses its checkpoint.
         """
-        initial = domain if self.checkpoint is None else self._stored().get("initial")
-        if initial is not None:
-            self.provenance["initial"] = initial
-        return initial
+        name = f"--init {init}: {DOMAIN}"
+        if self.checkpoint is not None:
+            domain, name = self._stored().get("initial"), f"{self.last}: initial"
+        if domain is None:
+            return None
+        self.provenance["initial"] = domain
+        return Domain.from_json(domain, name)
 
     def check_weights(self, model: nn.Module) -> None:
         """Checks that the checkpoint matches the model, and rewrites last.safetensors from it.

@@ -193,10 +193,10 @@ no_w = dict.fromkeys(("w", "to_phi", "to_pos", "to_xi"))
 no_turns = dict.fromkeys(("to_w", "to_pos", "to_xi"))
 for function, types, constants in (
     (kernels.sum_kernel, {"x": real, "ends": whole, "out": real}, {"BLOCK": 1024}),
-    (kernels.state_kernel, {**state, "out": real}, {"ONES": True, **sizes}),
-    (kernels.token_kernel, tokens, {"ONES": True, "PHASES": True, **sizes}),
-    (kernels.token_kernel, tokens, {"ONES": False, "PHASES": False, **no_w, **sizes}),
-    (kernels.token_kernel, tokens, {"ONES": False, "PHASES": False, **no_turns, **sizes}),
+    (kernels.state_kernel, {**state, "out": real}, sizes),
+    (kernels.token_kernel, tokens, sizes),
+    (kernels.token_kernel, tokens, {**no_w, **sizes}),
+    (kernels.token_kernel, tokens, {**no_turns, **sizes}),
 ):
     signature = {
         name: "constexpr" if name in constants else types.get(name, "i32")

@@ -23,6 +23,8 @@ _LEAST_PIECE = 512  # minimum number of tokens per piece, except the last piece 
 _MOST_PIECES = 128  # maximum number of pieces per graph
 _STATE = 2**26  # nodes are summed in chunks if the states of all pieces have more elements
 
+_Both = tuple[Tensor, Tensor]  # of queries and of keys
+
 
 def expect_triton() -> None:
     """Raises ValueError unless Triton kernels can run, on a GPU or in Triton's interpreter."""
@@ -42,11 +44,14 @@ class Waves(NamedTuple):
     counts: Tensor | None = None  # (graphs,), nodes of each graph; None if all have r nodes
 
 
-class _Phases(NamedTuple):
-    """Tensors that determine the phases 2 pi xi_s . r_n of tokens."""
+class _Inputs(NamedTuple):
+    """Arguments of the function F of `triton_kernels`; the state or w is None if it is computed."""
 
-    pos: Tensor  # r (tokens, l)
-    xi: Tensor  # (graphs, heads, r, l)
+    phi: Tensor  # features (heads, tokens, m)
+    w: Tensor | None  # values and a 1, (heads, tokens, dv + 1)
+    state: Tensor | None  # (graphs, heads, r, 2, m, dv + 1)
+    pos: Tensor  # positions (tokens, l)
+    xi: Tensor  # nodes (graphs, heads, r, l)
     counts: Tensor  # (graphs,), nodes of each graph
 
 
@@ -97,7 +102,7 @@ def ragged(
     key: Features,
     value: Tensor,
     waves: Waves,
-    positions: tuple[Tensor, Tensor],
+    positions: _Both,
     tokens: tuple[Ragged, Ragged],
     pairs: Pairs | SortedPairs | None = None,
 ) -> Sums:
@@ -114,21 +119,21 @@ def ragged(
     """
     batch, heads, _, width = value.shape
     phi_q, phi_k, shift = _stabilize(_join_rows(query), _join_rows(key), *tokens)
-    value, dtype = _one_row(value), phi_q.dtype
+    w, dtype = with_ones(_one_row(value)), phi_q.dtype
     xi, c, counts = _per_graph(waves, len(tokens[0].ends) - 1, heads, dtype)
-    r_q, r_k = (x.to(dtype).contiguous() for x in positions)
+    positions = positions[0].to(dtype).contiguous(), positions[1].to(dtype).contiguous()
     states = max(len(x.pieces) for x in tokens) * heads * 2 * phi_q.shape[-1] * (width + 1)
     chunk = max(1, _STATE // max(1, states))
     several = chunk < xi.shape[2]
     sums = phi_q.new_zeros(heads, phi_q.shape[2], width + 1)
     for first in range(0, xi.shape[2], chunk):
         part = slice(first, first + chunk)
-        nodes = xi[:, :, part], c[..., part], (counts - first).clamp(0, chunk)
-        inputs = phi_q[0], phi_k[0], value[0], r_q, r_k, *nodes, *tokens
+        nodes = Waves(xi[:, :, part], c[..., part], (counts - first).clamp(0, chunk))
+        inputs = (phi_q[0], phi_k[0]), w[0], positions, nodes, tokens
         sums = sums + recomputed(_node_sums, *inputs, several=several)
     sums = sums[None]
     if pairs is not None:
-        sums = sums + _pair_sums(phi_q, phi_k, with_ones(value), pairs)
+        sums = sums + _pair_sums(phi_q, phi_k, w, pairs)
     shift = shift.expand(1, heads, phi_q.shape[2], 1)
     sums, shift = (x[0].unflatten(1, (batch, -1)).transpose(0, 1) for x in (sums, shift))
     return Sums.of(sums, shift)
@@ -169,19 +174,11 @@ def _stabilize(
 
 
 def _node_sums(
-    phi_q: Tensor,
-    phi_k: Tensor,
-    value: Tensor,
-    r_q: Tensor,
-    r_k: Tensor,
-    xi: Tensor,
-    c: Tensor,
-    counts: Tensor,
-    queries: Ragged,
-    keys: Ragged,
+    phi: _Both, w: Tensor, positions: _Both, nodes: Waves, tokens: tuple[Ragged, Ragged]
 ) -> Tensor:
-    """Returns the weighted sums of [v, 1] over keys: (heads, tokens, dv + 1)."""
-    state = _State.apply(phi_k, value, r_k, xi, counts, keys)  # [g, h, r, 2, m, dv + 1]
+    """Returns the weighted sums of w = [v, 1] over keys: (heads, tokens, dv + 1)."""
+    xi, c, counts = nodes
+    state = _Derivative.apply("state", tokens[1], phi[1], w, None, positions[1], xi, counts)
     c = c[..., None, None]
     if c.is_complex():
         cosines, sines = state.unbind(3)
@@ -189,132 +186,95 @@ def _node_sums(
         state = torch.stack((cosines, sines), dim=3)
     else:
         state = c[..., None] * state
-    return _Output.apply(phi_q, state, r_q, xi, counts, queries)
+    return _Derivative.apply("w", tokens[0], phi[0], None, state, positions[0], xi, counts)
 
 
-class _State(torch.autograd.Function):
-    """Sums of exp(2 pi i xi . r) phi [v, 1] over the tokens of each graph."""
+class _Derivative(torch.autograd.Function):
+    """dF / dx, where x is the state of each graph or w of each token.
 
-    @staticmethod
-    def forward(
-        ctx: Any, phi: Tensor, v: Tensor, pos: Tensor, xi: Tensor, counts: Tensor, tokens: Ragged
-    ) -> Tensor:
-        ctx.save_for_backward(phi, v, pos, xi, counts)
-        ctx.tokens = tokens
-        return _graph_sums(phi, v, _Phases(pos, xi, counts), tokens, ones=True)
-
-    @staticmethod
-    def backward(ctx: Any, by_state: Tensor) -> Any:
-        _expect_first_derivative()
-        phi, v, *phases = ctx.saved_tensors
-        for_phases = any(ctx.needs_input_grad[2:4])
-        by_v, by_phi, by_pos, by_xi = _token_sums(
-            phi, v, by_state, _Phases(*phases), ctx.tokens, ones=True, for_phases=for_phases
-        )
-        return by_phi, by_v[..., :-1].to(v.dtype), by_pos, by_xi, None, None
-
-
-class _Output(torch.autograd.Function):
-    """Contraction of the state of a graph with exp(2 pi i xi . r) phi for each of its tokens."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, phi: Tensor, state: Tensor, pos: Tensor, xi: Tensor, counts: Tensor, tokens: Any
-    ) -> Tensor:
-        ctx.save_for_backward(phi, state, pos, xi, counts)
-        ctx.tokens = tokens
-        return _token_sums(phi, None, state, _Phases(pos, xi, counts), tokens)[0]
-
-    @staticmethod
-    def backward(ctx: Any, by_out: Tensor) -> Any:
-        _expect_first_derivative()
-        phi, state, *saved = ctx.saved_tensors
-        phases, for_phases = _Phases(*saved), any(ctx.needs_input_grad[2:4])
-        _, by_phi, by_pos, by_xi = _token_sums(
-            phi, by_out, state, phases, ctx.tokens, for_phases=for_phases
-        )
-        return by_phi, _graph_sums(phi, by_out, phases, ctx.tokens), by_pos, by_xi, None, None
-
-
-def _expect_first_derivative() -> None:
-    if torch.is_grad_enabled():
-        raise ValueError("mixing='triton' supports first derivatives only; use mixing='auto'")
-
-
-def _graph_sums(
-    phi: Tensor, w: Tensor, phases: _Phases, tokens: Ragged, ones: bool = False
-) -> Tensor:
-    """Returns sums of phi w times cos and sin of the phases: (graphs, heads, r, 2, m, width).
-
-    With `ones`, a column of ones is appended to w.
+    F is linear in x: a sum of g dF / dx is F with x = g. Its gradients are derivatives of this F.
     """
+
+    @staticmethod
+    def forward(ctx: Any, x: str, tokens: Ragged, *inputs: Any) -> Tensor:
+        ctx.x, ctx.tokens = x, tokens
+        ctx.save_for_backward(*inputs)
+        return _derivatives([x], _Inputs(*inputs), tokens)[x]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        if torch.is_grad_enabled():
+            raise ValueError("mixing='triton' supports first derivatives only; use mixing='auto'")
+        inputs = _Inputs(*ctx.saved_tensors)._replace(**{ctx.x: grad})
+        needed = zip(_Inputs._fields, ctx.needs_input_grad[2:], strict=True)
+        by = _derivatives([name for name, is_needed in needed if is_needed], inputs, ctx.tokens)
+        return None, None, *map(by.get, _Inputs._fields)
+
+
+def _derivatives(names: list[str], inputs: _Inputs, tokens: Ragged) -> dict[str, Tensor]:
+    """Returns at least the derivatives of F with respect to the inputs in `names`, by name."""
+    by = {"state": _by_state(inputs, tokens)} if "state" in names else {}
+    of_tokens = [name for name in names if name != "state"]
+    return by | _by_token(of_tokens, inputs, tokens) if of_tokens else by
+
+
+def _by_state(inputs: _Inputs, tokens: Ragged) -> Tensor:
+    """Returns dF / dstate, summed over the tokens of each graph."""
     from molflt.attention.mixing import triton_kernels as kernels
 
-    pos, xi, counts = phases
-    width = w.shape[-1] + 1 if ones else w.shape[-1]
-    arguments = _arguments(phi, w, xi, w.shape[-1], ones)
-    heads, _, m = phi.shape
-    out = phi.new_empty(len(tokens.pieces), heads, xi.shape[2], 2, m, width)
+    phi, w, _, _, xi, _ = inputs
+    assert w is not None
+    arguments = _arguments(inputs, w.shape[-1])
+    out = phi.new_empty(len(tokens.pieces), len(phi), xi.shape[2], 2, phi.shape[-1], w.shape[-1])
     if out.numel():
-        grid = len(out), heads, xi.shape[2] * ceil_div(m, arguments["M"])
-        inputs = {"pos": pos, "counts": counts, "pieces": tokens.pieces}
-        kernels.state_kernel[grid](**arguments, **inputs, out=out)
+        grid = len(out), len(phi), xi.shape[2] * ceil_div(phi.shape[-1], arguments["M"])
+        kernels.state_kernel[grid](**arguments, pieces=tokens.pieces, out=out)
     return _summed(out, tokens.ends)
 
 
-def _token_sums(
-    phi: Tensor,
-    w: Tensor | None,
-    state: Tensor,
-    phases: _Phases,
-    tokens: Ragged,
-    ones: bool = False,
-    for_phases: bool = False,
-) -> tuple[Any, ...]:
-    """Returns contractions of a state with the factors of each token.
-
-    The function F of `triton_kernels` is linear in w, phi and the phases. Returns its derivatives
-    with respect to w (heads, tokens, width), phi, pos and xi. The derivative with respect to w is
-    None if w is given without `ones`; that with respect to phi is None without w; the last two are
-    None without `for_phases`.
-    """
+def _by_token(names: list[str], inputs: _Inputs, tokens: Ragged) -> dict[str, Tensor]:
+    """Returns derivatives of F with respect to w, phi, pos and xi: those in `names`, or more."""
     from molflt.attention.mixing import triton_kernels as kernels
 
-    pos, xi, counts = phases
-    (heads, count, m), axes, blocks = phi.shape, pos.shape[1], tokens.blocks
-    width = state.shape[-1]
-    arguments = _arguments(phi, w, xi, width - 1 if ones else width, ones)
-    to_w = phi.new_empty(heads, count, width) if w is None or ones else None
-    to_phi = None if w is None else phi.new_empty(phi.shape)
-    to_pos = to_xi = None
-    if for_phases:
-        to_pos = phi.new_empty(heads, count, axes)
-        to_xi = phi.new_zeros(len(blocks), heads, ceil_div(m, arguments["M"]), xi.shape[2], axes)
+    phi, _, state, _, xi, _ = inputs
+    assert state is not None
+    (heads, count, m), (nodes, axes), blocks = phi.shape, xi.shape[2:], tokens.blocks
+    arguments = _arguments(inputs, state.shape[-1])
+    if not {"pos", "xi"}.isdisjoint(names):  # computed together
+        names = [*names, "phi", "pos", "xi"]
+    shapes = {
+        "w": (heads, count, state.shape[-1]),
+        "phi": (heads, count, m),
+        "pos": (heads, count, axes),
+        "xi": (len(blocks), heads, ceil_div(m, arguments["M"]), nodes, axes),
+    }
+    by = {name: phi.new_zeros(shapes[name]) for name in names}
     if phi.numel():
-        out = {"to_w": to_w, "to_phi": to_phi, "to_pos": to_pos, "to_xi": to_xi}
-        inputs = {"pos": pos, "counts": counts, "pieces": blocks, "state": state.contiguous()}
+        arguments |= {f"to_{name}": by.get(name) for name in shapes}
         kernels.token_kernel[len(blocks), heads](
-            **arguments, **inputs, **out, all_tokens=count, PHASES=for_phases
+            **arguments, pieces=blocks, state=state.contiguous(), all_tokens=count
         )
-    if to_pos is None or to_xi is None:
-        return to_w, to_phi, None, None
-    return to_w, to_phi, to_pos.sum(dim=0), _summed(to_xi.sum(dim=2), tokens.block_ends)
+    if "pos" in by:
+        by |= {"pos": by["pos"].sum(dim=0), "xi": _summed(by["xi"].sum(dim=2), tokens.block_ends)}
+    return by
 
 
-def _arguments(phi: Tensor, w: Tensor | None, xi: Tensor, n: int, ones: bool) -> dict[str, Any]:
-    """Returns the arguments that `state_kernel` and `token_kernel` share, for w of n columns."""
-    arguments: dict[str, Any] = {"xi": xi, "xi_graph": xi.stride(0), "xi_head": xi.stride(1)}
-    arguments |= {"xi_node": xi.stride(2), "nodes": xi.shape[2], "axes": xi.shape[3]}
+def _arguments(inputs: _Inputs, width: int) -> dict[str, Any]:
+    """Returns the arguments that `state_kernel` and `token_kernel` share; w has `width` columns."""
+    phi, w, _, pos, xi, counts = inputs
+    arguments: dict[str, Any] = {"pos": pos, "xi": xi, "counts": counts}
+    arguments |= zip(("xi_graph", "xi_head", "xi_node"), xi.stride()[:3], strict=True)
     for name, x in {"phi": phi, "w": w}.items():
         x = x if x is None or x.stride(-1) == 1 else x.contiguous()
         strides = (0, 0) if x is None else x.stride()
         arguments |= {name: x, f"{name}_head": strides[0], f"{name}_token": strides[1]}
     # `tl.dot` needs blocks of at least 16 rows and columns.
-    m, width = phi.shape[-1], max(16, next_power_of_two(n + 1 if ones else n))
-    features = max(16, next_power_of_two(min(m, _FEATURES if width <= 64 else _FEATURES // 2)))
-    arguments |= {"m": m, "n": n, "ONES": ones, "BLOCK": _BLOCK, "M": features, "N": width}
+    m, axes, columns = phi.shape[-1], xi.shape[3], max(16, next_power_of_two(width))
+    features = max(16, next_power_of_two(min(m, _FEATURES if columns <= 64 else _FEATURES // 2)))
+    arguments |= {"m": m, "width": width, "axes": axes, "nodes": xi.shape[2]}
+    arguments |= {"BLOCK": _BLOCK, "M": features, "N": columns, "L": next_power_of_two(axes)}
     # With one stage, blocks fit into 99 KiB of shared memory for values of up to 63 columns.
-    return arguments | {"L": next_power_of_two(xi.shape[3]), "num_stages": 1}
+    return arguments | {"num_stages": 1}
 
 
 def _summed(x: Tensor, ends: Tensor) -> Tensor:

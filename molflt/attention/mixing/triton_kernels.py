@@ -6,10 +6,9 @@ theta_ns = 2 pi xi_s . r_n, is linear in phi, in w and in the state (C, S) of a 
 gradients with respect to w, phi and theta. These gradients yield the outputs of attention and their
 derivatives. Sums have a fixed order.
 
-Shapes: phi (heads, tokens, m); w (heads, tokens, n), to which ONES appends a column of ones; r
-(tokens, l); xi (graphs, heads, r, l), where a graph uses only its first `counts` (graphs,) nodes;
-the state (graphs, heads, r, 2, m, width), with width = n, or n + 1 with ONES; pieces (pieces, 3),
-with the graph, the first token and the end of each piece.
+Shapes: phi (heads, tokens, m); w (heads, tokens, width); r (tokens, l); xi (graphs, heads, r, l),
+where a graph uses only its first `counts` (graphs,) nodes; the state (graphs, heads, r, 2, m,
+width); pieces (pieces, 3), with the graph, the first token and the end of each piece.
 """
 
 import triton
@@ -25,19 +24,17 @@ def _phase(pos, xi):
 
 
 @triton.jit
-def _values(w, w_token, tokens, valid, column, n, dtype: tl.constexpr, ONES: tl.constexpr):
-    inside = valid[:, None] & (column < n)[None, :]
-    value = tl.load(w + tokens[:, None] * w_token + column[None, :], inside, 0.0).to(dtype)
-    if ONES:
-        value = tl.where(valid[:, None] & (column == n)[None, :], 1.0, value)
-    return value
+def _rows(x, stride, tokens, valid, column, width):
+    """Loads the rows of tokens from x, of shape (block, columns); 0 outside of x."""
+    inside = valid[:, None] & (column < width)[None, :]
+    return tl.load(x + tokens[:, None] * stride + column[None, :], inside, 0.0)
 
 
 @triton.jit
 def state_kernel(
     phi, w, pos, xi, counts, pieces, out,
     phi_head, phi_token, w_head, w_token, xi_graph, xi_head, xi_node,
-    m, n, axes, nodes, ONES: tl.constexpr,
+    m, width, axes, nodes,
     BLOCK: tl.constexpr, M: tl.constexpr, N: tl.constexpr, L: tl.constexpr,
 ):  # fmt: skip
     """Computes the contribution of one piece to the state, for a head, a node and M features."""
@@ -57,16 +54,12 @@ def state_kernel(
     for first in range(start, stop, BLOCK):
         tokens = first + tl.arange(0, BLOCK)
         valid = tokens < stop
-        inside = valid[:, None] & (feature < m)[None, :]
-        rows = phi + head * phi_head + tokens[:, None] * phi_token
-        x = tl.load(rows + feature[None, :], inside, 0.0)
-        value = _values(w + head * w_head, w_token, tokens, valid, column, n, dtype, ONES)
-        pos_mask = valid[:, None] & (axis < axes)[None, :]
-        position = tl.load(pos + tokens[:, None] * axes + axis[None, :], pos_mask, 0.0)
+        x = _rows(phi + head * phi_head, phi_token, tokens, valid, feature, m)
+        value = _rows(w + head * w_head, w_token, tokens, valid, column, width).to(dtype)
+        position = _rows(pos, axes, tokens, valid, axis, axes)
         cos, sin = _phase(position, frequency)
         cosines += tl.dot(tl.trans(x * cos[:, None]), value, input_precision=precision)
         sines += tl.dot(tl.trans(x * sin[:, None]), value, input_precision=precision)
-    width = n + 1 if ONES else n
     address = out + ((piece * tl.num_programs(1) + head) * nodes + node) * 2 * m * width
     address += feature[:, None] * width + column[None, :]
     inside = (feature < m)[:, None] & (column < width)[None, :]
@@ -78,7 +71,7 @@ def state_kernel(
 def token_kernel(
     phi, w, pos, xi, counts, pieces, state, to_w, to_phi, to_pos, to_xi,
     phi_head, phi_token, w_head, w_token, xi_graph, xi_head, xi_node, all_tokens,
-    m, n, axes, nodes, ONES: tl.constexpr, PHASES: tl.constexpr,
+    m, width, axes, nodes,
     BLOCK: tl.constexpr, M: tl.constexpr, N: tl.constexpr, L: tl.constexpr,
 ):  # fmt: skip
     """Computes the gradients with respect to w, phi, r and xi for one piece and head.
@@ -94,21 +87,17 @@ def token_kernel(
     dtype: tl.constexpr = phi.dtype.element_ty
     precision: tl.constexpr = "tf32x3" if dtype == tl.float32 else "ieee"
     column, axis = tl.arange(0, N), tl.arange(0, L)
-    width = n + 1 if ONES else n
     tokens = start + tl.arange(0, BLOCK)
     valid = tokens < stop
     row = head * all_tokens + tokens[:, None]  # row of the outputs
-    pos_mask = valid[:, None] & (axis < axes)[None, :]
-    position = tl.load(pos + tokens[:, None] * axes + axis[None, :], pos_mask, 0.0)
+    position = _rows(pos, axes, tokens, valid, axis, axes)
     if w is not None:
-        value = _values(w + head * w_head, w_token, tokens, valid, column, n, dtype, ONES)
+        value = _rows(w + head * w_head, w_token, tokens, valid, column, width).to(dtype)
     by_w = tl.zeros((BLOCK, N), dtype)
     by_position = tl.zeros((BLOCK, L), dtype)
     for part in range(parts):
         feature = part * M + tl.arange(0, M)
-        inside = valid[:, None] & (feature < m)[None, :]
-        rows = phi + head * phi_head + tokens[:, None] * phi_token
-        x = tl.load(rows + feature[None, :], inside, 0.0)
+        x = _rows(phi + head * phi_head, phi_token, tokens, valid, feature, m)
         by_phi = tl.zeros((BLOCK, M), dtype)
         for node in range(count):
             wave = xi + graph * xi_graph + head * xi_head + node * xi_node
@@ -127,19 +116,21 @@ def token_kernel(
                 cosines = tl.dot(value, tl.trans(cosines), input_precision=precision)
                 sines = tl.dot(value, tl.trans(sines), input_precision=precision)
                 by_phi += cos * cosines + sin * sines
-                if PHASES:
+                if to_pos is not None:
                     by_phase = 6.283185307179586 * tl.sum(x * (cos * sines - sin * cosines), axis=1)
                     by_position += by_phase[:, None] * frequency[None, :]
                     by_node = tl.sum(by_phase[:, None] * position, axis=0)
                     index = ((piece * tl.num_programs(1) + head) * parts + part) * nodes + node
                     tl.store(to_xi + index * axes + axis, by_node, axis < axes)
         if to_phi is not None:
+            inside = valid[:, None] & (feature < m)[None, :]
             tl.store(to_phi + row * m + feature[None, :], by_phi, inside)
     if to_w is not None:
         inside = valid[:, None] & (column < width)[None, :]
         tl.store(to_w + row * width + column[None, :], by_w, inside)
-    if PHASES:
-        tl.store(to_pos + row * axes + axis[None, :], by_position, pos_mask)
+    if to_pos is not None:
+        inside = valid[:, None] & (axis < axes)[None, :]
+        tl.store(to_pos + row * axes + axis[None, :], by_position, inside)
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""Relative positional encodings."""
+"""Relative positional encodings; `make_position` passes the options of models to them."""
 
 import inspect
 from collections.abc import Callable
@@ -49,7 +49,7 @@ def make_position(
         heads: number of heads.
         head_dim: width d of queries and keys per head.
         mixing: value of `mixing` in the attention layer that uses the encoding.
-        options: further arguments of the constructor of the encoding.
+        options: arguments of `POSITIONS[name]`, such as the `position_options` of a model.
     """
     if name == "none":
         no_effect("with position='none'", **options)

@@ -39,6 +39,7 @@ class MultiplicativePosition(SpectralPosition):
     positive = 1e-9  # lower bound on h before softmax attention takes its logarithm
     # Taper of the spectrum; a multiplicative kernel must not become negative.
     taper: ClassVar[Literal["step", "positive"]] = "positive"
+    own_options: ClassVar[tuple[str, ...]] = ("background",)
     placement: ClassVar[tuple[str, str]] = ("log h", "h multiplies the weight")
     mixings: ClassVar[tuple[str, ...]] = (*MIXINGS, TRITON)
     paper: ClassVar[str] = "molflt"

@@ -2,7 +2,6 @@
 
 import math
 import warnings
-from inspect import signature
 from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 import torch
@@ -47,6 +46,7 @@ class SpectralPosition(Position):
     # finite and nonzero where the spectrum crosses zero.
     floor = 1e-4
     taper: ClassVar[Literal["step", "positive"]] = "step"  # taper of reciprocal nodes
+    own_options: ClassVar[tuple[str, ...]] = ()  # arguments of the class besides its two parts
     on_lattice = False  # True if nodes come with each batch, even for softmax
     paper: ClassVar[str] = "2302.01925v1, eqs. 3-5"
     cost: ClassVar[str] = "N m (d + 2r)"
@@ -82,33 +82,30 @@ class SpectralPosition(Position):
                 "shells" for "shell_weights", and otherwise "gaussian".
             sampled: False builds a position without nodes: for softmax, which uses the exact mask,
                 or for reciprocal lattices, whose nodes come with each batch.
-            options: further arguments of the class and of the spectrum, and arguments of the nodes
-                with the prefix `node_`, such as `node_sigma`.
+            options: arguments of the class that `own_options` lists; arguments of the nodes, with
+                the prefix `node_`, such as `node_sigma`; and arguments of the spectrum.
         """
         one_of("spectrum", spectrum, SPECTRA)
         family = SPECTRA[spectrum]
         name = nodes or family.nodes
         one_of("nodes", name, NODES)
-        arguments, given = signature(cls).parameters, options.items()
-        position_options: dict[str, Any] = {key: x for key, x in given if key in arguments}
-        node_options = {key: x for key, x in given if key.startswith("node_")}
-        g_options = {key: x for key, x in given if key not in position_options | node_options}
+        own: dict[str, Any] = {key: options.pop(key) for key in cls.own_options if key in options}
+        node_options = {key: options.pop(key) for key in [*options] if key.startswith("node_")}
         if family.on_shells:  # the shells are built first
             if name != "shells":
                 raise ValueError(f"spectrum={spectrum!r} needs nodes='shells'; got {name!r}")
             no_effect("with nodes='shells'", num_nodes=num_nodes)
             shells = from_options(ShellNodes, node_options, "node_", dim=dim, normalized=True)
-            g = from_options(family, g_options, heads=heads, dim=dim, radii=shells.shell_radius)
-            return cls(g, shells, **position_options)
-        g = from_options(family, g_options, heads=heads, dim=dim)
+            g = from_options(family, options, heads=heads, dim=dim, radii=shells.shell_radius)
+            return cls(g, shells, **own)
+        g = from_options(family, options, heads=heads, dim=dim)
         if not sampled:
             why = "for softmax, which uses the exact mask, or where nodes come with each batch"
             no_effect(why, nodes=nodes, num_nodes=num_nodes, **node_options)
-            # Drawing nodes gives other weights the same values for a seed with and without nodes.
-            from_options(NODES[name], {}, "node_", **NODES[name].sizes(g, None))
-            return cls(g, None, **position_options)
-        sizes = NODES[name].sizes(g, num_nodes)
-        return cls(g, from_options(NODES[name], node_options, "node_", **sizes), **position_options)
+            node_options = {}
+        rule = from_options(NODES[name], node_options, "node_", **NODES[name].sizes(g, num_nodes))
+        # Other weights have the same values for a seed with and without nodes: all are drawn.
+        return cls(g, rule if sampled else None, **own)
 
     def width(self, head_dim: int) -> int:
         return head_dim + (0 if self.nodes is None else 2 * self.nodes.num_nodes)
