@@ -88,7 +88,7 @@ class LanguageModel(TokenModel):
             targets: ids (batch, length) of the next tokens; -1 at the end and at padding.
         """
         has_target = expect_targets(tokens, targets, self.vocabulary)
-        ids = targets.where(has_target, 0).flatten()
+        ids = targets.long().where(has_target, 0).flatten()
         log_p = self.head.score(self(tokens).flatten(0, 1), ids)
         return log_p.view(targets.shape).where(has_target, 0.0)
 

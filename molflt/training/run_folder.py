@@ -329,11 +329,12 @@ class RunFolder:
 
 
 def _versions() -> dict[str, str | None]:
-    packages = ("torch", "torch-geometric", "lightning", "numpy", "safetensors")
+    packages = ("torch-geometric", "lightning", "numpy", "safetensors")
     return {
         "molflt": __version__,
         "git_commit": _git_commit(),
         "python": platform.python_version(),
+        "torch": str(torch.__version__),  # with the build, such as +cu130
         **{name: importlib.metadata.version(name) for name in packages},
         "cuda": torch.version.cuda,
         "platform": platform.platform(),
