@@ -36,6 +36,7 @@ def parsed(line: str) -> dict[str, Any]:
         ("evaluate x --splits a b --skip-bad", {"splits": ["a", "b"], "skip_bad": True}),
         ("evaluate --splits a b -- x", {"splits": ["a", "b"], "run": Path("x")}),
         ("evaluate x --splits a --splits+ b", {"splits": ["a", "b"]}),
+        ("evaluate x --also a b --splits c --also d", {"also": list(map(Path, "abd"))}),
         ("train --data.root x --task.energy-mean -2", {"task.energy_mean": -2.0}),
         ("train --data.root x --task.betas 0.8 0.9", {"task.betas": (0.8, 0.9)}),
         ("adsorb x y --facet=1,-1,1 --repeat 2,3", {"facet": (1, -1, 1), "repeat": (2, 3)}),

@@ -121,7 +121,8 @@ def normalized(words: Sequence[str], parser: ArgumentParser) -> list[str]:
     """Rewrites arguments for jsonargparse: each option and its value become one word.
 
     ``--skip-bad`` becomes ``--skip_bad=true``, and ``--no-skip-bad`` becomes ``--skip_bad=false``.
-    ``--splits a b`` becomes an empty list and one append for each word.
+    ``--splits a b`` becomes an empty list and one append for each word; ``--splits a --splits b``
+    becomes the same list.
     """
     options = options_of(parser)
     remaining = list(words)
@@ -135,7 +136,8 @@ def normalized(words: Sequence[str], parser: ArgumentParser) -> list[str]:
         if _is_value(word) or word == "-h":
             out.append(word)
         else:
-            out += _rewritten(word, remaining, parser)
+            new = _rewritten(word, remaining, parser)
+            out += new[1:] if len(new) > 1 and new[0] in out else new
     return out
 
 
