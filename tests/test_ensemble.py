@@ -1,4 +1,5 @@
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -6,6 +7,7 @@ import numpy as np
 import pytest
 from ase.data import atomic_numbers
 from ase.io import read
+from sklearn.metrics import roc_auc_score
 from tiny_run import alone, error_of, printed, table
 
 from molflt.commands.cli import main
@@ -87,7 +89,7 @@ def test_calibration_covers_the_systems_set_aside(evaluated) -> None:
     assert evaluated[1]["val_ood_ads"]["coverage_crossed_percent"] is None
 
 
-def test_new_elements_have_their_own_calibration(runs, energy_data, tmp_path) -> None:
+def test_new_elements_have_their_own_calibration(runs, energy_data, tmp_path, capsys) -> None:
     """Two thirds of the systems contain one of two new elements."""
     records = [one.clone() for one in list(open_dataset(energy_data / "val_id.safetensors")) * 2]
     new = np.array(["", "Rh", "Os"] * 40)
@@ -117,6 +119,13 @@ def test_new_elements_have_their_own_calibration(runs, energy_data, tmp_path) ->
     judged = ~is_set_aside(np.arange(len(new))) | (new != "")
     assert row["coverage_n"] == judged.sum()
     assert row["coverage_percent"] == pytest.approx(100 * inside[judged].mean(), abs=1)
+    told = [
+        float(x) for x in re.findall(r"(?:error|curve of) (\d\.\d\d)", capsys.readouterr().out)
+    ]
+    bins = np.array_split(np.argsort(width[judged]), 10)
+    expected, found = ([np.mean(x[judged][b] ** 2) ** 0.5 for b in bins] for x in (width, error))
+    area = roc_auc_score(new[judged] != "", width[judged])
+    assert told == pytest.approx([np.mean(np.abs(1 - np.divide(found, expected))), area], abs=0.01)
 
 
 def test_the_training_split_calibrates_only_on_request(runs, tmp_path, capsys) -> None:

@@ -39,6 +39,7 @@ EVALUATE = (  # advice in messages
 )
 ONE_RUN = "a single run has no spread; add other runs with --also"
 _FLOORS = np.logspace(-2, 2, 33)  # floors to try, in units of the root mean square spread
+_BINS = 10  # bins of the calibration error
 _LEVELS = np.arange(5, 100, 5) / 100  # levels in the figure
 _COLUMNS = (
     "coverage_percent", "coverage_se_percent", "coverage_crossed_percent", "uncertainty_eV",
@@ -227,11 +228,11 @@ def assess(
     calibration = Calibration.fit(*fitted, chosen, model.weights)
     calibration, widths = _with_new(calibration, found)
     widths[chosen][calibrating] = np.nan  # excludes these systems from the coverage
-    evaluated: dict[str, _Errors] = {}
-    for name, part in found.items():
-        mask = part.labeled & np.isfinite(widths[name])
-        if mask.any():
-            evaluated[name] = _errors(part, widths[name], mask)
+    masks = {name: part.labeled & np.isfinite(widths[name]) for name, part in found.items()}
+    evaluated = {
+        name: _errors(found[name], widths[name], mask) for name, mask in masks.items() if mask.any()
+    }
+    is_new = np.concatenate([found[name].is_new[masks[name]] for name in evaluated] or [[]])
     columns = {name: uncertainty_of(model, part, calibration) for name, part in found.items()}
     rows = {
         name: _row(part, columns[name]["uncertainty_eV"], evaluated.get(name))
@@ -242,7 +243,8 @@ def assess(
     calibration.save(out / CALIBRATION)
     if evaluated:
         _draw(calibration, fitted, evaluated, out / "uncertainty.png")
-    return rows, columns, f"{_heading(calibration)}\n{results_table('split', rows)}"
+    table = results_table("split", rows) + _over_all_splits([*evaluated.values()], is_new)
+    return rows, columns, f"{_heading(calibration)}\n{table}"
 
 
 def uncertainty_of(
@@ -359,6 +361,29 @@ def _row(
         if np.ptp(width) > 0 and np.ptp(error) > 0:
             row["rank_correlation"] = float(spearmanr(width, error).statistic)
     return row
+
+
+def _over_all_splits(evaluated: Sequence[_Errors], is_new: NDArray[np.bool_]) -> str:
+    """Describes how uncertainties agree with the errors and indicate new elements.
+
+    The expected normalized calibration error is that of Levi et al. (arXiv:1905.11659, eq. 8).
+    """
+    from scipy.stats import mannwhitneyu
+
+    if len(is_new) < _BINS * _BINS:
+        return ""
+    error, width = np.hstack(evaluated)  # (2, n)
+    bins = np.array_split(np.argsort(width), _BINS)
+    expected, found = np.sqrt([[np.mean(x[i] ** 2) for i in bins] for x in (width, error)])
+    text = (
+        f"\nover all splits: expected normalized calibration error "
+        f"{np.mean(np.abs(expected - found) / expected):.2f}, as a standard deviation"
+    )
+    known, new = width[~is_new], width[is_new]
+    if len(known) and len(new):
+        area = mannwhitneyu(new, known).statistic / (len(known) * len(new))
+        text += f"; larger for new elements, with an area under the ROC curve of {area:.2f}"
+    return text
 
 
 def _crossed(calibration: Calibration, fitted: _Errors, rest: _Errors) -> float | None:
