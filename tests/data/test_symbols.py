@@ -18,7 +18,7 @@ from shared_files import shared
 from token_files import packed
 
 from molflt.commands.cli import main
-from molflt.data.text.datamodule import TextData, TokenizedText
+from molflt.data.text.datamodule import TokenizedText
 from molflt.data.text.glue import find_split, read_examples
 from molflt.data.text.sentences import SentenceData
 from molflt.data.text.sources import _records, _text_blocks
@@ -78,20 +78,6 @@ def test_vocabulary_and_tokenizer_agree(tmp_path):
     assert tokenizer.decode(own) == "MKVLUWX" and len(tokenizer) == 30
     with pytest.raises(ValueError, match="'J'"):
         tokenizer.encode(["MK", "AJ"])
-
-
-def test_blocks_of_both_data_modules(tmp_path):
-    pytest.importorskip("tokenizers")
-    files = [packed(tmp_path / f"{name}.fasta", GOOD) for name in ("train", "val")]
-    causal = TextData(*files, level="protein", length=4)
-    assert causal.sizes() == {"vocabulary": 26} and causal.datasets["val"].tokens == 9
-    masked = TokenizedText(*files, kind="protein", length=6)
-    assert masked.sizes() == {"vocabulary": 30, "next_sentence": False}
-    tokens = np.concatenate([masked.datasets["val"][i][0] for i in range(3)])
-    letters = [*("[PAD]", "", "[CLS]", "[SEP]", "[MASK]"), *RESIDUES]
-    assert "".join(letters[i] for i in tokens) == (
-        "[CLS]MKVL[SEP][CLS]U[SEP]WX[SEP][CLS][SEP][SEP][PAD][PAD][PAD]"
-    )
 
 
 def sides(folder: Path) -> dict[str, list]:
@@ -179,7 +165,10 @@ def test_files_become_tokens_and_labels(tmp_path):
     assert evaluate("[MED 1 9 8 ]") == 8 and evaluate("[MED 1 2 ]") == 1
     words = ["--train=30", "--val=5", "--test=4", "--depth=4", "--arguments=3", "--min_length=4"]
     folder = tmp_path / "ListOps"
-    assert listops.main([str(folder), *words, "--max_length=30"]) == 0
+    words.append("--max_length=30")
+    with pytest.raises(SystemExit):
+        listops.main([str(folder), *words, "--test=0"])
+    assert listops.main([str(folder), *words]) == 0
     rows = {use: read_examples(find_split(tmp_path, "ListOps", use), "ListOps") for use in FILES}
     assert {use: len(found) for use, found in rows.items()} == FILES
     texts = [one.first for found in rows.values() for one in found]
