@@ -27,6 +27,11 @@ def mixed(folder: Path) -> None:
         write(folder / "splits" / f"{split}.extxyz", tiny_run.on_slab())
 
 
+def unreadable(folder: Path) -> None:
+    for name in ("a.xyz", "b.xyz"):
+        (folder / name).write_text("bad\n")
+
+
 BASELINE = "data baseline {folder}/%s {folder}/y.safetensors --calculator=ase.calculators.emt:EMT"
 TRAIN = "train --data.root=x"
 ABSENT = "{folder}/absent"
@@ -54,6 +59,8 @@ ROWS = [
     # files and folders that do not exist
     refused(f"train --data.root={ABSENT} --run={{folder}}/run", "absent", "data set"),
     refused(f"evaluate {ABSENT}", "absent", "run"),
+    # the first of several files that cannot be read
+    Refusal(command("data inspect {folder}/*.xyz", unreadable), "a.xyz: frame 0", "", "", Refused),
     # energies that cannot be compared
     Refusal(command(BASELINE % "x.extxyz", mixed), "x.extxyz", "tags", "tag 0", Refused),
     Refusal(command(BASELINE % "splits", mixed), "splits", "one split", "folder", Refused),
