@@ -80,6 +80,18 @@ def test_vocabulary_and_tokenizer_agree(tmp_path):
         tokenizer.encode(["MK", "AJ"])
 
 
+def test_the_last_block_of_a_validation_is_padded(tmp_path):
+    pytest.importorskip("tokenizers")
+    files = [packed(tmp_path / f"{name}.fasta", GOOD) for name in ("train", "val")]
+    masked = TokenizedText(*files, kind="protein", length=6)
+    assert masked.sizes() == {"vocabulary": 30, "next_sentence": False}
+    tokens = np.concatenate([masked.datasets["val"][i][0] for i in range(3)])
+    letters = [*("[PAD]", "", "[CLS]", "[SEP]", "[MASK]"), *RESIDUES]
+    assert "".join(letters[i] for i in tokens) == (
+        "[CLS]MKVL[SEP][CLS]U[SEP]WX[SEP][CLS][SEP][SEP][PAD][PAD][PAD]"
+    )
+
+
 def sides(folder: Path) -> dict[str, list]:
     return {path.stem: list(_records(str(path))) for path in sorted(folder.glob("*.fasta"))}
 
