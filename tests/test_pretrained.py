@@ -127,15 +127,11 @@ def test_relaxed_positions_move_free_atoms(run, val, capsys) -> None:
     assert "structure 1" in err and "FixBondLengths" in err
 
 
-def predictor(**options) -> EnergyPredictor:
-    options = {"dim": 16, "heads": 2, "layers": 1, "ffn_dim": 16, **options}
-    model = EnergyRegressor(**options).eval()
-    return EnergyPredictor(Trained(Path("x"), "is2re", model, [options], {}, {}, {}))
-
-
 @pytest.mark.parametrize("subsurface", [True, False])
 def test_energies_are_read_from_embeddings(subsurface, val) -> None:
-    model = predictor(subsurface=subsurface, readout="all")
+    options = {"dim": 16, "heads": 2, "layers": 1, "ffn_dim": 16, "subsurface": subsurface}
+    net = EnergyRegressor(**options, readout="all").eval()
+    model = EnergyPredictor(Trained(Path("x"), "is2re", net, [options], {}, {}, {}))
     by_atom, pooled = (model.predict(val, embedding=kind) for kind in ("atoms", "pooled"))
     for record, one, mean in zip(val, by_atom, pooled, strict=True):
         assert one.relaxed is None  # no relaxed positions in training
@@ -143,7 +139,6 @@ def test_energies_are_read_from_embeddings(subsurface, val) -> None:
         counted = (record.tags > 0).numpy()
         np.testing.assert_allclose(mean.embedding, one.embedding[counted].mean(0), atol=1e-6)
         assert np.any(one.embedding[~counted]) == subsurface
-        net = model.model
         with torch.no_grad():
             h = torch.from_numpy(one.embedding[counted])
             atomic = net.readout.mlp(h) * net.readout.factor(record.tags[record.tags > 0])

@@ -41,11 +41,6 @@ def run(runs, tmp_path) -> Path:
     return shutil.copytree(runs / "narrow", tmp_path / "run")
 
 
-@pytest.fixture(scope="module")
-def whole(runs) -> str:
-    return page_of(runs / "narrow")
-
-
 class Page(HTMLParser):
     """Parses a page, and checks that elements are closed."""
 
@@ -75,7 +70,9 @@ class Page(HTMLParser):
         return [own for name, own in self.elements if name == tag]
 
 
-def test_complete_run(runs, whole, capsys) -> None:
+def test_complete_run(runs, capsys) -> None:
+    whole = page_of(runs / "narrow")
+    capsys.readouterr()
     assert page_of(runs / "narrow") == whole and capsys.readouterr().err == ""
     page = Page(whole)
     assert page.words["h1"] == ["Run narrow"]

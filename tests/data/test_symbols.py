@@ -146,18 +146,10 @@ def test_published_files_are_read_as_by_biopython():
 TWO = "[SM [MED 3 1 8 4 ] [MIN 7 9 ] [MAX 2 5 4 ] ]"
 
 
-def symbols(text: str) -> list[str]:
-    return [one for one in text.split() if one not in "()"]
-
-
-@pytest.fixture(scope="module")
-def published() -> list[tuple[list[str], int]]:
+def test_random_expressions_are_distributed_as_published():
     found = read_examples(shared("listops", "test_d20s.tsv.xz"), "ListOps")
     assert [evaluate(one.first) for one in found] == [one.label for one in found]
-    return [(symbols(one.first), int(one.label)) for one in found]
-
-
-def test_random_expressions_are_distributed_as_published(published):
+    published = [([x for x in one.first.split() if x not in "()"], one.label) for one in found]
     assert len(published) == 10_000
     assert {one for text, _ in published for one in text} == set(SYMBOLS)
     drawn = expressions(random.Random(1), depth=20, arguments=5, min_length=6, max_length=2000)

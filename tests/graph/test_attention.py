@@ -29,7 +29,7 @@ from torch_geometric.utils import to_dense_batch
 from molflt.graph import GraphAttention, sizes
 
 
-@pytest.mark.parametrize("kind", kinds("linear", "softmax", "auto"), ids=str)
+@pytest.mark.parametrize("kind", ALL, ids=str)
 def test_a_graph_does_not_see_its_batch(kind):
     """The outputs of a graph are the same alone, in batches and in any order.
 
@@ -201,13 +201,6 @@ FORMS = {
 SHAPES = [[5, 7], [3, 4, 9], [2, 2], [11, 1, 2, 6], [8, 3, 2, 5, 4]]
 
 
-def arguments_of(sizes_of_graphs: list[int], periodic: bool) -> dict[str, torch.Tensor]:
-    """Returns a crystal, a slab, a molecule and so on."""
-    each = zip(itertools.cycle(PBC), sizes_of_graphs, strict=False)
-    given = collated([graph(kind, atoms) for kind, atoms in each])
-    return {name: given[name] for name in ("x", "pos", "batch", *("cell", "pbc")[: 2 * periodic])}
-
-
 @pytest.mark.parametrize("form", FORMS)
 def test_one_compiled_graph_for_all_sizes(form):
     torch.compiler.reset()
@@ -215,8 +208,10 @@ def test_one_compiled_graph_for_all_sizes(form):
     backend = "aot_eager" if form == "images" else "eager"  # compiles gradients as well
     count = CompileCounterWithBackend(backend)
     compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend=count)
+    names = ["x", "pos", "batch", *(("cell", "pbc") if "periodic" in FORMS[form] else ())]
     for shape in SHAPES:
-        given = arguments_of(shape, "periodic" in FORMS[form])
+        graphs = [graph(kind, n) for kind, n in zip(itertools.cycle(PBC), shape, strict=False)]
+        given = {name: tensor for name, tensor in collated(graphs).items() if name in names}
         leaves = [given[name].requires_grad_() for name in ("x", "pos")]
         found = []
         for call in (layer, compiled):
