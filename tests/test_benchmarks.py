@@ -7,13 +7,12 @@ import shlex
 from pathlib import Path
 from unittest.mock import Mock
 
-import numpy as np
 import pytest
 import torch
-from ase.build import add_adsorbate, fcc111
 from ase.io import write
 from data.oc20_files import old_record, write_lmdb
 from script_files import SCRIPTS, benchmark, load_script  # makes the kit importable
+from tiny_run import on_slab
 from torch import nn
 
 from kit import layers  # isort: skip
@@ -39,10 +38,8 @@ def bound(folder: Path) -> Path:
     """Writes atoms on a small slab, with invented DFT energies."""
     frames = []
     for number, element in enumerate("HCO"):
-        frame = fcc111("Cu", (1, 1, 3), vacuum=8.0)
-        add_adsorbate(frame, element, 1.2, "fcc")
-        frame.set_tags([0, 0, 1, 2])
-        frame.arrays["fixed"] = np.array([1, 1, 0, 0])
+        frame = on_slab(element)
+        frame.arrays["fixed"] = 1 * (frame.get_tags() == 0)
         frame.info = {"name": f"{element}.xyz", "adsorbate": "X", "y_relaxed": float(number)}
         frames.append(frame)
     write(folder / "bound.extxyz", frames, format="extxyz")

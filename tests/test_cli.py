@@ -1,8 +1,8 @@
 import ast
 import re
 import sys
-from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -58,27 +58,17 @@ def test_words_win_over_a_configuration(tmp_path, capsys) -> None:
     assert parsed(f"train --config {tmp_path}/c.yaml")["model.heads"] == 4
 
 
-@pytest.fixture
-def act(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[BaseException], None]:
-    monkeypatch.chdir(tmp_path)
+def test_the_traceback_of_a_bug_is_shown(capsys, monkeypatch) -> None:
+    errors = [KeyError("no such thing"), ValueError("bad input"), ValueError("bad input")]
+
+    def act() -> None:
+        raise errors.pop(0)
+
     monkeypatch.delenv("MOLFLT_TRACEBACK", raising=False)
-
-    def becomes(error: BaseException) -> None:
-        def function() -> None:
-            raise error
-
-        monkeypatch.setitem(sys.modules, "acting", type(sys)("acting"))
-        sys.modules["acting"].act = function
-        monkeypatch.setitem(COMMANDS, ("act",), Command("act", "acting:act"))
-
-    return becomes
-
-
-def test_the_traceback_of_a_bug_is_shown(act, capsys, monkeypatch) -> None:
-    act(KeyError("no such thing"))
+    monkeypatch.setitem(sys.modules, "acting", SimpleNamespace(act=act))
+    monkeypatch.setitem(COMMANDS, ("act",), Command("act", "acting:act"))
     told = printed(capsys, "act", status=1).err
     assert "Traceback (most" in told and "unexpected KeyError: 'no such thing'" in told
-    act(ValueError("bad input"))
     assert error_of(capsys, "act") == "bad input"
     monkeypatch.setenv("MOLFLT_TRACEBACK", "1")
     assert "Traceback (most recent call last)" in printed(capsys, "act", status=2).err

@@ -119,9 +119,7 @@ def test_new_elements_have_their_own_calibration(runs, energy_data, tmp_path, ca
     judged = ~is_set_aside(np.arange(len(new))) | (new != "")
     assert row["coverage_n"] == judged.sum()
     assert row["coverage_percent"] == pytest.approx(100 * inside[judged].mean(), abs=1)
-    told = [
-        float(x) for x in re.findall(r"(?:error|curve of) (\d\.\d\d)", capsys.readouterr().out)
-    ]
+    told = [float(x) for x in re.findall(r"(?:error|curve of) (\d\.\d\d)", capsys.readouterr().out)]
     bins = np.array_split(np.argsort(width[judged]), 10)
     expected, found = ([np.mean(x[judged][b] ** 2) ** 0.5 for b in bins] for x in (width, error))
     area = roc_auc_score(new[judged] != "", width[judged])

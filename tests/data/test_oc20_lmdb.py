@@ -75,11 +75,9 @@ def test_optional_fields_may_be_missing(tmp_path):
 # --- pages of an LMDB ------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def written(tmp_path_factory):
-    """Writes a file with two levels of pages, and values in nodes, on one page and on several."""
-    path = tmp_path_factory.mktemp("lmdb") / "data.lmdb"
-    draw = random.Random(0)
+def test_everything_is_read_as_by_the_library(tmp_path):
+    """The file has two levels of pages, and values in nodes, on one page and on several."""
+    path, draw = tmp_path / "data.lmdb", random.Random(0)
     content = {b"length": b"400", b"\xff" * 511: b""}
     content |= {b"%d" % i: draw.randbytes((0, 30, 1500, 9000)[i % 4]) for i in range(400)}
     with lmdb.open(str(path), subdir=False, map_size=1 << 26, lock=False) as environment:
@@ -91,11 +89,6 @@ def written(tmp_path_factory):
             for i in range(0, 400, 7):
                 transaction.delete(b"%d" % i)
                 del content[b"%d" % i]
-    return path, content
-
-
-def test_everything_is_read_as_by_the_library(written):
-    path, content = written
     file = LmdbFile(path)
     assert list(file) == sorted(content) and len(file) == len(content)
     assert all(file.get(key) == value for key, value in content.items())

@@ -163,20 +163,15 @@ def test_distances_and_cells_turn_together():
         torch.testing.assert_close(torch.cdist(new, new), torch.cdist(old, old), rtol=0, atol=1e-4)
 
 
-def relaxations(count=400):
-    """Returns structures of two free atoms and one fixed atom; some lack relaxed positions."""
-    rng = np.random.default_rng(0)
-    records = []
-    for k in range(count):
-        pos = rng.normal(size=(3, 3))
-        relaxed = pos + np.array([[0.5, 0, 0], [0, -0.5, 0], [0, 0, 0]])
-        fixed = [False, False, True]
-        records.append(in_box(pos, relaxed if k % 4 else None, sid=k, fixed=fixed))
-    return Batch.from_data_list(records)
-
-
 def test_interpolated_positions_lie_on_the_path():
-    batch = relaxations()
+    """Structures have two free atoms and one fixed atom; a quarter lacks relaxed positions."""
+    rng, way = np.random.default_rng(0), np.array([[0.5, 0, 0], [0, -0.5, 0], [0, 0, 0]])
+    records = []
+    for k in range(400):
+        pos = rng.normal(size=(3, 3))
+        relaxed = pos + way if k % 4 else None
+        records.append(in_box(pos, relaxed, sid=k, fixed=[False, False, True]))
+    batch = Batch.from_data_list(records)
     torch.manual_seed(0)
     moved = interpolate(batch, share=0.6, noise=0.0)
     step = (moved.pos - batch.pos).view(-1, 3, 3)

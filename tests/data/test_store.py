@@ -96,6 +96,9 @@ def test_structures_of_other_writers_are_checked(store, changes, index, message)
     assert kept.natoms.tolist() == [dataset.natoms[i] for i in others]
 
 
+EMT = "--calculator=ase.calculators.emt:EMT"
+
+
 def test_a_changed_byte_is_found_by_whoever_reads(store, tmp_path, capsys):
     assert "verified: true" in printed(capsys, "data", "inspect", store).out
     content = bytearray(store.read_bytes())
@@ -103,7 +106,7 @@ def test_a_changed_byte_is_found_by_whoever_reads(store, tmp_path, capsys):
     store.write_bytes(content)
     message = f"{store}: damaged since it was written"
     copy = tmp_path / "copy.safetensors"
-    for words in (["inspect", str(store)], ["convert", str(store), str(copy)]):
+    for words in (["inspect", store], ["convert", store, copy], ["baseline", store, copy, EMT]):
         assert message in error_of(capsys, "data", *words)
     assert not copy.exists()
     for read in (

@@ -18,7 +18,7 @@ from shared_files import shared
 from token_files import packed
 
 from molflt.commands.cli import main
-from molflt.data.text.datamodule import TextData, TokenizedText
+from molflt.data.text.datamodule import TokenizedText
 from molflt.data.text.glue import find_split, read_examples
 from molflt.data.text.sentences import SentenceData
 from molflt.data.text.sources import _records, _text_blocks
@@ -80,11 +80,9 @@ def test_vocabulary_and_tokenizer_agree(tmp_path):
         tokenizer.encode(["MK", "AJ"])
 
 
-def test_blocks_of_both_data_modules(tmp_path):
+def test_the_last_block_of_a_validation_is_padded(tmp_path):
     pytest.importorskip("tokenizers")
     files = [packed(tmp_path / f"{name}.fasta", GOOD) for name in ("train", "val")]
-    causal = TextData(*files, level="protein", length=4)
-    assert causal.sizes() == {"vocabulary": 26} and causal.datasets["val"].tokens == 9
     masked = TokenizedText(*files, kind="protein", length=6)
     assert masked.sizes() == {"vocabulary": 30, "next_sentence": False}
     tokens = np.concatenate([masked.datasets["val"][i][0] for i in range(3)])
@@ -148,18 +146,10 @@ def test_published_files_are_read_as_by_biopython():
 TWO = "[SM [MED 3 1 8 4 ] [MIN 7 9 ] [MAX 2 5 4 ] ]"
 
 
-def symbols(text: str) -> list[str]:
-    return [one for one in text.split() if one not in "()"]
-
-
-@pytest.fixture(scope="module")
-def published() -> list[tuple[list[str], int]]:
+def test_random_expressions_are_distributed_as_published():
     found = read_examples(shared("listops", "test_d20s.tsv.xz"), "ListOps")
     assert [evaluate(one.first) for one in found] == [one.label for one in found]
-    return [(symbols(one.first), int(one.label)) for one in found]
-
-
-def test_random_expressions_are_distributed_as_published(published):
+    published = [([x for x in one.first.split() if x not in "()"], one.label) for one in found]
     assert len(published) == 10_000
     assert {one for text, _ in published for one in text} == set(SYMBOLS)
     drawn = expressions(random.Random(1), depth=20, arguments=5, min_length=6, max_length=2000)
@@ -179,7 +169,10 @@ def test_files_become_tokens_and_labels(tmp_path):
     assert evaluate("[MED 1 9 8 ]") == 8 and evaluate("[MED 1 2 ]") == 1
     words = ["--train=30", "--val=5", "--test=4", "--depth=4", "--arguments=3", "--min_length=4"]
     folder = tmp_path / "ListOps"
-    assert listops.main([str(folder), *words, "--max_length=30"]) == 0
+    words.append("--max_length=30")
+    with pytest.raises(SystemExit):
+        listops.main([str(folder), *words, "--test=0"])
+    assert listops.main([str(folder), *words]) == 0
     rows = {use: read_examples(find_split(tmp_path, "ListOps", use), "ListOps") for use in FILES}
     assert {use: len(found) for use, found in rows.items()} == FILES
     texts = [one.first for found in rows.values() for one in found]

@@ -24,11 +24,6 @@ def tokenizer() -> Tokenizer:
     return Tokenizer.train("wordpiece", LINES, 60, True)
 
 
-@pytest.fixture(scope="module")
-def of_bytes() -> Tokenizer:
-    return Tokenizer.train("byte", [], 8, True)
-
-
 @pytest.mark.parametrize("kind", ["wordpiece", "unigram", "bpe"])
 def test_tokenizers_survive_json(kind):
     found = Tokenizer.train(kind, LINES, 60, True)
@@ -61,7 +56,8 @@ def test_byte_pairs_are_decoded_to_the_text():
     assert len(learned.encode(["Hund 漢"])[0]) > 1
 
 
-def test_tokens_are_bytes(of_bytes):
+def test_tokens_are_bytes():
+    of_bytes = Tokenizer.train("byte", [], 8, True)
     assert (of_bytes.fixed, len(of_bytes), len(set(BYTES))) == ("byte", 256 + SPECIAL, 256)
     whole = bytes(range(256)) + np.random.default_rng(0).bytes(500)
     assert of_bytes.encode([text_of(whole)]) == [[SPECIAL + byte for byte in whole]]

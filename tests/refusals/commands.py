@@ -27,6 +27,11 @@ def mixed(folder: Path) -> None:
         write(folder / "splits" / f"{split}.extxyz", tiny_run.on_slab())
 
 
+def unreadable(folder: Path) -> None:
+    for name in ("a.xyz", "b.xyz"):
+        (folder / name).write_text("bad\n")
+
+
 BASELINE = "data baseline {folder}/%s {folder}/y.safetensors --calculator=ase.calculators.emt:EMT"
 TRAIN = "train --data.root=x"
 UNLABELED = "train --data.root={folder}/x.xyz --run={folder}"
@@ -55,6 +60,8 @@ ROWS = [
     # files and folders that do not exist
     refused(f"train --data.root={ABSENT} --run={{folder}}/run", "absent", "data set"),
     refused(f"evaluate {ABSENT}", "absent", "run"),
+    # the first of several files that cannot be read
+    Refusal(command("data inspect {folder}/*.xyz", unreadable), "a.xyz: frame 0", "", "", Refused),
     # energies that are missing or cannot be compared
     Refusal(
         command(UNLABELED, writes("x.xyz", 2 * "1\n\nH 0 0 0\n")),

@@ -22,6 +22,14 @@ def exported(folder: Path, **changes: object) -> None:
     write_exported(folder / "export", weights, {**content, **changes})
 
 
+def changed(folder: Path) -> None:
+    """Writes an exported model, and changes its last weight."""
+    exported(folder)
+    content = bytearray((folder / "export" / "model.safetensors").read_bytes())
+    content[-1] ^= 1
+    (folder / "export" / "model.safetensors").write_bytes(content)
+
+
 def loaded(option: str, expected: str = "", got: str = "", **changes: object) -> Refusal:
     """Returns a row for a prediction with an exported model."""
     line = "predict {folder}/export in.extxyz"
@@ -57,6 +65,7 @@ ROWS = [
     loaded("format", "1", "2", format=2),
     loaded("recipe", "is2re", "'alchemy'", recipe="alchemy"),
     loaded("(119, 16)", "(119, 32)", models=[{**OPTIONS, "dim": 32}]),
+    Refusal(command("predict {folder}/export in.extxyz", changed), "sha256", "", "", Refused),
     loaded("models", models=[{**OPTIONS, "__class__": "os.system"}]),
     refused(lambda: labeler().classify(torch.ones(1, 1, 4)), "images", "(batch, 1, 4, 4)"),
     refused(lambda: labeler().classify(np.full((1, 1, 4, 4), 2.0)), "images", "[0, 1]", "2"),

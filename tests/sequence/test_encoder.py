@@ -128,11 +128,6 @@ def tiny(channels: int = CHANNELS, **options: Any) -> PixelModel:
     return model
 
 
-def configured(mechanism: str, **options: Any) -> PixelModel:
-    written = yaml.safe_load((CONFIGS / f"{mechanism}.yaml").read_text())
-    return tiny(**{**written["model"], **options})
-
-
 def images(batch: int = 2, channels: int = CHANNELS) -> Tensor:
     draw = torch.Generator().manual_seed(1)
     return torch.randint(256, (batch, channels, SIDE, SIDE), generator=draw, dtype=torch.uint8)
@@ -140,7 +135,7 @@ def images(batch: int = 2, channels: int = CHANNELS) -> Tensor:
 
 @pytest.mark.parametrize("mechanism", CONFIGURED)
 def test_step_by_step_is_the_whole_and_no_byte_sees_itself(mechanism) -> None:
-    model = configured(mechanism)
+    model = tiny(**yaml.safe_load((CONFIGS / f"{mechanism}.yaml").read_text())["model"])
     values = model.bytes_of(images())
     given = torch.cat((torch.zeros_like(values[:, :1]), values[:, :-1]), dim=1)
     whole = model.log_probabilities(model(given))
