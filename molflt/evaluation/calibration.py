@@ -381,7 +381,7 @@ def _over_all_splits(evaluated: Sequence[_Errors], is_new: NDArray[np.bool_]) ->
     )
     known, new = width[~is_new], width[is_new]
     if len(known) and len(new):
-        area = mannwhitneyu(new, known).statistic / (len(known) * len(new))
+        area = mannwhitneyu(new, known, method="asymptotic").statistic / len(known) / len(new)
         text += f"; larger for new elements, with an area under the ROC curve of {area:.2f}"
     return text
 
