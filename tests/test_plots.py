@@ -58,8 +58,8 @@ def test_training_curve(tmp_path: Path, figures) -> None:
     rows = ["step,lr,train_loss,train_mae_eV,val_mae_eV,val_ewt_percent"]
     rows += [f"{s},{1e-3 - 1e-6 * s},{50 / s},{10 / s},," for s in range(10, 110, 10)]
     rows.insert(6, "50,,,,0.31,2.5")
-    rows.append("100,,,,0.42,1.5")
-    (tmp_path / "metrics.csv").write_text("\n".join(rows) + "\n")
+    rows += ["100,,,,0.42,1.5", "110,0.0"]  # the last row is still being written
+    (tmp_path / "metrics.csv").write_text("\n".join(rows))
     png = tmp_path / "deep" / "curve.png"
     plots.training_curve(tmp_path / "metrics.csv", png, IS2RETask.metrics, ("mae_eV", 50))
     assert is_picture(png)

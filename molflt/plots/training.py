@@ -75,9 +75,9 @@ def training_curve(
 
 
 def read_columns(path: Path) -> dict[str, _Array]:
-    """Reads each column of metrics.csv as an array (rows,); empty cells become NaN."""
+    """Reads columns of metrics.csv, without an incomplete last row; empty cells become NaN."""
     try:
-        rows = csv_rows(path.read_text(encoding="utf-8"))
+        rows = csv_rows(path.read_text(encoding="utf-8").rpartition("\n")[0])
         names = rows[0] if rows else ()
         return {name: np.array([float(row[name] or "nan") for row in rows]) for name in names}
     except (ValueError, csv.Error) as error:
