@@ -329,3 +329,15 @@ def test_a_saturated_gate_has_finite_gradients(kind):
 def test_noise_is_standard_normal(kind):
     spe = noisy(kind, 500)
     assert all(abs(noise.std() - 1) < 0.03 and abs(noise.mean()) < 0.03 for noise in spe.buffers())
+
+
+def test_biases_on_a_grid_compile_for_unknown_numbers_of_tokens() -> None:
+    position, places = ToeplitzPosition(HEADS, max_tokens=9), torch.arange(9.0)[:, None]
+
+    def biases(places: torch.Tensor) -> torch.Tensor:
+        kept = places[places[:, 0].nonzero()[:, 0]][None]
+        return position.bias(kept, kept)
+
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        compiled = torch.compile(biases, fullgraph=True, backend="eager")(places)
+    torch.testing.assert_close(compiled, biases(places))

@@ -76,7 +76,7 @@ class ToeplitzPosition(Position):
     def bias(self, positions: Tensor, key_positions: Tensor) -> Tensor:
         offsets = _offsets(positions, key_positions)
         index = torch.zeros_like(offsets[..., 0])
-        checked = offsets.numel() and not (torch.compiler.is_compiling() or in_transform())
+        checked = not (torch.compiler.is_compiling() or in_transform()) and offsets.numel()
         for offset, n in zip(offsets.unbind(dim=-1), self.shape, strict=True):
             if checked and offset.abs().max() >= n:
                 raise ValueError(
