@@ -372,7 +372,8 @@ def _over_all_splits(evaluated: Sequence[_Errors], is_new: NDArray[np.bool_]) ->
     """
     from scipy.stats import mannwhitneyu
 
-    error, width = np.hstack(evaluated)  # (2, n)
+    error = np.concatenate([each.error for each in evaluated])
+    width = np.concatenate([each.width for each in evaluated])
     bins = np.array_split(np.argsort(width), _BINS)
     expected, found = np.sqrt([[np.mean(x[i] ** 2) for i in bins] for x in (width, error)])
     text = (
@@ -381,6 +382,7 @@ def _over_all_splits(evaluated: Sequence[_Errors], is_new: NDArray[np.bool_]) ->
     )
     known, new = width[~is_new], width[is_new]
     if len(known) and len(new):
+        # the asymptotic method only avoids the slow exact p-value, which is not used
         area = mannwhitneyu(new, known, method="asymptotic").statistic / len(known) / len(new)
         text += f"; larger for new elements, with an area under the ROC curve of {area:.2f}"
     return text
