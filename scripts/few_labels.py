@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 from kit.rows import Rows, markdown, mean_sd, names, pick, write_csv
 from kit.runs import collect, digest, job_of, on_data, prepare, publish, work_all
-from kit.words import guarded, parsed, trainings
+from kit.words import guarded, parsed, refuse_idle, trainings
 from peers_kit.ridge import KernelRidge
 
 from molflt.data.structures import Structures, open_dataset
@@ -90,6 +90,8 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("--labels", nargs="+", type=int, default=[10, 30, 100, 300])
     parser.add_argument("--ridge", action="store_true", help="fit kernel ridge regression only")
     options = parsed(parser, words)
+    if options.ridge:
+        refuse_idle(parser, options, "with --ridge", "config", "jobs", "threads", "words")
     jobs, rows = {}, []
     for count in options.labels:
         for seed in options.seeds:

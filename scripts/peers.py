@@ -31,7 +31,7 @@ import os
 import sys
 from pathlib import Path
 
-from kit.words import described, guarded, parsed
+from kit.words import described, guarded, parsed, refuse_idle
 from peers_kit import pool, report
 from peers_kit.jobs import open_structures, options_of, run_job, split_path
 from peers_kit.models import MODELS, REPOSITORY, TRIED, title
@@ -58,9 +58,8 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     alike = "columns of systems.csv, for --against"
     parser.add_argument("--alike", nargs="+", default=[], metavar="COLUMN", help=alike)
     options = parsed(parser, words)
-    tuned = options.tune_minutes is not None or options.tune_most != len(TRIED)
-    if tuned and not options.tune:
-        parser.error("--tune-minutes and --tune-most need --tune; add it, or omit them")
+    if not options.tune:
+        refuse_idle(parser, options, "without --tune", "tune_minutes", "tune_most")
     if options.against and options.against not in map(title, options.models):
         parser.error(f"--against {options.against}: expected one of --models")
     if options.alike and not (options.against and len(options.alike) <= 2):

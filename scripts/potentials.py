@@ -20,7 +20,7 @@ import yaml
 from kit.budget import CpuBudget
 from kit.rows import Row, Rows, markdown, mean_sd, pick, write_csv
 from kit.runs import prepare
-from kit.words import described, guarded
+from kit.words import described, guarded, refuse_idle
 from numpy.typing import NDArray
 from peers_kit.jobs import train
 from peers_kit.nets import Peer, PeriodicPaiNN, PeriodicSchNet
@@ -181,6 +181,8 @@ def main(words: list[str] | None = None) -> None:
         parser.add_argument(f"--{name}", type=int, default=value, help="size of SchNet and PaiNN")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     options = parser.parse_args(words)
+    if {"schnet", "painn"}.isdisjoint(options.models):
+        refuse_idle(parser, options, "without schnet or painn", "dim", "layers")
     torch.set_num_threads(1)
     torch.set_flush_denormal(True)  # otherwise, SchNet is slower on some processors
     print(table(measured(options)))

@@ -33,7 +33,7 @@ import torch
 from ase import Atoms
 from ase.geometry import get_distances
 from kit.rows import markdown
-from kit.words import described, guarded, parsed
+from kit.words import described, guarded, parsed, refuse_idle
 from numpy.typing import NDArray
 from peers_kit import pool
 from peers_kit.jobs import net_of
@@ -222,6 +222,8 @@ def main(words: list[str] | None = None) -> None:
     parser.add_argument("--config", type=Path, default=Path("configs/game-net.yaml"))
     parser.add_argument("--minutes", type=float, default=10.0, help="CPU time for training a peer")
     options = parsed(parser, words)
+    if not any(run.startswith(PEER) for run in options.runs):
+        refuse_idle(parser, options, f"without {PEER}NAME", "config", "minutes", "words")
     torch.set_flush_denormal(True)  # otherwise, SchNet is five times slower
     structures, nets = build(draw(options.data, options.systems)), models(options)
     rows: dict[str, dict[str, float | None]] = {}

@@ -132,7 +132,7 @@ def test_energy_is_conserved_better_with_smaller_steps(potential_run, tmp_path, 
     assert "0.08 ps at " in capsys.readouterr().out
     assert script.main([str(potential_run), str(tmp_path / "none.xyz")]) == 2
     assert "none.xyz: No such file" in capsys.readouterr().err
-    assert script.main([*told, "--ps", "0.001"]) == 2
+    assert script.main([*told[:3], "0.001", *told[4:]]) == 2
     assert "--ps 0.001 with --timestep 2 is 0 steps; expected --every" in capsys.readouterr().err
 
 

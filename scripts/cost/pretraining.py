@@ -48,12 +48,7 @@ STUDY = layers.Study(
 )
 QUICK = {"sizes": (16,), "mechanisms": ("ff-only",), "rounds": 1}
 measure = partial(
-    layers.measure_layers,
-    STUDY,
-    sizes=(128, 512, 2048),
-    rounds=3,
-    seconds=300.0,
-    gigabytes=12.0,
+    layers.measure_layers, STUDY, sizes=(128, 512, 2048), rounds=3, seconds=300.0, gigabytes=12.0
 )
 draw = STUDY.draw
 

@@ -2,15 +2,17 @@
 
 import argparse
 import functools
+import itertools
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 
 def described(text: str | None, prog: str | None = None) -> argparse.ArgumentParser:
     """Returns a parser whose help contains a docstring, including its line breaks."""
     kind = argparse.RawDescriptionHelpFormatter
-    return argparse.ArgumentParser(prog, description=text, formatter_class=kind)
+    return argparse.ArgumentParser(prog, description=text, formatter_class=kind, allow_abbrev=False)
 
 
 def parsed(parser: argparse.ArgumentParser, words: list[str] | None) -> argparse.Namespace:
@@ -22,6 +24,13 @@ def parsed(parser: argparse.ArgumentParser, words: list[str] | None) -> argparse
         setattr(options, name, list(dict.fromkeys(value)) if isinstance(value, list) else value)
     options.words = words[cut + 1 :]
     return options
+
+
+def refuse_idle(parser: Any, options: Any, why: str, *names: str) -> None:
+    """Exits with an error if an option, or an argument after --, is set without an effect."""
+    for name in names:
+        if getattr(options, name) not in (parser.get_default(name), []):
+            parser.error(f"--{name.removeprefix('words')} has no effect {why}; remove it")
 
 
 def trainings(
@@ -39,11 +48,15 @@ def trainings(
 
 
 def guarded(main: Callable[..., int | None]) -> Callable[..., int]:
-    """Decorates a main function: user errors are printed in one line, with exit status 2."""
+    """Decorates a main function: user errors, such as repeated options, are printed in one line."""
 
     @functools.wraps(main)
     def run(words: list[str] | None = None) -> int:
+        own = itertools.takewhile("--".__ne__, sys.argv[1:] if words is None else words)
+        names = [word.partition("=")[0] for word in own if word.startswith("--")]
         try:
+            if twice := [name for name in names if names.count(name) > 1]:
+                raise ValueError(f"{twice[0]}: expected once; got it twice; join the values")
             return main(words) or 0
         except KeyboardInterrupt:
             print("interrupted; run the same command again", file=sys.stderr)

@@ -94,11 +94,7 @@ CALCULATORS: dict[str, Potential] = {
         max_step=0.1,
         intact=False,
     ),
-    "chgnet": Potential(
-        _chgnet,
-        "CHGNet, a learned potential, not DFT",
-        ("chgnet", "ase"),
-    ),
+    "chgnet": Potential(_chgnet, "CHGNet, a learned potential, not DFT", ("chgnet", "ase")),
 }
 
 

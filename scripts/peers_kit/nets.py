@@ -41,11 +41,6 @@ class TaggedEmbedding(nn.Module):
         return self.element(codes % _ELEMENTS) + self.tag(codes // _ELEMENTS)
 
 
-def codes_of(batch: Data) -> Tensor:
-    """Encodes the element and tag of each atom as one int64 number."""
-    return batch.atomic_numbers.long() + _ELEMENTS * batch.tags.long()
-
-
 class Peer(nn.Module, ABC):
     """Base class with the interface required by `molflt.tasks.is2re.IS2RETask`.
 
@@ -77,7 +72,8 @@ class Peer(nn.Module, ABC):
         pos, graph = batch.pos[kept].to(dtype), batch.batch[kept]
         place = {"pos": pos, "cell": batch.cell.to(dtype), "pbc": batch.pbc}
         edges = self.graph(Data(**place, batch=graph, num_nodes=len(pos)))
-        atomic = self.atomic(codes_of(batch)[kept], edges)
+        codes = batch.atomic_numbers.long() + _ELEMENTS * batch.tags.long()  # elements and tags
+        atomic = self.atomic(codes[kept], edges)
         energy = atomic.new_zeros(batch.num_graphs).index_add(0, graph, atomic)
         own = self.element_energies[batch.atomic_numbers.long()]
         references = own.new_zeros(batch.num_graphs).index_add(0, batch.batch, own)

@@ -18,12 +18,6 @@ CUTOFF, WIDTH, SHELLS = 6.0, 0.4, 12  # Å, Å, number of radial sums
 MOST = 5_000  # maximum number of training systems, because the kernel grows quadratically
 
 
-def elements_of(dataset: Structures) -> list[int]:
-    """Returns the atomic numbers that occur in adsorbates."""
-    numbers = (data.atomic_numbers[_adsorbate(data)].tolist() for data in dataset)
-    return sorted(set(chain.from_iterable(numbers)))
-
-
 def describe(dataset: Structures, elements: list[int]) -> _Array:
     """Returns an array (systems, descriptors) with the descriptors of all systems."""
     return np.stack([descriptors(data, elements) for data in dataset])
@@ -88,7 +82,8 @@ class KernelRidge:
         from sklearn.pipeline import make_pipeline
         from sklearn.preprocessing import StandardScaler
 
-        self.elements = elements_of(dataset)
+        numbers = (data.atomic_numbers[_adsorbate(data)].tolist() for data in dataset)
+        self.elements = sorted(set(chain.from_iterable(numbers)))
         x = describe(dataset, self.elements)
         y = dataset.y_relaxed if energies is None else energies
         kept = np.random.default_rng(self.seed).permutation(len(y))[:MOST]
