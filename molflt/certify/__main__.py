@@ -15,9 +15,10 @@ from molflt.certify.case import one_line
 def main(words: list[str] | None = None) -> int:
     """Prints a table of all checks and returns the exit status, which is 1 if a check fails."""
     parser = argparse.ArgumentParser("python -m molflt.certify", description=checks.__doc__)
+    elements = "elements of the test structures"
     parser.add_argument("calculator", help="module:Class, or module:function that creates it")
     parser.add_argument("--args", default="{}", type=json.loads, help="arguments as JSON")
-    parser.add_argument("--elements", nargs="+", default=[], help="elements of the test structures")
+    parser.add_argument("--elements", nargs="+", action="extend", default=[], help=elements)
     parser.add_argument("--float32", action="store_true", help="use 1000 times wider bounds")
     options = parser.parse_args(words)
     failed = 0
