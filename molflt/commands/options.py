@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import re
 import shlex
 from argparse import Action, ArgumentError
 from collections.abc import Mapping, Sequence
 from functools import reduce
-from itertools import takewhile
+from itertools import pairwise, takewhile
 from operator import or_
 from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Any, Union, get_args, get_origin
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from jsonargparse import ArgumentParser, Namespace
 
 _POSITION = "model.position_options"
+_LAYERED = ("--config", "--model.", "--task.", "--trainer.")  # the last value applies
 
 
 def yaml_of(content: Mapping[str, Any]) -> str:
@@ -61,7 +63,12 @@ def parse(parser: ArgumentParser, words: Sequence[str]) -> Namespace:
 
     parser.exit_on_error = False
     parser.allow_abbrev = False  # an abbreviation would turn a typo into a different option
-    _show_usage(parser)
+    for action in options_of(parser).values():  # --help shows flags and lists as users type them
+        if _is_flag(action):
+            action.metavar = ""
+        elif _kinds_of(action) & {list, tuple}:
+            action.option_strings = [o for o in action.option_strings if not o.endswith("+")]
+            action.metavar = "ITEM ..."
     words = normalized(words, parser)
     try:
         config: Namespace = parser.parse_args(words)
@@ -97,16 +104,6 @@ def _is_flag(action: Action | None) -> bool:
     return action is not None and _kinds_of(action) - {NoneType, Union, UnionType} == {bool}
 
 
-def _show_usage(parser: ArgumentParser) -> None:
-    """Lets ``--help`` show flags and lists as users type them."""
-    for action in options_of(parser).values():
-        if _is_flag(action):
-            action.metavar = ""
-        elif _kinds_of(action) & {list, tuple}:
-            action.option_strings = [o for o in action.option_strings if not o.endswith("+")]
-            action.metavar = "ITEM ..."
-
-
 def did_you_mean(word: str, names: Sequence[str]) -> str:
     """Returns ``; did you mean ...?`` if `word` resembles a name or its last part, otherwise ""."""
     close = difflib.get_close_matches(word, names, 1, 0.7)
@@ -122,11 +119,14 @@ def normalized(words: Sequence[str], parser: ArgumentParser) -> list[str]:
 
     ``--skip-bad`` becomes ``--skip_bad=true``, and ``--no-skip-bad`` becomes ``--skip_bad=false``.
     ``--splits a b`` becomes an empty list and one append for each word; ``--splits a --splits b``
-    becomes the same list.
+    becomes the same list. Other options may be given once, except those in `_LAYERED`.
     """
     options = options_of(parser)
     remaining = list(words)
     out: list[str] = []
+    for before, word in pairwise(["", *words]):  # an empty path would be the current folder
+        if re.fullmatch("(--[^=]+=)?", word) and "--prompt" not in (before, word[:-1]):
+            raise ValueError(f"{word or before or 'path'}: expected a value; got empty text")
     while remaining:
         word = remaining.pop(0)
         if word == "--":
@@ -137,7 +137,12 @@ def normalized(words: Sequence[str], parser: ArgumentParser) -> list[str]:
             out.append(word)
         else:
             new = _rewritten(word, remaining, parser)
-            out += new[1:] if len(new) > 1 and new[0] in out else new
+            name = new[0].partition("=")[0]
+            given = [other for other in out if other.startswith(f"{name}=")]
+            may_repeat = len(new) > 1 or name.startswith(_LAYERED) or name.endswith("+")
+            if {*given} - {*new} and not may_repeat:
+                raise ValueError(f"{name}: expected once; got {given[0]}, {new[0]}; remove one")
+            out += new[1:] if len(new) > 1 and given else new
     return out
 
 

@@ -271,7 +271,9 @@ def evaluate_population(
     for family in tqdm(dict.fromkeys(functions or objectives.UNSEEN), leave=False, disable=None):
         drawn = Functions.draw(family, d, [generator_of(seed, 0) for seed in seeds])
         values = {name: search(drawn, seeds, evaluations) for name, search in searches.items()}
-        curves[family] = {name: _best(x)[:, counts - 1] for name, x in values.items()}
+        for name, x in values.items():  # NaN from a diverged model is not an improvement
+            best = np.minimum.accumulate(np.where(np.isnan(x), np.inf, x), axis=1)[:, counts - 1]
+            curves.setdefault(family, {})[name] = np.log10(np.maximum(best, SMALLEST))
     write_csv(out / "best_values.csv", _best_rows(curves, counts, seeds))
     plots.best_values(curves, counts.astype(float), out / "best_values.png", runs)
     results, lines = {}, [("function", *searches)]
@@ -345,13 +347,6 @@ def _uniform(count: int, functions: Functions, generator: torch.Generator) -> Te
     """Draws points (count, d) that are uniformly distributed in the search domain."""
     d = functions.minimizer.shape[1]
     return HALF_WIDTH * (2 * torch.rand(count, d, generator=generator, dtype=torch.float64) - 1)
-
-
-def _best(values: _Curve) -> _Curve:
-    """Returns log10 of the best value up to each evaluation, of shape (runs, evaluations)."""
-    # NaN from a diverged model does not count as an improvement.
-    values = np.where(np.isnan(values), np.inf, values)
-    return np.log10(np.maximum(np.minimum.accumulate(values, axis=1), SMALLEST))
 
 
 def _mean_and_sd(values: NDArray[np.float64]) -> tuple[float, float]:

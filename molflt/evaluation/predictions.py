@@ -235,8 +235,12 @@ def infer(
 
     if isinstance(model, EnsembleRegressor) and len(dataset):
         expect_same_totals(model, dataset)
-    if domain is not None:
-        _warn_of_baseline(name, dataset.baseline, domain.baseline)
+    trained_on = None if domain is None else domain.baseline
+    if trained_on and dataset.baseline not in ("", trained_on):
+        warn(
+            f"{name}: y_baseline is from {dataset.baseline}; expected the same as in training, "
+            f"{trained_on}; energies may be wrong by their difference; compute the baseline again"
+        )
     device = next(iter(model.state_dict().values()), torch.empty(0)).device
     slab_by_contact, unsupported = by_contact(model)[0], undescribed(model)
     rows: dict[int, dict[str, Any]] = {}
@@ -278,15 +282,6 @@ def infer(
         notes.untagged = 0  # reported by the domain, and without effect on potentials
     _warn(predictions, name, domain, notes)
     return predictions
-
-
-def _warn_of_baseline(name: str, baseline: str, trained: str | None) -> None:
-    """Warns if the baseline energies are from another calculator than in training."""
-    if trained and baseline not in ("", trained):
-        warn(
-            f"{name}: y_baseline is from {baseline}; expected the same as in training, "
-            f"{trained}; energies may be wrong by their difference; compute the baseline again"
-        )
 
 
 def _as_columns(rows: Sequence[Mapping[str, Any]]) -> Predictions:

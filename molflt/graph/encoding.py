@@ -77,7 +77,12 @@ class GraphEncoding(nn.Module):
         self.position = _make_position(position, heads, mixing, self.periodic, options)
         self.periodic.check(self.position, self.softmax, bool(near_field))
         if mixing == TRITON:
-            _expect_no_mesh(self.periodic)
+            smooth = isinstance(self.periodic, Reciprocal) and self.periodic.smooth
+            if smooth or isinstance(self.periodic, Images | OnMesh | Near):
+                raise ValueError(
+                    "mixing='triton' requires periodic 'none', 'reciprocal' or 'auto'; got "
+                    f"{self.periodic!r}"
+                )
             if isinstance(self.periodic, Auto):
                 self.periodic.nodes_only = True
         self.near_field: NearField | None = None
@@ -299,15 +304,6 @@ def _make_position(
 def _rounded(nodes: GraphNodes, positions: Tensor) -> GraphNodes:
     """Casts float64 nodes to the precision of the positions."""
     return GraphNodes(nodes.xi.to(positions), nodes.weights.to(positions))
-
-
-def _expect_no_mesh(scheme: Open) -> None:
-    """Raises ValueError for schemes that need a mesh or have no Triton kernels."""
-    smooth = isinstance(scheme, Reciprocal) and scheme.smooth
-    if smooth or isinstance(scheme, Images | OnMesh | Near):
-        raise ValueError(
-            f"mixing='triton' requires periodic 'none', 'reciprocal' or 'auto'; got {scheme!r}"
-        )
 
 
 def _make_near_field(heads: int, cutoff: float, position: str, exact: bool) -> NearField:

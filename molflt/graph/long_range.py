@@ -18,13 +18,7 @@ from torch import Tensor, nn
 from molflt.attention.checks import not_negative, positive
 from molflt.attention.nodes.lattice import Lattice, free_extent
 from molflt.attention.nodes.reciprocal import reciprocal_nodes
-from molflt.attention.numerics import (
-    at_least_float32,
-    distances,
-    fade,
-    recomputed,
-    uncompiled,
-)
+from molflt.attention.numerics import at_least_float32, distances, fade, recomputed, uncompiled
 from molflt.attention.spectra import InversePower
 from molflt.graph.geometry import Geometry, _sum_by
 from molflt.graph.memory import expect_memory

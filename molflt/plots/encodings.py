@@ -144,12 +144,6 @@ def _array(values: torch.Tensor) -> _Array:
     return values.detach().cpu().double().numpy()
 
 
-def _bias(position: torch.nn.Module, delta: torch.Tensor) -> _Array:
-    """Returns f, of shape (heads, n), for offsets `delta` (n, l) from keys to a query at 0."""
-    origin = delta.new_zeros(1, 1, delta.shape[-1])
-    return _array(position("softmax", origin, -delta[None]).bias)[0, :, 0]
-
-
 def _sampled(position: Any, reach: tuple[float, ...], points: int) -> tuple[list[_Array], _Array]:
     """Returns offsets up to `reach` along each axis, and f, of shape (heads, offsets, ...)."""
     import torch
@@ -169,5 +163,6 @@ def _sampled(position: Any, reach: tuple[float, ...], points: int) -> tuple[list
         axes = [_array(line) for line in lines]
         delta = like.new_zeros(points ** len(reach), position.dim)
         delta[:, : len(reach)] = torch.cartesian_prod(*lines).view(len(delta), -1)
-        values = _bias(position, delta)
+        origin = delta.new_zeros(1, 1, delta.shape[-1])  # of the query
+        values = _array(position("softmax", origin, -delta[None]).bias)[0, :, 0]
     return axes, values.reshape(-1, *map(len, axes))

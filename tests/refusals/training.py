@@ -34,7 +34,8 @@ def new(words: str, prepare: Prepare | None = None) -> Callable[[Path], None]:
     def call(folder: Path) -> None:
         own = words.format(folder=folder, run=tiny_run.shared_run())
         given = tiny_run.arguments(tiny_run.shared_data(), folder / "new", own)
-        command(f"train {' '.join(given)}", prepare)(folder)
+        last = {word.partition("=")[0]: word for word in given}
+        command(f"train {' '.join(last.values())}", prepare)(folder)
 
     return call
 
