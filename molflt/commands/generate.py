@@ -65,6 +65,10 @@ def generate(
         checkpoint: best (the default), last, or a safetensors file; requires a training run.
         device: auto, cpu, cuda or cuda:N.
     """
+    if temperature == 0:
+        refuse_idle(run, "temperature 0 draws nothing", {"top_k": top_k, "seed": seed})
+    if beam == 1:
+        refuse_idle(run, "a beam of 1", {"length_penalty": length_penalty})
     model = load(run, device, checkpoint=checkpoint)
     of_sampling = {"temperature": temperature, "top_k": top_k, "seed": seed}
     of_search = {"beam": beam, "length_penalty": length_penalty}

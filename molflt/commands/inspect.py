@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from molflt.commands.options import yaml_of
+from molflt.commands.options import refuse_idle, yaml_of
 from molflt.data.structures import Reading
 from molflt.data.structures.base import Tags, grouped
 from molflt.data.structures.overlaps import equal_structures
@@ -23,7 +23,7 @@ def inspect(
     json: bool = False,
     limit: int | None = None,
     energy_key: str | None = None,
-    tags: Tags = "oc20",
+    tags: Tags | None = None,
     forces_key: str | None = None,
     stress_key: str | None = None,
     recipe: Purpose | None = None,
@@ -51,7 +51,10 @@ def inspect(
         recipe: labels to report: potential (energies, forces and stress at the positions) or is2re
             (relaxed energies); by default inferred from the labels.
     """
-    reading = Reading(energy_key, "any" if recipe == "potential" else tags, forces_key, stress_key)
+    if recipe == "potential":
+        refuse_idle("--recipe potential", "potentials do not read tags", {"tags": tags})
+    convention = "any" if recipe == "potential" else tags or "oc20"
+    reading = Reading(energy_key, convention, forces_key, stress_key)
     if not isinstance(path, Path) and len(path) == 1:
         path = path[0]
     if isinstance(path, Path) and path.is_dir() and not is_one_source(path):

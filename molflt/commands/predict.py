@@ -50,7 +50,7 @@ def predict(
     run: str | None = None,
     out: Path | None = None,
     checkpoint: str | None = None,
-    batch_size: int = 64,
+    batch_size: int | None = None,
     device: str = "auto",
     skip_bad: bool = False,
     also: list[Path] | None = None,
@@ -79,7 +79,7 @@ def predict(
             and, if they are periodic along all axes, the stress. An existing file is replaced. By
             default the CSV is printed.
         checkpoint: best (the default), last, or a safetensors file; requires a training run.
-        batch_size: number of structures, sentences or images per batch.
+        batch_size: number of structures, sentences or images per batch, 64 by default.
         device: auto, cpu, cuda or cuda:N.
         skip_bad: skip and list invalid structures; only for energy models.
         also: further runs that form an ensemble with `run`; only for energy models. The output
@@ -116,8 +116,10 @@ def predict(
     if not isinstance(model, EnergyPredictor):
         values = {"skip_bad": skip_bad or None, "also": also, "calibration": calibration}
         more = {"mesh_order": mesh_order, "tags": tags, "shard": shard, "force": force or None}
+        more |= {"batch_size": batch_size if isinstance(model, GapFiller) else None}
         refuse_idle(model.name, f"a model of the recipe {model.trained.recipe}", {**values, **more})
-        return _label(model, files, out, batch_size)
+        return _label(model, files, out, batch_size or 64)
+    batch_size = batch_size or 64
     if mesh_order is not None:
         model.use_mesh_(mesh_order)
     writes_structures = out is not None and out.suffix in _STRUCTURE_FILES

@@ -90,6 +90,10 @@ def _train(folder: RunFolder, config: Config) -> int:
     if (warmup := task["warmup_steps"]) >= steps:
         task["warmup_steps"] = steps // 10
         folder.say(f"task.warmup_steps={warmup}: reduced to {steps // 10}, a tenth of all steps")
+    first = {"task.redraw_every": task["redraw_every"]}  # steps after which options take effect
+    first["trainer.patience"] = trainer["patience"] and trainer["patience"] * trainer["val_every"]
+    for name in [name for name, step in first.items() if (step or 0) >= steps]:
+        folder.say(f"{name}: has no effect in {steps} steps; reduce it, or train for longer")
     if folder.writes:  # only in one process, because this reads all data
         folder.check_data(batches.fingerprints(), batches.files())
     _set_sizes(model, batches.sizes(), {} if source is None else source.options[0])

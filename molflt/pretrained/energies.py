@@ -19,7 +19,7 @@ from torch import nn
 from molflt.data.structures import Structures, source_of
 from molflt.data.structures.base import ANY_TAGS, Reading, Tags
 from molflt.data.structures.domain import DOMAIN, Domain
-from molflt.data.structures.in_memory import StructuresInMemory, is_one
+from molflt.data.structures.in_memory import StructuresInMemory, is_atoms, is_one
 from molflt.data.structures.sources import Paths, files_of
 from molflt.data.structures.tags import Tagged
 from molflt.evaluation.calibration import (
@@ -246,7 +246,10 @@ class EnergyPredictor(Pretrained):
         if reading.tags == "guess":
             plain = reading._replace(tags="any", surface=None)
             return Tagged(StructuresInMemory(structures, plain), reading.surface)
-        return StructuresInMemory(structures, reading)
+        memory = StructuresInMemory(structures, reading)
+        if tags == "ase" and not any(map(is_atoms, memory.given)):
+            raise ValueError("tags='ase' is for ase.Atoms and files; got PyG data; remove it")
+        return memory
 
     def _prediction(
         self,

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from molflt.attention.checks import at_least_one, not_negative, tensors
+from molflt.attention.checks import at_least_one, no_effect, not_negative, tensors
 from molflt.sequence.language_model import LanguageModel, LanguageState
 
 
@@ -42,6 +42,8 @@ def sample(
     if not 0 <= temperature < float("inf"):
         raise ValueError(f"temperature must be at least 0 and finite; got {temperature}")
     at_least_one(top_k=1 if top_k is None else top_k)
+    if not temperature:
+        no_effect("with temperature=0", top_k=top_k)
     not_negative(count=count)
     needed = prompt.shape[1] + count - 1  # the last token drawn is never an input
     if count and model.longest is not None and needed > model.longest:

@@ -13,7 +13,7 @@ from molflt.files import shown
 _RANGES = {
     "[1, 2e9]": """
         batch_size best data.batch_size data.bucket data.length data.max_atoms data.max_tokens
-        data.min_count data.problems data.val_problems evaluations images layers
+        data.min_count data.problems data.val_problems evaluations images layers limit
         model.adaptive_cutoffs model.classes model.max_length model.vocabulary model.window repeats
         runs steps task.redraw_every task.unroll top_k trainer.accumulate trainer.checkpoint_every
         trainer.log_every trainer.max_epochs trainer.max_steps trainer.patience

@@ -48,7 +48,17 @@ ROWS = [
     refused("train x.yaml", "x.yaml", "--config x.yaml"),
     # types
     refused("train --model.heads many", "model.heads", "int", "many"),
+    # options that are given twice, empty, or without an effect
+    refused("evaluate x --checkpoint best --checkpoint=last", "--checkpoint", "once", "=best"),
+    refused(f"{TRAIN} --data.root=y", "--data.root", "once", "--data.root=y"),
+    refused("evaluate x --skip-bad --no-skip-bad", "--skip_bad", "once", "--skip_bad=false"),
+    refused("evaluate x --splits a --splits [b]", "--splits", "once", "[b]"),
+    refused("evaluate x --out=", "--out", "a value", "empty"),
+    refused("data inspect x --recipe=potential --tags=ase", "potential", "remove", "--tags ase"),
+    refused("generate x --temperature=0 --seed=1", "temperature 0", "remove", "--seed 1"),
+    refused("generate x --beam=1 --length-penalty=2", "a beam of 1", "", "--length-penalty 2"),
     # ranges, also of other commands
+    refused("data inspect x --limit=0", "limit", "[1, ", "0"),
     refused(f"{TRAIN} --model.dim=0", "model.dim", "[1, ", "0"),
     refused(f"{TRAIN} --task.lr=.nan", "task.lr", "float in (0, ", "nan"),
     # configurations

@@ -99,6 +99,7 @@ ROWS = [
         for x in (float("nan"), float("inf"))
     ),
     refused(lambda: sample(make(LanguageModel), IDS[:1], 1, top_k=0), "top_k", "at least 1", "0"),
+    refused(lambda: sample(make(LanguageModel), IDS[:1], 1, 0.0, 3), "top_k=3", "temperature=0"),
     refused(lambda: sample(make(LanguageModel), IDS[:1], -5), "count", "at least 0", "-5"),
     *(
         refused(

@@ -42,7 +42,7 @@ class StructuresInMemory(LoadedStructures):
         converter = Converter(reading._replace(for_prediction=True, keep_atoms=True))
         for index, structure in enumerate(self.given):
             where = f"{self.path}: structure {index}"
-            if _is_atoms(structure):
+            if is_atoms(structure):
                 self.add(where, partial(converter.record, structure, index))
                 name = text_sid(Entries.of(structure).info)
             elif _is_data(structure):
@@ -56,12 +56,12 @@ class StructuresInMemory(LoadedStructures):
 
     def to_atoms(self, index: int) -> Atoms:
         structure = self.given[index]
-        return structure.copy() if _is_atoms(structure) else super().to_atoms(index)
+        return structure.copy() if is_atoms(structure) else super().to_atoms(index)
 
 
 def is_one(given: object) -> bool:
     """Returns True for a single structure, and False for a list or a batch."""
-    return _is_atoms(given) or (_is_data(given) and not hasattr(given, "to_data_list"))
+    return is_atoms(given) or (_is_data(given) and not hasattr(given, "to_data_list"))
 
 
 def _flat(given: object) -> Iterable[object]:
@@ -93,7 +93,7 @@ def _unbatched(batch: Any) -> list[Data]:
     )
 
 
-def _is_atoms(given: object) -> TypeGuard[Atoms]:
+def is_atoms(given: object) -> TypeGuard[Atoms]:
     """Returns True for `ase.Atoms`, without loading ASE."""
     return hasattr(given, "get_chemical_formula") and hasattr(given, "positions")
 
