@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from jsonargparse import ArgumentParser, Namespace
 
 _POSITION = "model.position_options"
-_LAYERED = ("--config", "--model.", "--task.", "--trainer.")  # the last value applies
+_LAYERED = ("--config", "--data.", "--model.", "--task.", "--trainer.")  # the last value applies
 
 
 def yaml_of(content: Mapping[str, Any]) -> str:
@@ -139,7 +139,8 @@ def normalized(words: Sequence[str], parser: ArgumentParser) -> list[str]:
             new = _rewritten(word, remaining, parser)
             name = new[0].partition("=")[0]
             given = [other for other in out if other.startswith(f"{name}=")]
-            may_repeat = len(new) > 1 or name.startswith(_LAYERED) or name.endswith("+")
+            is_layered = name.startswith(_LAYERED) and name != "--data.root"
+            may_repeat = len(new) > 1 or is_layered or name.endswith("+")
             if {*given} - {*new} and not may_repeat:
                 raise ValueError(f"{name}: expected once; got {given[0]}, {new[0]}; remove one")
             out += new[1:] if len(new) > 1 and given else new
