@@ -81,7 +81,7 @@ def adsorb(
     for ending in (out.suffix, ".csv", ".png"):
         expect_writable(out.with_suffix(ending), molecule, *files_of([*filter(exists, slabs)]))
     by_name = _slabs(slabs, facet, layers or 4, vacuum or 15.0)
-    repeated = [slab.repeat((*repeat, 1)) for slab in by_name.values()]
+    repeated = {name: slab.repeat((*repeat, 1)) for name, slab in by_name.items()}
     model = load(run, device)
     if not isinstance(model, EnergyPredictor):
         raise ValueError(f"{run}: expected an energy model; got recipe {model.trained.recipe}")
@@ -89,7 +89,7 @@ def adsorb(
     share = None if model.domain is None else model.domain.surface
     placed = placements(repeated, str(molecule), rotation=rotation, share=share)
     rows, frames = {}, []  # rows of the table by id of the placement, placements to write
-    for ranks in _ranked_by_slab(model, placed, [*by_name], molecule):
+    for ranks in _ranked_by_slab(model, placed, molecule):
         for rank, (atoms, predicted) in enumerate(ranks, start=1):
             energies = {"energy_eV": predicted.energy, "uncertainty_eV": predicted.uncertainty}
             outside = "; ".join(predicted.outside) or None
@@ -118,18 +118,17 @@ def adsorb(
 
 
 def _ranked_by_slab(
-    model: EnergyPredictor, placed: Sequence[Atoms], names: Sequence[str], molecule: Path
+    model: EnergyPredictor, placed: Sequence[Atoms], molecule: Path
 ) -> list[list[tuple[Atoms, Any]]]:
-    """Ranks the placements on each slab and replaces the numbers of the slabs with their names."""
+    """Ranks the placements on each slab."""
     charged = [atoms.info for atoms in placed if atoms.info.get("charge")]
     if charged and getattr(model.model, "charge_share", None) is None:
         raise ValueError(
-            f"{names[charged[0]['slab']]} with {molecule}: expected a total charge of 0; got "
+            f"{charged[0]['slab']} with {molecule}: expected a total charge of 0; got "
             f"{charged[0]['charge']:g} e, which only potentials with model.total_charge read"
         )
-    by_slab: dict[str, list[tuple[Atoms, Any]]] = {name: [] for name in names}
+    by_slab: dict[str, list[tuple[Atoms, Any]]] = {atoms.info["slab"]: [] for atoms in placed}
     for atoms, predicted in ranked(model, placed):
-        atoms.info["slab"] = names[atoms.info["slab"]]
         by_slab[atoms.info["slab"]].append((atoms, predicted))
     return [*by_slab.values()]
 
@@ -150,7 +149,12 @@ def _slabs(
             structures[str(path)] = element(str(path))
     if facet is None:
         return structures
-    return {name: cut(crystal, facet, layers, vacuum) for name, crystal in structures.items()}
+    for name, crystal in structures.items():
+        try:
+            structures[name] = cut(crystal, facet, layers, vacuum)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from None
+    return structures
 
 
 def _summary(rows: Sequence[dict[str, Any]]) -> str:
