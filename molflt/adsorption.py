@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -123,7 +123,7 @@ def _charge(atoms: Atoms) -> float:
 
 
 def placements(
-    slabs: Atoms | Sequence[Atoms],
+    slabs: Atoms | Sequence[Atoms] | Mapping[str, Atoms],
     adsorbate: Atoms | str | Path,
     *,
     rotation: float = 30.0,
@@ -131,12 +131,12 @@ def placements(
 ) -> list[Atoms]:
     """Returns all distinct placements of a rigid molecule on the sites of slabs.
 
-    If a slab has no fixed atoms, its lower half is fixed. `info` contains the number of the slab,
-    the site, the orientation, the rotation in degrees, and the height of the lowest atom above the
-    slab in Å. Tags are 0 (subsurface), 1 (surface) and 2 (adsorbate).
+    If a slab has no fixed atoms, its lower half is fixed. `info` contains the number or name of the
+    slab, the site, the orientation, the rotation in degrees, and the height of the lowest atom
+    above the slab in Å. Tags are 0 (subsurface), 1 (surface) and 2 (adsorbate).
 
     Args:
-        slabs: slabs with vacuum along their third cell vector.
+        slabs: slabs with vacuum along their third cell vector, or a mapping from names to slabs.
         adsorbate: molecule, or a name that `molecule` accepts.
         rotation: step of rotations, in degrees.
         share: smallest and largest share of surface atoms in a slab, such as
@@ -147,8 +147,9 @@ def placements(
     if not isinstance(adsorbate, Atoms):
         adsorbate = molecule(adsorbate)
     results: list[Atoms] = []
-    for number, slab in enumerate([slabs] if isinstance(slabs, Atoms) else slabs):
-        name = f"slab {number}, {slab.symbols}"
+    listed = [slabs] if isinstance(slabs, Atoms) else slabs
+    for key, slab in listed.items() if isinstance(listed, Mapping) else enumerate(listed):
+        name = f"slab {key}, {slab.symbols}"
         placed = _placed_on(_prepared(slab, name), adsorbate, np.arange(0, 359.99, rotation))
         if not placed:
             raise ValueError(
@@ -157,7 +158,7 @@ def placements(
         tags = _slab_tags(slab.get_tags(), placed[0], share)
         for atoms in placed:
             atoms.set_tags([*tags, *atoms.get_tags()[len(slab) :]])
-            atoms.info = {"slab": number, **atoms.info}
+            atoms.info = {"slab": key, **atoms.info}
         results += placed
     return results
 

@@ -254,6 +254,20 @@ def test_an_interruption_keeps_finished_relaxations(tmp_path: Path, monkeypatch,
     assert titles == [["slab.extxyz", "0", "1:"], ["slab.extxyz", "1", "4:"]]
 
 
+def test_slabs_keep_their_order_and_folder(tmp_path: Path, monkeypatch, capsys) -> None:
+    drawn: list[str] = []
+    monkeypatch.setattr("molflt.plots.structure_views", lambda shown, _: drawn.extend(shown))
+    slabs, out = [tmp_path / metal / "slab.traj" for metal in ("Ru", "Cu")], tmp_path / "o.traj"
+    for slab in slabs:
+        slab.parent.mkdir()
+        write(slab, fcc111(slab.parent.name, (2, 2, 3), a=3.8, vacuum=8))
+    words = ["adsorb", *map(str, slabs), "O", "--best=1", "--steps=1", f"--out={out}"]
+    told = printed(capsys, *words, "--relax=ase.calculators.emt:EMT", status=3).err
+    assert "No EMT-potential for Ru" in told
+    assert [one.info["slab"] for one in read(out, ":")] == [f"{slab} 0" for slab in slabs]
+    assert [title.split("\n")[0] for title in drawn] == ["Ru/slab.traj 0", "Cu/slab.traj 0"]
+
+
 def test_command_ranks_slabs_separately_with_a_potential(potential_run, tmp_path, capsys) -> None:
     out = tmp_path / "out.extxyz"
     words = ["adsorb", "Ar", "Ne", "H", "--facet=1,1,1", "--layers=2", "--rotation=180"]

@@ -10,6 +10,7 @@ import torch
 from ase import Atoms
 from ase.build import bulk, fcc111, molecule
 from ase.calculators.calculator import PropertyNotImplementedError
+from ase.calculators.emt import EMT
 from ase.calculators.fd import calculate_numerical_stress
 from ase.calculators.lj import LennardJones
 from ase.constraints import FixAtoms, FixBondLength, FixBondLengths, FixCartesian, FixScaled
@@ -288,6 +289,7 @@ def test_failing_relaxations_keep_the_last_structure():
     rigid.set_constraint(FixBondLengths([(0, 1), (1, 2), (0, 2)], tolerance=0))
     found = relax_atoms(rigid, LennardJones(sigma=3.4), fmax=1e-6)
     assert not found.converged and "bond" in found.why
+    assert relax_atoms(bulk("Ru"), EMT()).why == "No EMT-potential for Ru"
 
 
 def test_average_distance_within_threshold():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import chain
+from os.path import commonprefix
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +82,7 @@ def adsorb(
     for ending in (out.suffix, ".csv", ".png"):
         expect_writable(out.with_suffix(ending), molecule, *files_of([*filter(exists, slabs)]))
     by_name = _slabs(slabs, facet, layers or 4, vacuum or 15.0)
-    repeated = [slab.repeat((*repeat, 1)) for slab in by_name.values()]
+    repeated = {name: slab.repeat((*repeat, 1)) for name, slab in by_name.items()}
     model = load(run, device)
     if not isinstance(model, EnergyPredictor):
         raise ValueError(f"{run}: expected an energy model; got recipe {model.trained.recipe}")
@@ -89,7 +90,7 @@ def adsorb(
     share = None if model.domain is None else model.domain.surface
     placed = placements(repeated, str(molecule), rotation=rotation, share=share)
     rows, frames = {}, []  # rows of the table by id of the placement, placements to write
-    for ranks in _ranked_by_slab(model, placed, [*by_name], molecule):
+    for ranks in _ranked_by_slab(model, placed, molecule):
         for rank, (atoms, predicted) in enumerate(ranks, start=1):
             energies = {"energy_eV": predicted.energy, "uncertainty_eV": predicted.uncertainty}
             outside = "; ".join(predicted.outside) or None
@@ -99,37 +100,35 @@ def adsorb(
         frames += [atoms for atoms, _ in varied(ranks, best)]
     for text in dict.fromkeys(chain(*(not_stored(atoms, out.suffix) for atoms in frames))):
         warn(f"{out}: {text}")
-    relaxed: list[Relaxed] = []
+    relaxed, order = list[Relaxed](), [*by_name].index
     _write(out, frames, [*rows.values()])
     try:
         for atoms in with_bar([] if calculator is None else [*frames], "relaxing placements"):
             result = relax_atoms(atoms, calculator, fmax=fmax or 0.05, steps=steps or 200)
             rows[id(atoms)] |= {"relaxed_energy_eV": result.after, "converged": result.converged}
-            relaxed = sorted([*relaxed, result], key=lambda x: (x.atoms.info["slab"], x.after))
+            relaxed.append(result)
+            relaxed.sort(key=lambda x: (order(x.atoms.info["slab"]), x.atoms.calc is None, x.after))
             frames[: len(relaxed)] = [result.atoms for result in relaxed]
             _write(out, frames, [*rows.values()])  # files are complete if the process is killed
     finally:
         _draw(frames, out.with_suffix(".png"))
         print(f"{out}: {len(frames)} placements; all are in {out.with_suffix('.csv')}")
-    failed = [result.why for result in relaxed if not result.converged]
-    if failed:
+    if failed := [result.why for result in relaxed if not result.converged]:
         warn(f"{out}: {len(failed)} of {len(frames)} relaxations did not converge: {failed[0]}")
     return 3 if failed else 0
 
 
 def _ranked_by_slab(
-    model: EnergyPredictor, placed: Sequence[Atoms], names: Sequence[str], molecule: Path
+    model: EnergyPredictor, placed: Sequence[Atoms], molecule: Path
 ) -> list[list[tuple[Atoms, Any]]]:
-    """Ranks the placements on each slab and replaces the numbers of the slabs with their names."""
     charged = [atoms.info for atoms in placed if atoms.info.get("charge")]
     if charged and getattr(model.model, "charge_share", None) is None:
         raise ValueError(
-            f"{names[charged[0]['slab']]} with {molecule}: expected a total charge of 0; got "
+            f"{charged[0]['slab']} with {molecule}: expected a total charge of 0; got "
             f"{charged[0]['charge']:g} e, which only potentials with model.total_charge read"
         )
-    by_slab: dict[str, list[tuple[Atoms, Any]]] = {name: [] for name in names}
+    by_slab: dict[str, list[tuple[Atoms, Any]]] = {atoms.info["slab"]: [] for atoms in placed}
     for atoms, predicted in ranked(model, placed):
-        atoms.info["slab"] = names[atoms.info["slab"]]
         by_slab[atoms.info["slab"]].append((atoms, predicted))
     return [*by_slab.values()]
 
@@ -150,7 +149,12 @@ def _slabs(
             structures[str(path)] = element(str(path))
     if facet is None:
         return structures
-    return {name: cut(crystal, facet, layers, vacuum) for name, crystal in structures.items()}
+    for name, crystal in structures.items():
+        try:
+            structures[name] = cut(crystal, facet, layers, vacuum)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from None
+    return structures
 
 
 def _summary(rows: Sequence[dict[str, Any]]) -> str:
@@ -159,9 +163,8 @@ def _summary(rows: Sequence[dict[str, Any]]) -> str:
         count = sum(row["energy_eV"] <= first["energy_eV"] + half_width for row in rows) - 1
         others = "1 other" if count == 1 else f"{count:,} others"
         interval = f" ± {half_width:.3f} eV, an interval that contains {others}"
-    sites = len({row["site"] for row in rows})
     best = f"{first['energy_eV']:.3f}{interval or ' eV'}; {first['slab']}, {_site(first)}"
-    return f"{len(rows):,} placements on {sites} sites; best: {best}"
+    return f"{len(rows):,} placements on {len({row['site'] for row in rows})} sites; best: {best}"
 
 
 def _site(info: dict[str, Any]) -> str:
@@ -178,10 +181,10 @@ def _draw(frames: Sequence[Atoms], file: Path) -> None:
     """Draws the first five placements on one slab, or the first one on each of up to 20 slabs."""
     records, views = StructuresInMemory(frames, ANY_TAGS), {}
     first = {atoms.info["slab"]: i for i, atoms in reversed([*enumerate(frames)])}
-    several = len(first) > 1
+    several, start = len(first) > 1, commonprefix([*first]).rfind("/") + 1  # noqa: RUF071
     for i in sorted(first.values())[:20] if several else range(min(5, len(frames))):
         info = frames[i].info
-        slab = f"{plain(Path(info['slab']).name)}\n" if several else ""
+        slab = f"{plain(info['slab'][start:])}\n" if several else ""
         site = _site(info).replace(", ", "\n", 1)
         views[f"{slab}{i + 1}: {info['predicted_energy_eV']:.3f} eV\n{site}"] = records[i]
     plots.structure_views(views, file)

@@ -49,8 +49,7 @@ def evaluate(
     Returns:
         Metrics per split, as in results.json; results_of.json records the weights and the data.
     """
-    run = Path(run)
-    members = [run, *map(Path, also or [])]
+    members = [run, *(also or [])]
     inputs = results_of([weights_of(path, checkpoint) for path in members], checkpoint)
     if also is None:
         model, config = load_run(run, checkpoint, device)
@@ -59,7 +58,7 @@ def evaluate(
 
         model, config = load_ensemble(members, checkpoint, device)
         out = run / ENSEMBLE if out is None else out
-    out = run if out is None else Path(out)
+    out = run if out is None else out
     expect_writable(out / "results.json")
     recipe = Recipe.of(config)
     with tempfile.TemporaryDirectory() as folder, further_formats(pictures or []):

@@ -21,7 +21,6 @@ def info(run: Path, json: bool = False) -> None:
         run: folder of a training run.
         json: print one JSON object instead of YAML.
     """
-    run = Path(run)
     config, best = read_config(run), best_of(run)
     files = sorted(path for path in run.rglob("*") if path.is_file())
     summary: dict[str, Any] = {

@@ -191,7 +191,7 @@ def merge(out: Path) -> None:
     Args:
         out: value of --out in these calls; .csv, .json or .extxyz.
     """
-    print(f"{out}: {merge_shards(Path(out)):,} structures")
+    print(f"{out}: {merge_shards(out):,} structures")
 
 
 def _model_and_files(run: str | None, file: Path | Sequence[Path]) -> tuple[str | None, list[Path]]:

@@ -57,7 +57,6 @@ def relax(
     Returns:
         0, or 3 if a relaxation did not converge.
     """
-    out = Path(out)
     expect_ending(out, ".extxyz", ".traj")
     calculator = Calculator(run, checkpoint, device, dtype)
     for path in (out, out.with_suffix(".csv")):  # before anything is read

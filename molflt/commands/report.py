@@ -18,8 +18,7 @@ def report(run: Path, out: Path | None = None) -> None:
         run: folder of a training run.
         out: file to write; by default report.html in the run folder.
     """
-    run = Path(run)
-    out = run / "report.html" if out is None else Path(out)
+    out = run / "report.html" if out is None else out
     expect_ending(out, ".html", ".htm")
     page, missing = page_of(run)
     content = page.encode("utf-8", "backslashreplace")

@@ -118,7 +118,7 @@ def relax_atoms(
             count = relaxation.nsteps
             on_step(count)
     except (ValueError, RuntimeError) as error:  # keep the last finite structure
-        unmet = isinstance(error, RuntimeError)
+        unmet = isinstance(error, RuntimeError) and not isinstance(error, NotImplementedError)
         if unmet and str(error) != "Did not converge":  # the message of FixBondLengths
             raise
         reason = "constraints on bond lengths cannot be met" if unmet else str(error)

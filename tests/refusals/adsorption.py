@@ -40,6 +40,10 @@ def charged(folder: Path) -> None:
     write(folder / "ion.extxyz", ion)
 
 
+def fixed_at_the_top(folder: Path) -> None:
+    write(folder / "top.extxyz", slab(fixed=4))
+
+
 EMPTY = writes("own.cif", "data_own\n")
 CHAIN = Atoms("CH2", [[0, 0, 0], [0, 0.6, 0.9], [0, 0.6, -0.9]], cell=[1.4, 9, 9], pbc=True)
 ROWS = [
@@ -56,6 +60,14 @@ ROWS = [
     Refusal(
         command("adsorb {folder}/ion.extxyz O --out {folder}/o.extxyz", charged),
         *("ion.extxyz 0", "charge of 0", "-1 e", Refused),
+    ),
+    Refusal(
+        command("adsorb {folder}/ion.extxyz O --facet 1,1,1 --out {folder}/o.extxyz", charged),
+        *("ion.extxyz 0", "crystal", "vacuum", Refused),
+    ),
+    Refusal(
+        command("adsorb {folder}/top.extxyz O --out {folder}/o.extxyz", fixed_at_the_top),
+        *("top.extxyz 0", "free atoms", "fixed", Refused),
     ),
     Refusal(placed(molecule("CO"), molecule("NO")), "own.extxyz", "one molecule", "2"),
     Refusal(lambda own: (EMPTY(own), placements(slab(), own / "own.cif")), "own.cif", "molecule"),
