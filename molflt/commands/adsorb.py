@@ -181,7 +181,9 @@ def _draw(frames: Sequence[Atoms], file: Path) -> None:
     """Draws the first five placements on one slab, or the first one on each of up to 20 slabs."""
     records, views = StructuresInMemory(frames, ANY_TAGS), {}
     first = {atoms.info["slab"]: i for i, atoms in reversed([*enumerate(frames)])}
-    several, start = len(first) > 1, commonprefix([*first]).rfind("/") + 1  # noqa: RUF071
+    several = len(first) > 1
+    # commonpath would refuse a mixture of absolute and relative paths
+    start = commonprefix([*first]).rfind("/") + 1  # noqa: RUF071
     for i in sorted(first.values())[:20] if several else range(min(5, len(frames))):
         info = frames[i].info
         slab = f"{plain(info['slab'][start:])}\n" if several else ""
