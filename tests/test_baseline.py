@@ -229,8 +229,8 @@ def oxygen(tmp_path_factory):
     return path
 
 
-def computed(source, out, *more):
-    words = ["data", "baseline", str(source), str(out), "--calculator=ase.calculators.emt:EMT"]
+def computed(source, out, *more, calculator="ase.calculators.emt:EMT"):
+    words = ["data", "baseline", str(source), str(out), f"--calculator={calculator}"]
     assert main([*words, *more]) == 0
     return open_dataset(out).y_baseline
 
@@ -314,7 +314,7 @@ class InMainThread(EMT):
 
 
 def test_one_worker_computes_in_the_main_thread(oxygen, tmp_path):
-    found = computed(oxygen, tmp_path / "out.safetensors", f"--calculator={__name__}:InMainThread")
+    found = computed(oxygen, tmp_path / "out.safetensors", calculator=f"{__name__}:InMainThread")
     assert (
         np.isfinite(found).all() and "InMainThread" in table(tmp_path / "out.csv")[0]["calculator"]
     )
@@ -353,6 +353,6 @@ def test_command_accepts_trained_potentials(potential_run, tmp_path):
     source, calculator = tmp_path / "argon.extxyz", molflt.Calculator(potential_run)
     frames = [Atoms(one.numbers, one.positions, cell=one.cell, pbc=one.pbc) for one in argon(2, 5)]
     write(source, frames)
-    found = computed(source, tmp_path / "out.safetensors", f"--calculator={potential_run}")
+    found = computed(source, tmp_path / "out.safetensors", calculator=potential_run)
     expected = [calculator.get_potential_energy(atoms) for atoms in frames]
     np.testing.assert_allclose(found, expected, atol=1e-4)

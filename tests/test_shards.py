@@ -31,9 +31,9 @@ def source(tmp_path_factory) -> Path:
     return path
 
 
-def predict(*words: object, out: Path) -> None:
+def predict(*words: object, out: Path, batch_size: int = 2) -> None:
     """Runs the shipped model, or the model named first, on six batches."""
-    words = ("--batch_size=2", "--device=cpu", *words, "--out", out)
+    words = (f"--batch_size={batch_size}", "--device=cpu", *words, "--out", out)
     assert main(["predict", *map(str, words)]) == 0
 
 
@@ -63,7 +63,7 @@ def shard(out: Path, number: int) -> Path:
         (lambda out, _: shard(out, 2).unlink(), r"1 of 3 .*\[2\].*--shard 2/3"),
         (lambda out, source: predict(source, "--shard=1/2", out=out), "2, 3"),
         (
-            lambda out, source: predict(source, "--shard=1/3", "--batch_size=3", out=out),
+            lambda out, source: predict(source, "--shard=1/3", out=out, batch_size=3),
             r"1-of-3.* and .*2-of-3.*batch_size 3 and batch_size 2",
         ),
     ],
