@@ -148,7 +148,8 @@ def placements(
         adsorbate = molecule(adsorbate)
     results: list[Atoms] = []
     listed = [slabs] if isinstance(slabs, Atoms) else slabs
-    for key, slab in listed.items() if isinstance(listed, Mapping) else enumerate(listed):
+    by_key: Mapping[Any, Atoms] = listed if isinstance(listed, Mapping) else dict(enumerate(listed))
+    for key, slab in by_key.items():
         name = f"slab {key}, {slab.symbols}"
         placed = _placed_on(_prepared(slab, name), adsorbate, np.arange(0, 359.99, rotation))
         if not placed:

@@ -137,6 +137,11 @@ def in_transform() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
+def is_traced() -> bool:
+    """Returns True if code is compiled or transformed, where values cannot be read."""
+    return torch.compiler.is_compiling() or in_transform()
+
+
 def in_checkpoint() -> bool:
     """Returns True if hooks for saved tensors are active, as in non-reentrant checkpoints."""
     if torch.compiler.is_compiling():
@@ -146,6 +151,4 @@ def in_checkpoint() -> bool:
 
 def readable(values: torch.Tensor) -> bool:
     """Returns True if values are on the CPU and code is neither compiled nor transformed."""
-    if torch.compiler.is_compiling() or in_transform():
-        return False
-    return values.device.type == "cpu"
+    return not is_traced() and values.device.type == "cpu"

@@ -136,7 +136,7 @@ def normalized(words: Sequence[str], parser: ArgumentParser) -> list[str]:
         if _is_value(word) or word == "-h":
             out.append(word)
         else:
-            new = _rewritten(word, remaining, parser)
+            new = _rewritten(word, remaining, options, parser.prog)
             name = new[0].partition("=")[0]
             given = [other for other in out if other.startswith(f"{name}=")]
             is_layered = name.startswith(_LAYERED) and name != "--data.root"
@@ -147,9 +147,11 @@ def normalized(words: Sequence[str], parser: ArgumentParser) -> list[str]:
     return out
 
 
-def _rewritten(word: str, remaining: list[str], parser: ArgumentParser) -> list[str]:
+def _rewritten(
+    word: str, remaining: list[str], options: Mapping[str, Action], prog: str
+) -> list[str]:
     """Rewrites one option; its values, if they are further words, are removed from `remaining`."""
-    options, (typed, equals, value) = options_of(parser), word.partition("=")
+    typed, equals, value = word.partition("=")
     plus = "+" if typed.endswith("+") else ""  # appends to a list
     name = typed.removesuffix("+").replace("-", "_").replace("__", "--", 1)
     if name not in options:
@@ -157,7 +159,7 @@ def _rewritten(word: str, remaining: list[str], parser: ArgumentParser) -> list[
         if not equals and _is_flag(options.get(positive)):
             return [f"{positive}=false"]
         if group is None or dict not in _kinds_of(group):  # unlike model.position_options
-            hint = f"{_similar(name, options)}; see `{parser.prog} --help`"
+            hint = f"{_similar(name, options)}; see `{prog} --help`"
             raise ValueError(f"unknown option {shown(typed)[1:-1]}{hint}")
     action = options.get(name)
     if not equals:

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from molflt.atoms import FARTHEST, MAX_ATOMIC_NUMBER, Tag
-from molflt.attention.checks import in_transform, readable, tensors, whole
+from molflt.attention.checks import is_traced, readable, tensors, whole
 from molflt.attention.numerics import at_least_float32, counts_of
 
 if TYPE_CHECKING:
@@ -276,7 +276,7 @@ def _numbers_of(data: "Data", geometry: Geometry, name: str, unknown: float) -> 
 
 def _expect_all(values: Tensor | None, name: str, expected: float, why: str) -> None:
     """Raises ValueError for the first graph with another number, which has no effect."""
-    if values is None or torch.compiler.is_compiling() or in_transform():
+    if values is None or is_traced():
         return
     differs = values != expected
     if differs.any():

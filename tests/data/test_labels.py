@@ -64,7 +64,7 @@ def test_limit_of_adsorption_energies_counts_adsorbates(tmp_path: Path, capsys) 
 
 
 def test_formation_energies_of_crystals_have_no_limit(tmp_path: Path) -> None:
-    """Of the same atoms, the crystal is accepted, and the slab without tags is rejected."""
+    """A crystal is accepted. A slab of the same atoms without tags is rejected."""
     frames = [bulk("MgO", "rocksalt", 4.2, cubic=True).repeat(n) for n in (1, 1, 1, 2)]
     for number, crystal in enumerate(frames):
         crystal.rattle(0.01, seed=number)

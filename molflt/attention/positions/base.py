@@ -5,7 +5,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from molflt.attention.checks import in_transform
+from molflt.attention.checks import is_traced
 from molflt.attention.encodings import Encoding
 from molflt.attention.keys import check_width
 from molflt.attention.numerics import at_least_float32, options_of
@@ -81,7 +81,7 @@ class Position(nn.Module):
 
     def check_range(self, positions: Tensor, max_tokens: int, integers: bool = False) -> None:
         """Raises ValueError unless positions are in [0, max_tokens) and, if required, integers."""
-        if not positions.numel() or torch.compiler.is_compiling() or in_transform():
+        if is_traced() or not positions.numel():
             return
         low, high = (float(end) for end in positions.detach().aminmax())
         # NaN fails this comparison.

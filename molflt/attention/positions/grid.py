@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from molflt.attention.checks import at_least_one, in_transform, one_of
+from molflt.attention.checks import at_least_one, is_traced, one_of
 from molflt.attention.encodings import Bias, Encoding, Factors, Toeplitz
 from molflt.attention.mixing.toeplitz import METHODS, toeplitz_matmul
 from molflt.attention.numerics import at_least_float32
@@ -76,7 +76,7 @@ class ToeplitzPosition(Position):
     def bias(self, positions: Tensor, key_positions: Tensor) -> Tensor:
         offsets = _offsets(positions, key_positions)
         index = torch.zeros_like(offsets[..., 0])
-        checked = not (torch.compiler.is_compiling() or in_transform()) and offsets.numel()
+        checked = not is_traced() and offsets.numel()
         for offset, n in zip(offsets.unbind(dim=-1), self.shape, strict=True):
             if checked and offset.abs().max() >= n:
                 raise ValueError(
@@ -250,7 +250,7 @@ def _expect_grid(
     position: Position, positions: Tensor, key_positions: Tensor, width: int | None = None
 ) -> None:
     """Raises ValueError unless tokens are in order on a grid with rows of `width` tokens."""
-    if torch.compiler.is_compiling() or in_transform():
+    if is_traced():
         return
     name = type(position).__name__
     for r in (positions, key_positions):

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from molflt.attention.checks import at_least_one, in_transform, positive
+from molflt.attention.checks import at_least_one, is_traced, positive
 from molflt.attention.encodings import Encoding, Rotation
 from molflt.attention.numerics import at_least_float32, randn64, recomputed
 from molflt.attention.positions.base import Position, check_tokens
@@ -206,7 +206,7 @@ class ConvSPE(_StochasticPosition):
             # A 2-D convolution with realizations last has a much faster backward pass.
             filtered = F.conv2d(noise, full, groups=len(full))[0]
             all_noise = filtered.unflatten(0, kernel.shape[:2])
-        if not (torch.compiler.is_compiling() or in_transform()) and (index == index[:1]).all():
+        if not is_traced() and (index == index[:1]).all():
             index = index[:1]  # e.g. consecutive tokens; compiled code takes the branch below
         if len(index) == 1:
             return functools.partial(_product, self._noise_at(index[0], kernel, all_noise))
