@@ -3,6 +3,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from tiny_run import structures
 
 import molflt
 from molflt.training.checkpoint import device_named
@@ -58,6 +59,10 @@ def reader_of_pixels() -> Any:
 
 
 ROWS = [
+    refused(
+        lambda: molflt.load().predict(list(structures(1)), tags="ase"),
+        *("tags='ase'", "ase.Atoms", "PyG data"),
+    ),
     refused(lambda: reader_of_pixels().classify(["a text"]), "images", "molflt evaluate", "Image"),
     refused(lambda: molflt.Calculator("a", dtype="float16"), "dtype", "float32", "float16"),
     refused(lambda: device_named("cuda:99"), "device 'cuda:99'", "use auto"),
