@@ -228,13 +228,16 @@ def test_averages_are_on_the_device_of_the_weights():
 
 
 def test_default_names_have_a_date_and_are_unique(shared_data, tmp_path, monkeypatch, capsys):
-    """A shortened warm-up is reported."""
+    """A shortened warm-up, and options that take effect after the last step, are reported."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     (tmp_path / "my own.yaml").write_text(f"data: {{root: {shared_data}}}\n")
     words = ["train", "--config", "my own.yaml", *SMALL, "--trainer.max_steps=1"]
+    words += ["--task.redraw_every=1", "--trainer.patience=2"]
     assert main(words) == main(words) == 0
-    assert "task.warmup_steps=2" in capsys.readouterr().out.splitlines()[0]
+    told = capsys.readouterr().out.splitlines()
+    assert "task.warmup_steps=2" in told[0]
+    assert "task.redraw_every: has no effect" in told[1] and "patience: has no" in told[2]
     day = time.strftime("%Y-%m-%d")
     assert {path.name for path in Path("runs").iterdir()} == {f"{day}-my-own", f"{day}-my-own-2"}
     saved = yaml.safe_load(Path("runs", f"{day}-my-own", "config.yaml").read_text())
