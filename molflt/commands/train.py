@@ -105,12 +105,11 @@ def _train(folder: RunFolder, config: Config) -> int:
         if source is not None:
             record = load_initial(str(init), source, trained.model, batches.files())
             init_files[INIT_RECORD] = (json.dumps(record, indent=1) + "\n").encode()
+            folder.say(f"{folder.path}: {describe_initial(record, source, trained.model, model)}")
         trained.prepare(batches)
     folder.check_weights(trained.model)
     if folder.writes:  # making the files may read all data
         folder.write({**batches.files(), **trained.files(), **init_files})
-    if source is not None:
-        folder.say(f"{folder.path}: {describe_initial(record, source, trained.model, model)}")
     _say_begin(folder, trained.model, batches, trainer)
     begin = time.perf_counter()
     try:
