@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from difflib import get_close_matches
 from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from ase import Atoms, build
+from ase.collections import g2
 from ase.constraints import FixAtoms
 from ase.data import atomic_numbers, covalent_radii
 from numpy.typing import NDArray
@@ -27,6 +29,15 @@ _CONTACT, _CONTACT_H = 0.1, 0.5  # Å added to radii for contacts with the slab;
 _APART, _ROOF = 1.0, 3.0  # Å added to radii for images of the molecule; gap below the next slab
 _TO_CUBIC = {60.0: [[-1, 1, 1], [1, -1, 1], [1, 1, -1]], 109.5: [[0, 1, 1], [1, 0, 1], [1, 1, 0]]}
 """angle in degrees between the primitive vectors (fcc, bcc) -> matrix of the cubic cell"""
+_FRAGMENTS: dict[str, tuple[Any, ...]] = {  # name in ase.build.molecule, and H atoms to remove
+    "CHO": ("HCO",),
+    "COH": ("H2COH", 3, 4),
+    "CHOH": ("H2COH", 4),
+    "CH2OH": ("H2COH",),
+    "HCOO": ("HCOOH", 3),
+    "COOH": ("HCOOH", 4),
+    "OOH": ("H2O2", 3),
+}
 _PAIR = 2.6  # largest distance, in Å, of atoms that bind side by side, such as the two O in HCOO
 
 _Array = NDArray[np.float64]
@@ -42,8 +53,8 @@ def cut(crystal: Atoms, facet: tuple[int, ...], layers: int = 4, vacuum: float =
         layers: number of repetitions of the cell.
         vacuum: distance between the slab and its next image, in Å.
     """
-    if not any(facet):
-        raise ValueError(f"facet={facet}; expected Miller indices, of which at least one is not 0")
+    if len(facet) != 3 or not any(facet):
+        raise ValueError(f"facet={facet}; expected three Miller indices, of which one is not 0")
     crystal = crystal.copy()
     if crystal.cell.rank < 3 or max(_gap(crystal, axis)[0] for axis in range(3)) > _EMPTY:
         raise ValueError(
@@ -68,19 +79,22 @@ def element(symbol: str) -> Atoms:
 def molecule(name: str | Path) -> Atoms:
     """Returns a molecule from its name.
 
-    `name` is a name in `ase.build.molecule`, such as CH3OH or CO (carbon monoxide), an element, a
-    file, or smiles:TEXT, such as smiles:CCO, which needs RDKit.
+    `name` is a name in `ase.build.molecule`, such as CH3OH or CO (carbon monoxide), a fragment,
+    such as COOH or OOH, an element, a file, or smiles:TEXT, such as smiles:CCO, which needs RDKit.
     """
     path, _, smiles = str(name).partition("smiles:")
     if smiles:
         return _molecule_of(smiles)
     if Path(path).is_file():
         return _molecule_in(Path(path))
+    whole, *removed = _FRAGMENTS.get(path, (path,))
     try:
-        atoms = Atoms(path) if atomic_numbers.get(path) else build.molecule(path)
+        atoms = Atoms(path) if atomic_numbers.get(path) else build.molecule(whole)
     except KeyError:
-        known = "a name in ase.build.molecule, an element, a file, or smiles:TEXT"
+        near = ", ".join(get_close_matches(path, [*g2.names, *_FRAGMENTS])) or "CH3OH"
+        known = f"a name in ase.build.molecule, such as {near}, an element, a file, or smiles:TEXT"
         raise ValueError(f"molecule {name}: no such file or name; expected {known}") from None
+    del atoms[removed]
     return Atoms(atoms.numbers, atoms.positions)
 
 
@@ -277,10 +291,10 @@ def _prepared(slab: Atoms, name: str) -> Atoms:
     """Returns a slab in one piece, periodic along all axes, with fixed atoms; checks the slab."""
     is_slab = slab.cell.rank == 3 and slab.pbc[:2].all()
     vacuum, lowest = _gap(slab, axis=2) if is_slab else (0.0, 0.0)
-    if vacuum < MIN_VACUUM:
+    if vacuum < MIN_VACUUM or max(_gap(slab, axis)[0] for axis in (0, 1)) >= MIN_VACUUM:
         raise ValueError(
             f"{name}: not a slab; expected periodic axes 1 and 2, and at least {MIN_VACUUM} Å of "
-            "vacuum along axis 3; cut a facet, or add vacuum"
+            "vacuum along axis 3 only; cut a facet, or add vacuum"
         )
     turns = np.floor(slab.get_scaled_positions(wrap=False)[:, 2] - lowest + 1e-6)
     whole = slab.copy()

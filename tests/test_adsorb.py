@@ -9,6 +9,7 @@ from ase.build import bcc110, fcc100, fcc110, fcc111, fcc211, graphene, hcp0001,
 from ase.calculators.emt import EMT
 from ase.constraints import FixAtoms, FixedPlane
 from ase.data import covalent_radii
+from ase.formula import Formula
 from ase.io import read, write
 from tiny_run import printed, table
 
@@ -144,6 +145,15 @@ def test_atoms_that_fit_through_a_hole_rest_at_the_site() -> None:
         assert one.positions[-1, 2] > sheet.positions[:, 2].max()
 
 
+@pytest.mark.parametrize("name", ["CHO", "COH", "CHOH", "CH2OH", "HCOO", "COOH", "OOH"])
+def test_fragments_have_the_bonds_of_their_name(name: str) -> None:
+    hydroxyl, found = name.endswith("OH"), named(name)
+    near = found.get_all_distances() < 1.6
+    on_oxygen = [found.symbols[near[i]].count("O") for i in np.flatnonzero(found.numbers == 1)]
+    assert found.symbols.formula.count() == Formula(name).count()
+    assert near.any(axis=1).all() and sum(on_oxygen) == hydroxyl
+
+
 def test_molecules_from_smiles_keep_their_charge() -> None:
     pytest.importorskip("rdkit")
     assert [named(f"smiles:{text}").info["charge"] for text in ("[OH-]", "CO")] == [-1, 0]
@@ -268,14 +278,29 @@ def test_slabs_keep_their_order_and_folder(tmp_path: Path, monkeypatch, capsys) 
     assert [title.split("\n")[0] for title in drawn] == ["Ru/slab.traj 0", "Cu/slab.traj 0"]
 
 
+def test_a_file_that_is_named_twice_is_one_slab(tmp_path: Path, monkeypatch, capsys) -> None:
+    folder, out = Path("slabs"), tmp_path / "out.extxyz"
+    monkeypatch.chdir(tmp_path)
+    folder.mkdir()
+    write(folder / "a.extxyz", fcc111("Cu", (2, 2, 3), vacuum=8))
+    write(folder / "b.extxyz", 2 * [fcc111("Pd", (2, 2, 3), vacuum=8)])
+    twice = [folder, folder / "b.extxyz", folder.absolute() / "a.extxyz"]
+    told = printed(capsys, "adsorb", *map(str, twice), "O", "--best=1", f"--out={out}").out
+    names = [one.info["slab"].removeprefix(f"{tmp_path}/") for one in read(out, ":")]
+    assert names == ["slabs/a.extxyz 0", "slabs/b.extxyz 0", "slabs/b.extxyz 1"]
+    assert told.count("best: ") == 3
+
+
 def test_command_ranks_slabs_separately_with_a_potential(potential_run, tmp_path, capsys) -> None:
     out = tmp_path / "out.extxyz"
-    words = ["adsorb", "Ar", "Ne", "H", "--facet=1,1,1", "--layers=2", "--rotation=180"]
-    told = printed(capsys, *words, "--best=2", f"--run={potential_run}", f"--out={out}").out
-    assert told.count("best: ") == 2
-    slabs = [one.info["slab"] for one in read(out, ":")]
-    assert slabs == ["Ar", "Ar", "Ne", "Ne"]
+    words = ["adsorb", "Ar", "Ne", "H", "--facet", "1,1,1", "1,0,0", "--layers=2"]
+    words += ["--rotation=180", "--best=2", f"--run={potential_run}", f"--out={out}"]
+    assert printed(capsys, *words).out.count("best: ") == 4
+    slabs = [f"{metal} {facet}" for metal in ("Ar", "Ne") for facet in ((1, 1, 1), (1, 0, 0))]
+    frames = read(out, ":")
+    assert [one.info["slab"] for one in frames] == [slab for slab in slabs for _ in range(2)]
+    assert frames[0].cell.angles()[2] != pytest.approx(frames[2].cell.angles()[2])
     rows = table(out.with_suffix(".csv"))
-    for slab in ("Ar", "Ne"):
+    for slab in slabs:
         ranks = [int(row["rank"]) for row in rows if row["slab"] == slab]
         assert ranks == [*range(1, len(ranks) + 1)]

@@ -25,6 +25,21 @@ sizes = load_script("sizes")
 from peers_kit.jobs import run_job  # noqa: E402
 
 
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        ("--ridge --jobs=2", "--jobs"),
+        ("--ridge -- --task.lr=1", "--"),
+        ("--label 3", "--label"),  # an abbreviation
+        ("--seeds 1 --seeds 2", "--seeds"),
+    ],
+)
+def test_idle_abbreviated_and_repeated_options_of_scripts(tmp_path, capsys, words, named) -> None:
+    with pytest.raises(SystemExit) as stop:  # not before the message that names the option
+        raise SystemExit(load_script("few_labels").main(["--data=x", *words.split()]))
+    assert stop.value.code == 2 and f" {named}" in capsys.readouterr().err.splitlines()[-1]
+
+
 def test_merged_sets_lose_their_references(tmp_path):
     """The second set has other references, and no relaxed positions."""
     shift = np.linspace(-1.0, 2.0, 119)

@@ -14,6 +14,7 @@ from ase.calculators.emt import EMT
 from ase.calculators.fd import calculate_numerical_stress
 from ase.calculators.lj import LennardJones
 from ase.constraints import FixAtoms, FixBondLength, FixBondLengths, FixCartesian, FixScaled
+from ase.units import GPa
 from tiny_run import (
     argon,
     error_of,
@@ -275,6 +276,17 @@ def test_cells_are_relaxed(potential_run, tmp_path):
     virial = np.linalg.norm(atoms.get_volume() * stress, axis=1).max()
     assert found.largest_force < 1e-9 < virial
     assert f"virial {virial:.3g} eV" in found.why
+
+
+def test_pressure_compresses_cells_and_is_not_in_the_energy(monkeypatch, tmp_path) -> None:
+    monkeypatch.setattr("molflt.commands.relax.Calculator", lambda *_: EMT())
+    ase.io.write(tmp_path / "a.traj", bulk("Cu"))
+    words = ["relax", str(tmp_path / "a.traj"), "--run=x", f"--out={tmp_path / 'b.traj'}"]
+    assert main([*words, "--cell", "--pressure=10", "--fmax=1e-4"]) == 0
+    found = ase.io.read(tmp_path / "b.traj")
+    np.testing.assert_allclose(found.get_stress()[:3] / GPa, -10, rtol=1e-3)
+    assert found.get_potential_energy() == pytest.approx(EMT().get_potential_energy(found))
+    assert found.get_volume() < bulk("Cu").get_volume()
 
 
 def test_failing_relaxations_keep_the_last_structure():

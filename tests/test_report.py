@@ -146,7 +146,8 @@ def test_missing_parts_are_named_and_others_are_shown(run, damage, message, abse
     capsys.readouterr()
     page = Page(page_of(run))
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"molflt: warning: {run}: missing: ") and message in line
+    assert line.startswith(f"molflt: warning: {run}") and message in line
+    assert f"{run}: missing: {run}" not in line  # each part has a name already
     assert page.words["h2"][0] == "Missing"
     assert any(message in item for item in page.words["li"])
     titles = " ".join(page.words["h2"])

@@ -175,6 +175,8 @@ def test_masked_words_are_predicted(tmp_path, capsys) -> None:
     assert best[0].probability > best[2].probability > 0
     said = predicted(capsys, run, tmp_path, text)
     assert [(row["piece"], float(row["probability"])) for row in said[:3]] == best
+    words = ["predict", run, tmp_path / "given.txt", "--batch-size=2"]  # predicts line by line
+    assert "--batch-size" in error_of(capsys, *words)
 
 
 def started(init: Path, run: Path) -> list[str]:

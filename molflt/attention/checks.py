@@ -132,6 +132,11 @@ def whole(name: str, values: torch.Tensor, low: int, high: int, of: str) -> None
                 raise ValueError(f"{name} must be {low} to {high}, {of}; got {found}")
 
 
+def graph_name(index: int, graphs: int) -> str:
+    """Returns the name of one of several graphs for messages; "the structure" if it is alone."""
+    return f"graph {index}" if graphs > 1 else "the structure"
+
+
 def in_transform() -> bool:
     """Returns True inside `torch.func` transforms, which do not support recomputation."""
     return torch._C._functorch.peek_interpreter_stack() is not None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import chain
+from itertools import chain, product
 from os.path import commonprefix
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,7 @@ def adsorb(
     best: int = 10,
     rotation: float = 30.0,
     repeat: tuple[int, int] = (1, 1),
-    facet: tuple[int, int, int] | None = None,
+    facet: tuple[int, ...] | None = None,
     layers: int | None = None,
     vacuum: float | None = None,
     relax: str | None = None,
@@ -54,14 +54,15 @@ def adsorb(
     Args:
         slabs: files of slabs with vacuum along the third cell vector, folders of such files, or
             quoted patterns. With --facet, crystals to cut: files, or names of elements.
-        molecule: name in ase.build.molecule, such as CH3OH; an element; a file; or smiles:TEXT.
+        molecule: name, such as CH3OH or COOH; an element; a file; or smiles:TEXT.
         run: folder of a training run, an exported model, or hf:OWNER/NAME; by default the energy
             model that comes with the package.
         out: file to write, .extxyz or .traj; an existing file is replaced.
         best: number of placements to write for each slab.
         rotation: step of rotations about the surface normal, in degrees.
         repeat: numbers of repetitions, N M, of the slabs along their first two cell vectors.
-        facet: Miller indices H K L, of the cubic cell for primitive fcc and bcc crystals.
+        facet: Miller indices H K L of one facet, or of several: 1,1,1 1,0,0. They refer to the
+            cubic cell for primitive fcc and bcc crystals.
         layers: number of layers in `ase.build.surface`, with --facet; 4 by default.
         vacuum: distance between the slab and its next image, in Å, with --facet; 15 by default.
         relax: relax the best placements with a potential: a run, an exported potential, or
@@ -134,27 +135,26 @@ def _ranked_by_slab(
 
 
 def _slabs(
-    paths: Sequence[Path], facet: tuple[int, int, int] | None, layers: int, vacuum: float
+    paths: Sequence[Path], facets: tuple[int, ...] | None, layers: int, vacuum: float
 ) -> dict[str, Atoms]:
-    """Reads slabs by name; with `facet`, reads or builds crystals and cuts them."""
+    """Reads slabs by name; with `facets`, reads or builds crystals and cuts them."""
+    names = [path for path in paths if not exists(path)]
+    if facets is None and (symbols := [*filter(atomic_numbers.get, map(str, names))]):
+        raise ValueError(f"{symbols[0]}: expected a file of slabs; add --facet to cut this element")
     structures: dict[str, Atoms] = {}
-    for path in paths:
-        if facet is None and not exists(path) and str(path) in atomic_numbers:
-            raise ValueError(f"{path}: expected a file of slabs; add --facet to cut this element")
-        if facet is None or exists(path):
-            data = open_structures(path, False, ANY_TAGS._replace(keep_atoms=True))
-            for i in range(len(data)):
-                structures[f"{data.file(i)} {data.place(i)}"] = data.to_atoms(i)
-        else:
-            structures[str(path)] = element(str(path))
-    if facet is None:
+    for path in files_of([path for path in paths if facets is None or path not in names]):
+        data = open_structures(path, False, ANY_TAGS._replace(keep_atoms=True))
+        structures |= {f"{path} {i}": data.to_atoms(i) for i in range(len(data))}
+    if facets is None:
         return structures
-    for name, crystal in structures.items():
+    structures |= {str(name): element(str(name)) for name in names}
+    slabs = {}
+    for (name, crystal), i in product(structures.items(), range(0, len(facets) or 1, 3)):
         try:
-            structures[name] = cut(crystal, facet, layers, vacuum)
+            slabs[f"{name} {facets[i : i + 3]}"] = cut(crystal, facets[i : i + 3], layers, vacuum)
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from None
-    return structures
+    return slabs
 
 
 def _summary(rows: Sequence[dict[str, Any]]) -> str:

@@ -8,6 +8,7 @@ from typing import Literal
 
 from tqdm import tqdm
 
+from molflt.commands.options import refuse_idle
 from molflt.data.structures import Structures
 from molflt.data.structures.ase_fields import drop_labels_, not_stored
 from molflt.data.structures.sources import files_of
@@ -25,6 +26,7 @@ def relax(
     steps: int = 500,
     optimizer: OptimizerName = "lbfgs",
     cell: bool = False,
+    pressure: float | None = None,
     trajectories: Path | None = None,
     checkpoint: str | None = None,
     device: str = "auto",
@@ -48,6 +50,8 @@ def relax(
         steps: maximum number of steps.
         optimizer: lbfgs, bfgs or fire.
         cell: also relax the cells; requires structures that are periodic along all axes.
+        pressure: hydrostatic pressure in GPa, with --cell; 0 by default. Written energies do not
+            contain its term p V.
         trajectories: folder for the trajectory of each relaxation, NUMBER-SID.traj.
         checkpoint: best (the default), last, or a safetensors file; requires a training run.
         device: auto, cpu, cuda or cuda:N.
@@ -57,6 +61,8 @@ def relax(
     Returns:
         0, or 3 if a relaxation did not converge.
     """
+    if not cell:
+        refuse_idle("molflt relax", "no --cell", {"pressure": pressure})
     expect_ending(out, ".extxyz", ".traj")
     calculator = Calculator(run, checkpoint, device, dtype)
     for path in (out, out.with_suffix(".csv")):  # before anything is read
@@ -81,6 +87,7 @@ def relax(
                 fmax=fmax,
                 steps=steps,
                 cell=cell,
+                pressure=pressure or 0.0,
                 trajectory=trajectories and _trajectory(trajectories, dataset, index, sid),
                 on_step=lambda step: bar.set_postfix(step=step),
             )

@@ -24,5 +24,5 @@ def report(run: Path, out: Path | None = None) -> None:
     content = page.encode("utf-8", "backslashreplace")
     write_atomically(out, content)
     if missing:
-        warn(f"{run}: missing: {' | '.join(missing)}")
+        warn(" | ".join(missing))
     print(f"written: {out} ({readable_size(len(content))})")

@@ -79,6 +79,7 @@ def relax_atoms(
     fmax: float = 0.05,
     steps: int = 500,
     cell: bool = False,
+    pressure: float = 0.0,
     trajectory: Path | None = None,
     on_step: Callable[[int], object] = lambda step: None,
 ) -> Relaxed:
@@ -92,15 +93,17 @@ def relax_atoms(
             also for the virial, in eV per atom.
         steps: maximum number of steps.
         cell: also relax the cell, with `ase.filters.FrechetCellFilter`.
+        pressure: hydrostatic pressure on the cell, in GPa; energies do not contain its term p V.
         trajectory: .traj file to which the structures of all steps are written.
         on_step: function that is called with the number of each step.
     """
     import ase.optimize
     from ase.filters import FrechetCellFilter
+    from ase.units import GPa
 
     begin, moving = time.perf_counter(), atoms.copy()
     moving.calc = calculator
-    subject = FrechetCellFilter(moving) if cell else moving
+    subject = FrechetCellFilter(moving, scalar_pressure=pressure * GPa) if cell else moving
     last: Atoms = atoms.copy()
     energies: list[float] = []
     largest_force, virial = nan, nan  # of the last structure

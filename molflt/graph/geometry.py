@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from molflt.atoms import FARTHEST, MAX_ATOMIC_NUMBER, Tag
-from molflt.attention.checks import is_traced, readable, tensors, whole
+from molflt.attention.checks import graph_name, is_traced, readable, tensors, whole
 from molflt.attention.numerics import at_least_float32, counts_of
 
 if TYPE_CHECKING:
@@ -282,6 +282,6 @@ def _expect_all(values: Tensor | None, name: str, expected: float, why: str) -> 
     if differs.any():
         graph = int(differs.nonzero()[0])
         raise ValueError(
-            f"{name} of this model must be {expected:g}; got {float(values[graph]):g} of graph "
-            f"{graph}; remove it, because {why}"
+            f"{name} of this model must be {expected:g}; got {float(values[graph]):g} of "
+            f"{graph_name(graph, len(values))}; remove it, because {why}"
         )

@@ -15,7 +15,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
-from molflt.attention.checks import not_negative, positive
+from molflt.attention.checks import graph_name, not_negative, positive
 from molflt.attention.nodes.lattice import Lattice, free_extent
 from molflt.attention.nodes.reciprocal import reciprocal_nodes
 from molflt.attention.numerics import at_least_float32, distances, fade, recomputed, uncompiled
@@ -196,8 +196,9 @@ def inverse_power_sums(
         for graph, count in enumerate(axes):
             if count == 1 or (count == 2 and max(powers) > 1):
                 raise ValueError(
-                    f"long_range={list(powers)} does not support {count} periodic axes; got "
-                    f"those of graph {graph}; set pbc to True along all axes, with vacuum between"
+                    f"long_range={list(powers)} does not support {count} periodic axes; got those "
+                    f"of {graph_name(graph, len(axes))}; set pbc to True along all axes, with "
+                    "vacuum between"
                 )
         laws = [InversePower(power, _DEPTH / cutoff) for power in powers]
         scale = _scales(geometry, cutoff).to(geometry.pos.dtype)

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from molflt.atoms import FARTHEST, LOWEST, lattice_heights, reduced_cell
+from molflt.attention.checks import graph_name
 from molflt.attention.numerics import distances, opaque, uncompiled
 from molflt.graph.geometry import Geometry
 from molflt.graph.memory import expect_memory
@@ -180,8 +181,8 @@ def _check_shapes(
     if thin.any():
         graph = int(thin.argmax())
         raise ValueError(
-            f"graph {graph} spans {heights[graph].max():.3g} Å along one direction, too many "
-            f"cutoffs of {cutoff:g} Å; check units (Å)"
+            f"{graph_name(graph, len(thin))} spans {heights[graph].max():.3g} Å along one "
+            f"direction, too many cutoffs of {cutoff:g} Å; check units (Å)"
         )
 
 
@@ -191,8 +192,8 @@ def _check_heights(heights: _Array, boxes: _Array, periodic: NDArray[np.bool_]) 
     if too_low.any():
         graph = int(too_low.argmax())
         raise ValueError(
-            f"graph {graph}: lattice planes must be at least {LOWEST} Å apart; got "
-            f"{heights[graph][periodic[graph]].min():.2g} Å in the reduced form of cell "
+            f"{graph_name(graph, len(boxes))}: lattice planes must be at least {LOWEST} Å apart; "
+            f"got {heights[graph][periodic[graph]].min():.2g} Å in the reduced form of cell "
             f"{boxes[graph].tolist()}; set pbc to False along axes without a lattice vector"
         )
 
@@ -203,6 +204,6 @@ def _expect_pairs(pairs: Sequence[float], atoms: NDArray[np.int64], cutoff: floa
     expect_memory(
         _PAIR_BYTES * sum(pairs),
         f"{pairs[largest]:.2g} or more neighbors within {cutoff:g} Å of the {atoms[largest]:,} "
-        f"atoms of graph {largest}, plus those of the other graphs,",
+        f"atoms of {graph_name(largest, len(pairs))}, plus those of any other graphs,",
         "use a smaller cutoff or fewer structures at once, or remove duplicate atoms",
     )

@@ -3,6 +3,7 @@ from typing import Any
 
 from ase import Atoms
 from ase.build import fcc111, molecule
+from ase.cluster import Octahedron
 from ase.constraints import FixAtoms
 from ase.io import write
 
@@ -46,9 +47,13 @@ def fixed_at_the_top(folder: Path) -> None:
 
 EMPTY = writes("own.cif", "data_own\n")
 CHAIN = Atoms("CH2", [[0, 0, 0], [0, 0.6, 0.9], [0, 0.6, -0.9]], cell=[1.4, 9, 9], pbc=True)
+CLUSTER = Octahedron("Cu", 2)
+CLUSTER.center(vacuum=4)
+CLUSTER.pbc = True
 ROWS = [
     refused(lambda: cut(slab(), (1, 1, 1)), "Cu16", "crystal", "vacuum"),
     refused(lambda: cut(slab(), (0, 0, 0)), "facet", "Miller indices", "(0, 0, 0)"),
+    refused(lambda: placements(CLUSTER, "CO"), "slab 0", "along axis 3 only"),
     refused(lambda: placements(slab(tags=4), "CO"), "tag 2", "clean slab"),
     refused(lambda: placements(with_atom(3, [0, 0, 1, 1], 2), "CO"), "tag 2", "clean slab"),
     refused(lambda: placements(with_atom(-1, [0, 0, 0, 0], 2), "CO"), "tag 2", "clean slab"),
@@ -80,4 +85,6 @@ ROWS = [
     Refusal(command("adsorb x.cif CO --layers=6"), "--layers", "--facet", "6", Refused),
     Refusal(command("adsorb x.cif CO --fmax=1"), "--fmax", "--relax", "1", Refused),
     Refusal(command("adsorb Cu CO --facet 1,1,1 --vacuum=0"), "vacuum", "[5, ", "0", Refused),
+    Refusal(command("adsorb Cu CO --facet 1,1,1,0"), "Cu: ", "three Miller", "(0,)", Refused),
+    refused(lambda: placements(slab(), "H2S"), "H2S", "such as H2, SH2, ", "or smiles:"),
 ]

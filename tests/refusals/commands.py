@@ -70,6 +70,7 @@ ROWS = [
     # files and folders that do not exist
     refused(f"train --data.root={ABSENT} --run={{folder}}/run", "absent", "data set"),
     refused(f"evaluate {ABSENT}", "absent", "run"),
+    refused(f"data inspect {ABSENT}", "absent", "OC20 LMDB or file that ASE reads"),
     # the first of several files that cannot be read
     Refusal(command("data inspect {folder}/*.xyz", unreadable), "a.xyz: frame 0", "", "", Refused),
     # energies that are missing or cannot be compared

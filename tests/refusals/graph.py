@@ -112,8 +112,8 @@ DATA: list[tuple[dict[str, Any], *Words]] = [
     ({"tags": 3 * ONE}, "tags", "0 to 2", "3"),
     ({"charge": torch.tensor([2.0, 0.0])}, "charge", "(1,)", "(2,)"),
     ({"pos": torch.full((6, 3), NAN)}, "pos", "finite", "nan"),
-    ({"charge": torch.tensor([2.0])}, "charge", "only potentials", "2 of graph 0"),
-    ({"multiplicity": torch.tensor([3])}, "multiplicity", "1", "3 of graph 0"),
+    ({"charge": torch.tensor([2.0])}, "charge", "only potentials", "2 of the structure"),
+    ({"multiplicity": torch.tensor([3])}, "multiplicity", "1", "3 of the structure"),
 ]
 NO_DATA = [data()], data().to_dict(), ase.build.molecule("H2O"), "water.xyz"
 
@@ -175,15 +175,20 @@ ROWS = [
     Refusal(layer({}, periodic=None), "has periodic=None"),
     Refusal(layer({"cell": None, "pbc": AXES[0]}, periodic=None), "has periodic=None"),
     # flat cells would have no images, and tiny cells too many
-    *(Refusal(layer({"cell": cell}, "images"), "graph 0", "Å apart") for cell in (CELL / 10, FLAT)),
     *(
-        refused(lambda p=p, axes=axes: LongRange(3, p)(ZEROS, on(axes)), "periodic axes", "graph 0")
+        Refusal(layer({"cell": cell}, "images"), "structure", "Å apart")
+        for cell in (CELL / 10, FLAT)
+    ),
+    *(
+        refused(
+            lambda p=p, axes=axes: LongRange(3, p)(ZEROS, on(axes)), "periodic axes", "structure"
+        )
         for p, axes in (((1,), AXES[0]), ((1, 6), AXES[1]))
     ),
     refused(lambda: Potential(**SMALL)(data(pos=FAR, cell=None, pbc=None)), "Å apart", "at most"),
     Refusal(mapped, "torch.func.vmap", "", "batch of 3"),
     Refusal(traced, "torch.jit.trace", "torch.export"),
-    Refusal(thin, "graph 0", "units", "one direction"),
+    Refusal(thin, "the structure", "units", "one direction"),
     refused(lambda: neighbor_list(Geometry.of(POS)._replace(pos=NAN * POS), 3.0), "pos", "finite"),
     refused(
         lambda: use_mesh_(EnergyRegressor(**SMALL, periodic="none", near_field=0)), "mesh_order=5"

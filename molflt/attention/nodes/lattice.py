@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from molflt.attention.checks import graph_name
 from molflt.attention.numerics import at_least_float32, counts_of, finite, opaque
 
 _DEGENERATE = 1e-6  # volume of the periodic vectors relative to the product of their lengths
@@ -137,5 +138,6 @@ def _check_rows(rows: Tensor, periodic: Tensor) -> None:
         graph = int(bad.nonzero()[0])
         raise ValueError(
             f"lattice vectors along periodic axes must be finite and linearly independent; got "
-            f"{rows[graph][periodic[graph]].tolist()} of graph {graph}; set pbc to False elsewhere"
+            f"{rows[graph][periodic[graph]].tolist()} of {graph_name(graph, len(rows))}; set pbc "
+            "to False elsewhere"
         )

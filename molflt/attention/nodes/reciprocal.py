@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from molflt.attention.checks import graph_name
 from molflt.attention.nodes.lattice import Lattice
 from molflt.attention.numerics import counts_of, distances, fade, gauss_rule, opaque, sinc
 from molflt.attention.spectra import Spectrum
@@ -133,8 +134,9 @@ def _indices(vectors: Tensor, dual: Tensor, max_frequency: float) -> tuple[Tenso
         largest = int(candidates.argmax())
         raise ValueError(
             f"too many reciprocal lattice vectors below {max_frequency} cycles/Å; got sides "
-            f"{vectors[largest].norm(dim=-1).tolist()} Å of graph {largest}; reduce max_frequency, "
-            "set pbc to False along axes with vacuum, or train a potential with far_field=False"
+            f"{vectors[largest].norm(dim=-1).tolist()} Å of {graph_name(largest, len(vectors))}; "
+            "reduce max_frequency, set pbc to False along axes with vacuum, or train a potential "
+            "with far_field=False"
         )
     graph, index = _half_space_indices(bounds.long())
     square = (index[..., None] * dual[graph]).sum(dim=1).square().sum(dim=-1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import sys
@@ -33,9 +34,10 @@ _LISTED = 12  # maximum number of names in a message
 def source_of(path: Path) -> type[Structures]:
     """Returns the class that opens a file or a shard folder."""
     if not path.exists():
+        *others, last = SOURCES
         raise FileNotFoundError(
-            f"{path}: no such file or folder; expected a {', '.join(SOURCES)}; see molflt data "
-            "download"
+            f"{path}: no such file or folder; expected a {', '.join(others)} or {last}; see molflt "
+            "data download"
         )
     for source in SOURCES.values():
         if source.takes(path):
@@ -67,7 +69,7 @@ def files_of(paths: Paths) -> list[Path]:
                 raise _no_structures(match, others)
             _print_others(match, len(files), tuple(others))
             sources += files
-    return list(dict.fromkeys(sources))
+    return list({os.path.abspath(file): file for file in sources}.values())
 
 
 def named(paths: Paths) -> Path:
