@@ -1,6 +1,7 @@
 import json
 import shutil
 from pathlib import Path
+from typing import get_overloads
 
 import numpy as np
 import pytest
@@ -84,6 +85,12 @@ def test_structures_in_any_form(run, val) -> None:
     for changed in (batch.subgraph(batch.tags > 0), repeat(batch, 1.0)):
         with pytest.raises(ValueError, match=r"added, removed or reordered"):
             model.predict(changed)
+
+
+def test_static_types_of_files_are_lists() -> None:
+    # PyG has no types, so the overload with `Data` accepts everything; the first match counts
+    first = get_overloads(EnergyPredictor.predict)[0]
+    assert first.__annotations__["return"] == "list[Prediction]"
 
 
 def test_labels_that_are_not_finite_do_not_change_a_prediction(run, tmp_path) -> None:

@@ -138,7 +138,7 @@ class Decoder(nn.Module):
             positions: (batch, tokens, l), for the encoding of self-attention, if any.
             context_mask: (batch, keys) bool, True where a token of the other sequence exists.
         """
-        check_width(self.stack.dim, context=context)
+        check_width(self.stack.dim, self.cross, x=x, context=context)
         check_mask(context_mask, context.shape[:2], "context_mask")
         encoding = self.stack._evaluate(self.stack._encoded_for, x, positions, None)
         for block, cross, norm in self._layers():

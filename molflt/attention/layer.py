@@ -15,7 +15,7 @@ from molflt.attention.mixing.forms import joined_bias, softmax
 from molflt.attention.mixing.ragged import expect_triton
 from molflt.attention.mixing.sums import NormalizeName, Sums, drop_keys
 from molflt.attention.numerics import at_least_float32, options_of, unit
-from molflt.attention.positions.base import MIXINGS, MixingName, Position, Positioned
+from molflt.attention.positions.base import MIXINGS, MixingName, Position, Positioned, check_tokens
 
 DEFAULT_MAP = "positive"
 
@@ -392,6 +392,9 @@ class Attention(Positioned):
         assert phi is not None  # softmax does not use operands
         query, key = encoding.transform(heads.query, heads.key)
         left, right = encoding.columns
+        for factors, x in zip(encoding.kernel or encoding.columns, (query, key), strict=True):
+            if isinstance(factors, Tensor):  # a single position would apply to all tokens
+                check_tokens(factors.shape[-2], x)
         return Operand(phi, query, left), Operand(phi, key, right, heads.mask, heads.log_weight)
 
     def _sums(

@@ -43,7 +43,7 @@ class DenseAtoms(NamedTuple):
         mask = atom_mask(geometry)
         center = geometry.sum(geometry.pos) / geometry.ptr.diff().clamp(min=1)[:, None]
         if lattice:
-            vectors = geometry.cell.detach().to(center)
+            vectors = geometry.cell.to(center)
             with torch.autocast(center.device.type, enabled=False):
                 center = center - (center[:, None] @ torch.linalg.pinv(vectors) @ vectors)[:, 0]
         centered = geometry.pos - center[geometry.batch]

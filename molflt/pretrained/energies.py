@@ -161,12 +161,12 @@ class EnergyPredictor(Pretrained):
         use_mesh_(self.model, order)
 
     @overload
-    def predict(self, structures: Atoms | Data, *args: Any, **options: Any) -> Prediction: ...
-
-    @overload
     def predict(
         self, structures: Paths | Sequence[Any] | Structures, *args: Any, **options: Any
     ) -> list[Prediction]: ...
+
+    @overload
+    def predict(self, structures: Atoms | Data, *args: Any, **options: Any) -> Prediction: ...
 
     def predict(
         self,

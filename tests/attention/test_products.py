@@ -1,4 +1,5 @@
 import importlib
+import warnings
 
 import pytest
 import torch
@@ -175,6 +176,19 @@ def test_sparse_products_equal_dense_ones_with_two_gradients(sparse, monkeypatch
     torch.testing.assert_close(correlate(x, y, pattern), expected, rtol=0, atol=1e-14)
     assert gradcheck(lambda a, b: correlate(a, b, pattern), (x, y))
     assert gradgradcheck(lambda a, b: correlate(a, b, pattern), (x, y))
+
+
+def test_sparse_products_do_not_touch_the_warnings_of_other_threads(monkeypatch):
+    filters, build, same = warnings.filters, torch.sparse_csr_tensor, []
+
+    def during(*args, **options):
+        same.append(warnings.filters is filters)
+        return build(*args, **options)
+
+    monkeypatch.setattr(torch, "sparse_csr_tensor", during)
+    index = torch.arange(3)
+    spread(torch.ones(3), torch.ones(3, 2), Pattern.of(index, index, 3, 3))
+    assert same == [True]
 
 
 def test_more_places_than_the_matrix_has_numbers():

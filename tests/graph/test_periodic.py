@@ -299,9 +299,10 @@ def test_a_layer_is_that_of_the_nodes_with_its_gradients(near):
         assert (one - other).norm() < 1e-5 * max(1e-3, float(other.norm()))
 
 
-def test_gradients_by_positions_and_cell_of_two_orders():
+@pytest.mark.parametrize("kind", ["crystal", "slab"])
+def test_gradients_by_positions_and_cell_of_two_orders(kind):
     net = layer(near_field=3.0, num_features=4)
-    given = collated([graph("crystal", 3)])
+    given = collated([graph(kind, 3)])
 
     def energy(pos: Tensor, cell: Tensor) -> Tensor:
         return net(**{**given, "pos": pos, "cell": cell}).square().sum()

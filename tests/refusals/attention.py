@@ -151,6 +151,10 @@ ROWS = [
     refused(lambda: layer()(X, R), "positions", "position="),
     refused(lambda: layer(causal=True)(X, context=X), "context", "causal=False"),
     refused(lambda: layer(position())(X, R, context=X), "context", "key_positions"),
+    *(
+        refused(lambda p=p: layer(p)(X, R, context=X, key_positions=R[:, :1]), "1 positions", "5")
+        for p in (position(), position("multiplicative"))
+    ),
     refused(lambda: layer(position())(X), "SpectralPosition", "(batch, tokens, 3)"),
     refused(lambda: toeplitz_layer().decode(X, line()), "Toeplitz", "spectral"),
     *(
@@ -167,6 +171,7 @@ ROWS = [
     refused(lambda: Attention(-4, 2), "dim=-4", "above 0"),
     # stacks
     refused(lambda: stack(num_feature=3), "'num_feature'", "num_features", error=TypeError),
+    refused(lambda: Decoder(16, 2, 1)(X.double(), X), "x", "torch.float32", "torch.float64"),
     refused(lambda: stack(mixer="fourier", causal=True), "mixer", "causal=False", "True"),
     refused(lambda: Stack.of([]), "block", "at least one"),
     refused(lambda: stack_of(None, layer(position())), "block 0", "", "SpectralPosition"),

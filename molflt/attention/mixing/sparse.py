@@ -13,6 +13,11 @@ from molflt.attention.numerics import pieces
 
 _TRANSIENT = 2**22  # largest number of elements per piece in `_plain`
 
+# torch warns once that the layout is in beta. Later, other threads would also lose their warnings.
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore", UserWarning)
+    torch.sparse_csr_tensor([0], [], [], (0, 0), device="cpu", check_invariants=False)
+
 
 class Pattern(NamedTuple):
     """Row and column of each entry of a sparse matrix, such as a token and a mesh point."""
@@ -52,11 +57,9 @@ def _sparse(pattern: Pattern, weight: Tensor, transposed: bool = False) -> Tenso
     if transposed:
         begin, places, size = pattern.begin_sorted, pattern.rows_sorted, size[::-1]
         weight = weight.index_select(0, pattern.order)
-    with warnings.catch_warnings():  # torch warns that the layout is in beta
-        warnings.simplefilter("ignore", UserWarning)
-        return torch.sparse_csr_tensor(
-            begin, places, weight, size, device=weight.device, check_invariants=False
-        )
+    return torch.sparse_csr_tensor(
+        begin, places, weight, size, device=weight.device, check_invariants=False
+    )
 
 
 def spread(weight: Tensor, x: Tensor, pattern: Pattern) -> Tensor:
