@@ -23,6 +23,7 @@ from tiny_run import (
     printed,
     random_potential,
     results_of,
+    structures,
     table,
     train_potential,
 )
@@ -32,6 +33,8 @@ import molflt
 from molflt import Calculator
 from molflt.commands.cli import main
 from molflt.data.structures.ase_fields import Converter
+from molflt.data.structures.base import to_atoms
+from molflt.data.structures.molecules import adsorbates
 from molflt.evaluation.relaxation import adwt, position_error, relax_atoms
 from molflt.graph import Potential
 from molflt.tasks.potential import PotentialTask
@@ -179,6 +182,15 @@ def test_runs_of_relaxed_energies(copied_run, tmp_path, capsys):
     assert 0 <= found["adwt_percent"] <= 100 and found["position_error_A"] > 0
 
 
+def test_relaxed_structures_keep_textual_sids(copied_run, tmp_path, capsys):
+    atoms = to_atoms(next(structures(1)))
+    atoms.info |= {"sid": "ag-12", "y_relaxed": -1.0}
+    ase.io.write(tmp_path / "named.extxyz", atoms)
+    words = ["--data", tmp_path / "named.extxyz", "--relaxed", tmp_path / "moved"]
+    printed(capsys, "evaluate", copied_run, *words, "--device", "cpu")
+    assert ase.io.read(tmp_path / "moved" / "named.extxyz").info["sid"] == "ag-12"
+
+
 def test_relaxations(potential_run, tmp_path, capsys):
     atoms = bulk("Ar", "fcc", 5.2, cubic=True)
     atoms.rattle(0.1, seed=3)
@@ -316,6 +328,17 @@ def test_average_distance_within_threshold():
     wrapped = record.pos.numpy() + atoms.cell.array[0]
     assert position_error(record.pos.numpy(), record) == pytest.approx(0.5, abs=1e-5)
     assert position_error(wrapped, record) == pytest.approx(0.5, abs=1e-5)
+
+
+def test_a_lattice_vector_along_an_open_axis_has_no_effect():
+    """The third vector may depend on the others."""
+    slab = fcc111("Cu", (2, 2, 2), vacuum=5) + molecule("CO", positions=[[0, 0, 11], [0, 0, 12]])
+    slab.set_tags([1] * 8 + [2, 2])
+    slab.cell[2], slab.pbc = slab.cell[1], (True, True, False)
+    slab.set_array("pos_relaxed", slab.positions + np.array([0, 0.3, 0.4]))
+    record = Converter().record(slab)
+    assert adsorbates(record).tolist() == [-1] * 8 + [0, 0]
+    assert position_error(record.pos.numpy(), record) == pytest.approx(0.5, abs=1e-5)
 
 
 def test_the_loss_ignores_missing_labels():

@@ -167,7 +167,9 @@ def position_error(pos: NDArray[np.floating], record: Data) -> float:
     offset = (record.pos_relaxed.numpy() - pos)[free]
     if not len(offset) or not np.isfinite(offset).all():
         return float("nan")
-    return float(find_mic(offset, record.cell[0].numpy(), record.pbc[0].numpy())[1].mean())
+    axes = record.pbc[0].numpy()
+    lattice = np.where(axes[:, None], record.cell[0].numpy(), 0.0)
+    return float(find_mic(offset, lattice, axes)[1].mean())
 
 
 def write_relaxed(
@@ -192,6 +194,7 @@ def write_relaxed(
             record = dataset[index]
             pos = (record.pos + torch.from_numpy(displacement) * ~record.fixed[:, None]).numpy()
             frames.append(to_atoms(record))
+            frames[-1].info["sid"] = dataset.name(index, record.sid)
             frames[-1].set_positions(pos, apply_constraint=False)
             errors[index] = position_error(pos, record)
             initial_errors[index] = position_error(record.pos.numpy(), record)

@@ -629,6 +629,13 @@ def test_total_charge_is_read_and_spin_named_once(capsys) -> None:
     assert float(held.charge) == 1 and to_atoms(held).info["charge"] == 1
 
 
+def test_array_of_fixed_atoms_is_reported_as_unused(capsys) -> None:
+    atoms = Atoms("H2", [[0, 0, 0], [0, 0, 0.74]])
+    atoms.arrays["fixed"] = np.array([1, 0])
+    (record,) = StructuresInMemory(atoms)
+    assert not record.fixed.any() and "fixed not used" in capsys.readouterr().err
+
+
 def test_bare_words_are_not_numbers(tmp_path) -> None:
     path = tmp_path / "words.xyz"
     path.write_text("2\nTotal energy -1.1 Hartree\nH 0 0 0\nH 0 0 0.7\n")

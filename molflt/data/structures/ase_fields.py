@@ -32,7 +32,7 @@ _IN_TRAJ = {
 # Words in the names of entries that models do not use, unless a word of `_HARMLESS` also occurs
 _NOT_READ = {
     "charge", "spin", "multiplicity", "magmom", "moment", "magnetization", "nelect", "field",
-    "efield", "uhf", "nupdown", "unpaired",
+    "efield", "uhf", "nupdown", "unpaired", "fixed",
 }  # fmt: skip
 _NOT_READ |= {f"{word}s" for word in _NOT_READ}
 _HARMLESS = {"nuclear", "born", "dipole", "quadrupole", "inertia", "force"}

@@ -82,7 +82,8 @@ def _bonds(numbers: _Numbers, pos: Any, cell: Any, pbc: Any) -> tuple[Any, ...]:
     from ase.neighborlist import primitive_neighbor_list
 
     radii = BOND * covalent_radii[numbers]
-    bonds: tuple[Any, ...] = primitive_neighbor_list("ijD", pbc, complete_cell(cell), pos, radii)
+    lattice = complete_cell(np.where(pbc[:, None], cell, 0.0))
+    bonds: tuple[Any, ...] = primitive_neighbor_list("ijD", pbc, lattice, pos, radii)
     return bonds
 
 
