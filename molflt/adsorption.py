@@ -54,7 +54,7 @@ def cut(crystal: Atoms, facet: tuple[int, ...], layers: int = 4, vacuum: float =
         vacuum: distance between the slab and its next image, in Å.
     """
     if len(facet) != 3 or not any(facet):
-        raise ValueError(f"facet={facet}; expected three Miller indices, of which one is not 0")
+        raise ValueError(f"facet={facet}; expected three Miller indices, not all of them 0")
     crystal = crystal.copy()
     if crystal.cell.rank < 3 or max(_gap(crystal, axis)[0] for axis in range(3)) > _EMPTY:
         raise ValueError(
@@ -92,7 +92,7 @@ def molecule(name: str | Path) -> Atoms:
         atoms = Atoms(path) if atomic_numbers.get(path) else build.molecule(whole)
     except KeyError:
         near = ", ".join(get_close_matches(path, [*g2.names, *_FRAGMENTS])) or "CH3OH"
-        known = f"a name in ase.build.molecule, such as {near}, an element, a file, or smiles:TEXT"
+        known = f"a name such as {near}, an element, a file, or smiles:TEXT"
         raise ValueError(f"molecule {name}: no such file or name; expected {known}") from None
     del atoms[removed]
     return Atoms(atoms.numbers, atoms.positions)
