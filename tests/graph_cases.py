@@ -116,11 +116,11 @@ def uneven(layer: GraphAttention) -> GraphAttention:
 
 
 def kinds(*mixings: str) -> list[Kind]:
-    """Returns all allowed combinations; reciprocal nodes always come from the cells."""
+    """Returns the allowed combinations; rules of nodes vary only in graphs without images."""
     found = []
     for mixing in mixings:
         for periodic in ("none", "images", "reciprocal"):
-            sampled = periodic != "reciprocal" and mixing != "softmax"
+            sampled = periodic == "none" and mixing != "softmax"
             for nodes in NODES if sampled else ["gaussian"]:
                 found.append(Kind("spectral", periodic, False, nodes, mixing))
                 for near in (False, True)[: 1 if periodic == "images" else 2]:
