@@ -7,36 +7,25 @@ import torch
 from ase import Atoms
 from ase.io import write
 from safetensors.torch import load_file, save_file
-from tiny_run import arguments as tiny_arguments
 from tiny_run import (
+    arguments,
     error_of,
     logged,
     printed,
+    start,
     structures,
     table,
     train_potential,
     write_points,
     write_splits,
 )
-from torch_geometric.data import Batch
 
 from molflt.commands.cli import main
 from molflt.data.structures.store import StructureStore, write_store
-from molflt.graph import EnergyRegressor
-from molflt.graph.computation import EnergyInputs
-from molflt.graph.heads import undescribed
 from molflt.training.checkpoint import load_run
 
 ENERGIES = {1: -13.6, 8: -2041.5, 29: -45000.125, 78: -91000.75}  # eV, with all electrons
-WORDS = ["--trainer.max_steps=40", "--trainer.val_every=20", "--task.lr=1e-2"]
-
-
-def arguments(data: Path, run: Path, *more: str) -> list[str]:
-    return [*tiny_arguments(data, run, *more), "--model.readout=all"]
-
-
-def start(data: Path, run: Path, *more: str) -> int:
-    return main(["train", *arguments(data, run, *more)])
+ALL = "--model.readout=all"
 
 
 def totals(count: int, seed: int = 0, first_sid: int = 0):
@@ -54,8 +43,9 @@ def data(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def run(data, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("runs") / "run"
-    words = [*WORDS, "--task.references=fit", "--trainer.ema_decay=0.5"]
-    assert start(data, folder, *words) == 0
+    words = ["--trainer.max_steps=40", "--trainer.val_every=20", "--task.lr=1e-2"]
+    words += ["--task.references=fit", "--trainer.ema_decay=0.5"]
+    assert start(data, folder, *words, ALL) == 0
     return folder
 
 
@@ -103,7 +93,7 @@ def test_members_of_one_kind_of_totals_make_an_ensemble(data, run, tmp_path, cap
             record.y_relaxed += 2.0 * record.natoms
         write_store(other / f"{split}.safetensors", records)
     shifted, again = tmp_path / "shifted", tmp_path / "again"
-    words = ("--task.references=fit", "--trainer.max_steps=2", "--data.allow_duplicates=true")
+    words = ("--task.references=fit", "--trainer.max_steps=2", "--data.allow_duplicates=true", ALL)
     assert start(other, shifted, *words) == 0
     assert start(data, again, *words, "--seed=1") == 0
     command = ["evaluate", str(run), "--splits", "val_id", "--out", str(tmp_path / "e")]
@@ -125,7 +115,7 @@ def test_members_of_one_kind_of_totals_make_an_ensemble(data, run, tmp_path, cap
 
 
 def test_total_energies_require_references(data, tmp_path, capsys) -> None:
-    line = error_of(capsys, "train", *arguments(data, tmp_path / "run"))
+    line = error_of(capsys, "train", *arguments(data, tmp_path / "run", ALL))
     assert f"{data / 'train.safetensors'}: y_relaxed looks like total energies" in line
     assert "check the unit" in line
     assert "--task.references fit" in line and "--task.references none" in line
@@ -145,20 +135,14 @@ def test_given_references_are_stored_in_the_run(tmp_path) -> None:
     assert main(["predict", str(run), file, "--out", str(tmp_path / "e.csv")]) == 0
 
 
-DESCRIBED = ("--trainer.max_steps=2", "--trainer.val_every=2", "--model.descriptors=true")
-
-
-def with_helium(count: int, sid: int) -> list:
-    """Returns structures; the second to last contains helium."""
-    made = list(structures(count, 3, sid))
-    made[-2].atomic_numbers[-1] = 2
-    return made
+DESCRIBED = ("--trainer.max_steps=2", "--trainer.val_every=2", "--model.descriptors=true", ALL)
 
 
 @pytest.fixture(scope="module")
 def helium(tmp_path_factory) -> Path:
-    splits = {"train": structures(12), "val_id": structures(8, 1, 100)}
-    splits["val_ood_ads"] = with_helium(8, 200)
+    others = list(structures(8, 3, 200))
+    others[-2].atomic_numbers[-1] = 2
+    splits = {"train": structures(12), "val_id": structures(8, 1, 100), "val_ood_ads": others}
     return write_splits(tmp_path_factory.mktemp("data"), **splits)
 
 
@@ -182,14 +166,3 @@ def test_predictions_name_or_skip_undescribed_structures(helium, tmp_path, capsy
     rows = table(out)
     assert [int(row["sid"]) for row in rows] == [200, 201, 202, 203, 204, 205, 207]
     assert [int(row["index"]) for row in rows] == [0, 1, 2, 3, 4, 5, 7]
-
-
-def test_inputs_of_machine_code_are_checked() -> None:
-    model = EnergyRegressor(16, 2, layers=1, descriptors=True)
-    assert {2, 10, 18, 104, 118} <= undescribed(model) and 29 not in undescribed(model)
-    assert not undescribed(EnergyRegressor(16, 2, layers=1))
-    batch = Batch.from_data_list(with_helium(4, 0))
-    with pytest.raises(ValueError, match="element 2 .*descriptors"):
-        EnergyInputs.of(model, batch)
-    batch.atomic_numbers = torch.where(batch.atomic_numbers == 2, 1, batch.atomic_numbers)
-    EnergyInputs.of(model, batch)

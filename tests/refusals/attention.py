@@ -242,7 +242,6 @@ ROWS = [
     refused(lambda: Matern(2, nu=2.0), "nu", "0.5, 1.5 or 2.5", "2.0"),
     refused(lambda: SmoothLocal(2, order=1), "order", "2 to 8", "1"),
     refused(lambda: ShellWeights(2, torch.ones(3), dim=2), "dim", "1 or 3", "2"),
-    refused(lambda: ShellWeights(2, torch.ones(3), dim=4), "dim", "1 or 3", "4"),
     refused(lambda: position(nodes="density"), "density", "kernel", "GaussianBasis"),
     *(
         refused(lambda g=g, nodes=nodes: SpectralPosition(g(), nodes()), *words)

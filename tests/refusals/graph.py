@@ -30,6 +30,7 @@ CELL = torch.eye(3)
 FLAT = CELL[:, [0, 1, 1]]
 FAR = POS + torch.tensor([0.0, 0, 0, 0, 0, 9e4])[:, None]
 AXES = torch.tensor([[True, False, False], [True, True, False]])
+DESCRIBED = EnergyRegressor(**SMALL, descriptors=True)
 
 
 def data(**change: Any) -> Data:
@@ -130,15 +131,6 @@ def net(given: object) -> Callable[[Any], object]:
     return lambda _: EnergyRegressor(**SMALL, readout="all")(given)
 
 
-def without_descriptors(_: object) -> None:
-    model = EnergyRegressor(**SMALL, descriptors=True)
-    model(data(atomic_numbers=10 * ONE))
-
-
-def on(axes: torch.Tensor) -> Geometry:
-    return Geometry.of(POS, cell=6 * CELL, pbc=axes)
-
-
 def mapped(_: object) -> None:
     made = GraphAttention(16, 2, **NEAR)
     torch.func.vmap(lambda pos: made(torch.zeros(6, 16), pos))(POS.expand(3, -1, -1))
@@ -171,7 +163,8 @@ ROWS = [
     refused(lambda: EnergyComputation(EnergyRegressor(**SMALL, periodic="images")), "compiled"),
     refused(lambda: EnergyComputation(Potential(**SMALL)), "--compiled", "", "Potential"),
     Refusal(layer({"x": [[1.0, 2.0]]}), "x", "torch.Tensor", "list", TypeError),
-    Refusal(without_descriptors, "descriptors", "", "element 10"),
+    refused(lambda: DESCRIBED(data(atomic_numbers=10 * ONE)), "descriptors", "", "element 10"),
+    refused(lambda: EnergyInputs.of(DESCRIBED, data(atomic_numbers=2 * ONE)), "element 2"),
     Refusal(layer({}, periodic=None), "has periodic=None"),
     Refusal(layer({"cell": None, "pbc": AXES[0]}, periodic=None), "has periodic=None"),
     # flat cells would have no images, and tiny cells too many
@@ -181,7 +174,8 @@ ROWS = [
     ),
     *(
         refused(
-            lambda p=p, axes=axes: LongRange(3, p)(ZEROS, on(axes)), "periodic axes", "structure"
+            lambda p=p, axes=axes: LongRange(3, p)(ZEROS, Geometry.of(POS, None, 6 * CELL, axes)),
+            *("periodic axes", "structure"),
         )
         for p, axes in (((1,), AXES[0]), ((1, 6), AXES[1]))
     ),
