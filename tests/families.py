@@ -5,8 +5,7 @@ import inspect
 import torch
 from torch import Tensor
 
-from molflt.attention.spectra import SPECTRA
-from molflt.attention.spectra.base import Spectrum
+from molflt.attention import SPECTRA, Spectrum
 
 RADII = [0.1, 0.25, 0.4]  # of shells, in cycles per unit of length
 EXACT = {"rtol": 1e-10, "atol": 1e-10}  # float64 rounding only

@@ -315,9 +315,8 @@ class InMainThread(EMT):
 
 def test_one_worker_computes_in_the_main_thread(oxygen, tmp_path):
     found = computed(oxygen, tmp_path / "out.safetensors", calculator=f"{__name__}:InMainThread")
-    assert (
-        np.isfinite(found).all() and "InMainThread" in table(tmp_path / "out.csv")[0]["calculator"]
-    )
+    assert np.isfinite(found).all()
+    assert "InMainThread" in table(tmp_path / "out.csv")[0]["calculator"]
 
 
 def test_relaxations_that_fail_give_no_baseline(monkeypatch):

@@ -1,6 +1,5 @@
 """Scripts about few labels, potentials, and structures of other sizes."""
 
-import csv
 import json
 
 import ase.io
@@ -81,8 +80,7 @@ def test_larger_draws_contain_smaller_ones(tmp_path):
         script.draw(tmp_path / "other", tmp_path / "3-0", 3, 0)
     words = ["--data", str(data), "--out", str(tmp_path), "--ridge", "--seeds", *"00", "--labels"]
     assert script.main([*words, "3", "6", "3"]) == 0
-    with open(tmp_path / "few_labels.csv", newline="") as file:
-        rows = list(csv.DictReader(file))
+    rows = table(tmp_path / "few_labels.csv")
     assert [row["labels"] for row in rows] == ["3", "6"]
     assert all(0 < float(row["mae_eV"]) < 10 for row in rows)
     for count in (99, 0, -5):

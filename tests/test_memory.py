@@ -16,9 +16,8 @@ from molflt.data.structures import open_dataset
 from molflt.data.structures.ase_fields import Converter
 from molflt.data.structures.store import write_store
 from molflt.evaluation.predictions import infer
-from molflt.graph import memory, neighbors
+from molflt.graph import EnergyRegressor, memory, neighbors
 from molflt.graph.geometry import Geometry
-from molflt.graph.regressor import EnergyRegressor
 
 FAILURES = {
     "torch": lambda _: torch.empty(2**58),

@@ -4,11 +4,6 @@ import pytest
 from molflt.metrics import locality
 
 
-def offsets(tokens: int) -> np.ndarray:
-    """Returns |i - j| of tokens on a line."""
-    return np.abs(np.arange(tokens)[:, None] - np.arange(tokens)).astype(float)
-
-
 def random_rows(*shape: int, causal: bool = False) -> np.ndarray:
     weights = np.random.default_rng(0).gamma(0.3, size=shape)
     weights = np.tril(weights) if causal else weights
@@ -42,7 +37,7 @@ def test_locality_sums_over_sorted_keys(causal: bool, fraction: float) -> None:
 
 
 def test_locality_ignores_padding_and_other_queries() -> None:
-    weights, distances = random_rows(2, 30, 30), offsets(30)
+    weights, distances = random_rows(2, 30, 30), np.abs(np.subtract.outer(*[np.arange(30.0)] * 2))
     expected = locality(weights, distances)
     padded = np.pad(distances, ((0, 0), (0, 13)), constant_values=np.inf)
     found = locality(np.pad(weights, ((0, 0), (0, 0), (0, 13))), padded)

@@ -356,10 +356,8 @@ def many(tmp_path_factory) -> Path:
     root = tmp_path_factory.mktemp("many")
     for number, atoms in enumerate(frames(11)):
         write_frames(root / "flat" / f"{number}.extxyz", [atoms])
-    assert (
-        start(root / "flat", root / "run", *STEPS, "--data.val_fraction=0.3", "--model.readout=all")
-        == 0
-    )
+    words = (*STEPS, "--data.val_fraction=0.3", "--model.readout=all")
+    assert start(root / "flat", root / "run", *words) == 0
     return root / "run"
 
 

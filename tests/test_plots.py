@@ -10,10 +10,8 @@ from matplotlib.text import Text
 from molflt import plots
 from molflt.attention.layer import Attention
 from molflt.attention.nodes.random import GaussianNodes
-from molflt.attention.positions.grid import ToeplitzPosition
-from molflt.attention.positions.spectral import SpectralPosition
-from molflt.attention.spectra.gaussian import GaussianBasis, GaussianMixture
-from molflt.attention.spectra.local import Local
+from molflt.attention.positions import SpectralPosition, ToeplitzPosition
+from molflt.attention.spectra import GaussianBasis, GaussianMixture, Local
 from molflt.evaluation.common import draw_encoding
 from molflt.plots import figure
 from molflt.tasks.is2re import IS2RETask

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from safetensors.torch import save_file
-from tiny_run import last_state, page_of, printed, start, structures, table, weights
+from tiny_run import flip, last_state, page_of, printed, start, structures, table, weights
 
 import molflt
 from molflt.commands.cli import main
@@ -34,11 +34,6 @@ def runs(shared_data, shared_run, tmp_path_factory) -> Path:
         words = ["--splits", "val_id", "train", "--device=cpu"]
         assert main(["evaluate", str(root / name), *words]) == 0
     return root
-
-
-@pytest.fixture
-def run(runs, tmp_path) -> Path:
-    return shutil.copytree(runs / "narrow", tmp_path / "run")
 
 
 class Page(HTMLParser):
@@ -121,13 +116,6 @@ def cut(name: str, size: int = 60) -> Callable[[Path], None]:
     return lambda run: (run / name).write_bytes((run / name).read_bytes()[:size])
 
 
-def flipped(run: Path) -> None:
-    """Changes the last byte of the best weights."""
-    content = bytearray((run / "checkpoints/best.safetensors").read_bytes())
-    content[-1] ^= 1
-    (run / "checkpoints/best.safetensors").write_bytes(content)
-
-
 @pytest.mark.parametrize(
     ("damage", "message", "absent"),
     [
@@ -137,11 +125,14 @@ def flipped(run: Path) -> None:
         (cut("predictions.csv", 250), "predictions.csv: ", "The worst predictions"),
         (changed("metrics.csv", "^8,.*", "8,0.5"), "metrics.csv: expected CSV with", ""),
         (changed("predictions.csv", "natoms", "atoms"), "column 'natoms'", "The worst"),
-        (flipped, "best.safetensors: ", ""),
+        (lambda run: flip(run / "checkpoints/best.safetensors"), "best.safetensors: ", ""),
         (lambda run: shutil.rmtree(run / "checkpoints"), "last.ckpt: missing", ""),
     ],
 )
-def test_missing_parts_are_named_and_others_are_shown(run, damage, message, absent, capsys):
+def test_missing_parts_are_named_and_others_are_shown(
+    runs, damage, message, absent, tmp_path, capsys
+):
+    run = shutil.copytree(runs / "narrow", tmp_path / "run")
     damage(run)
     capsys.readouterr()
     page = Page(page_of(run))

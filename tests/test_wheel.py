@@ -1,3 +1,4 @@
+import contextlib
 import json
 import os
 import re
@@ -95,12 +96,8 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
 
 
 def built(build: Any, source: Path, folder: Path) -> Path:
-    before = Path.cwd()
-    os.chdir(source)
-    try:
+    with contextlib.chdir(source):
         return folder / build(str(folder))
-    finally:
-        os.chdir(before)
 
 
 def test_wheel_and_sdist_contain_all_files(installed: Installed) -> None:

@@ -339,6 +339,13 @@ def results_of(run: Path, *words: object, out: Path | None = None) -> dict:
     return json.loads(((out or run) / "results.json").read_text())
 
 
+def flip(path: Path, place: int = -1) -> None:
+    """Changes a bit of a file."""
+    content = bytearray(path.read_bytes())
+    content[place] ^= 1
+    path.write_bytes(content)
+
+
 def alone(run: Path, path: Path, name: str = "best") -> np.ndarray:
     """Predicts the energies of structures one by one, independently of the evaluation."""
     model, _ = load_run(run, name)

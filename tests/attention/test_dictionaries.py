@@ -12,9 +12,7 @@ from molflt.attention.decoder import Decoder
 from molflt.attention.spectra import Gaussian, InversePower, ShiftInvariant
 from molflt.attention.spectra.inverse_power import POWERS
 
-
-def kernels() -> list[str]:
-    return [v for v in VARIANTS if issubclass(SPECTRA[v.split(",")[0]], ShiftInvariant)]
+KERNELS = [v for v in VARIANTS if issubclass(SPECTRA[v.split(",")[0]], ShiftInvariant)]
 
 
 def dims(variant: str) -> tuple[int, int]:
@@ -28,7 +26,7 @@ def test_mask_and_spectrum_are_a_fourier_pair(variant, dim):
 
 
 @pytest.mark.parametrize("dim", [1, 3])
-@pytest.mark.parametrize("variant", kernels())
+@pytest.mark.parametrize("variant", KERNELS)
 def test_draws_follow_the_density(variant, dim):
     contract.check_draws(make(variant, dim=dim))
 

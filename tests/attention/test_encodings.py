@@ -4,7 +4,7 @@ from contract import EXACT
 from families import randn
 from torch.utils.checkpoint import checkpoint
 
-from molflt.attention import Attention, Block, Encoding
+from molflt.attention import FEATURE_MAPS, Attention, Block, Encoding
 from molflt.attention.encodings import (
     SOFTMAX,
     Bias,
@@ -16,7 +16,6 @@ from molflt.attention.encodings import (
     Terms,
     Toeplitz,
 )
-from molflt.attention.features import FEATURE_MAPS
 from molflt.attention.features.base import Operand
 from molflt.attention.mixing.pairs import Pairs
 from molflt.attention.nodes.lattice import Lattice

@@ -3,8 +3,7 @@ import pytest
 import torch
 from contract import EXACT, HEADS, Combination
 
-from molflt.attention import FEATURE_MAPS, Attention, Features, make_position
-from molflt.attention.decoder import CrossAttention
+from molflt.attention import FEATURE_MAPS, Attention, CrossAttention, Features, make_position
 from molflt.attention.mixing import causal, chunked
 from molflt.attention.mixing.causal import causal_linear
 from molflt.attention.mixing.forms import linear, quadratic

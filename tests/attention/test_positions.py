@@ -7,9 +7,8 @@ from contract import EXACT
 from families import randn
 from scipy.stats import norm
 
-from molflt.attention import Attention
+from molflt.attention import Attention, Position
 from molflt.attention.mixing.toeplitz import dense_log_kernel
-from molflt.attention.positions.base import Position
 from molflt.attention.positions.gaussian_bias import GaussianBias
 from molflt.attention.positions.grid import BucketedPosition, LowRankPosition, ToeplitzPosition
 from molflt.attention.positions.rotary import CosinePosition, RotaryPosition
@@ -35,22 +34,21 @@ def smooth(position: LowRankPosition) -> LowRankPosition:
     return position.double()
 
 
-def toeplitz_case(name):
-    if name == "2d":
-        return large(ToeplitzPosition(HEADS, shape=contract.GRID)), contract.cells
-    kinds = {"1d": ToeplitzPosition, "bucketed": BucketedPosition}
-    options = {"1d": {"max_tokens": 20}, "bucketed": {"num_buckets": 8, "max_distance": 10}}
-    return large(kinds[name](HEADS, **options[name])), contract.line
+TABLES = {
+    "1d": (ToeplitzPosition(HEADS, max_tokens=20), contract.line),
+    "2d": (ToeplitzPosition(HEADS, shape=contract.GRID), contract.cells),
+    "bucketed": (BucketedPosition(HEADS, num_buckets=8, max_distance=10), contract.line),
+}
 
 
 @pytest.mark.parametrize(
     ("queries", "keys"), [(13, 13), (6, 11), (11, 6), (1, 1), (20, 20), (0, 0)]
 )
-@pytest.mark.parametrize("name", ["1d", "2d", "bucketed"])
+@pytest.mark.parametrize("name", TABLES)
 def test_kernel_and_bias_are_one_function_of_the_offset(name, queries, keys):
-    position, places = toeplitz_case(name)
+    position, places = TABLES[name]
     query_positions, key_positions = places(queries)[None], places(keys)[None]
-    bias = position("softmax", query_positions, key_positions).bias
+    bias = large(position)("softmax", query_positions, key_positions).bias
     assert bias.shape == (1, HEADS, queries, keys)
     for mixing in ("linear", "quadratic"):
         log_kernel = position(mixing, query_positions, key_positions).log_kernel
@@ -170,15 +168,11 @@ def test_rows_are_gathered_by_position():
     torch.testing.assert_close(left @ right.transpose(-1, -2), bias, **EXACT)
 
 
-def rotated(position, r, q, k):
-    return position("softmax", r, r).transform(q, k)
-
-
 def test_rotated_pair_is_a_complex_product():
     """Compares each pair with the formula: pair p of axis a turns by base^(-p / P) r_a."""
     q, k = randn(2, 2, 2, 5, 13)
     r = 20 * randn(2, 5, 2, seed=1)
-    got, _ = rotated(RotaryPosition(13, 2, base=50.0), r, q, k)
+    got, _ = RotaryPosition(13, 2, base=50.0)("softmax", r, r).transform(q, k)
     z = torch.view_as_complex(q[..., :12].unflatten(-1, (6, 2)).contiguous())
     assert torch.equal(got[..., 12], q[..., 12])
     for axis in range(2):
@@ -281,11 +275,10 @@ def formula(spe, lags):
 
 
 KINDS = pytest.mark.parametrize("kind", ["sine", "conv"])
-GATES = pytest.mark.parametrize("gated", [False, True])
 
 
 @KINDS
-@GATES
+@pytest.mark.parametrize("gated", [False, True])
 def test_orthogonal_noise_gives_the_kernel_exactly(kind, gated):
     per_coordinate = 8 if kind == "sine" else 16  # 2 sines; max_tokens + kernel_size - 1
     rows = DIM * (per_coordinate + gated)

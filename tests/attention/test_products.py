@@ -6,8 +6,7 @@ import torch
 from families import EXACT
 from torch.autograd import gradcheck, gradgradcheck
 
-from molflt.attention import Attention, make_position
-from molflt.attention.features.base import Features
+from molflt.attention import Attention, Features, make_position
 from molflt.attention.mixing import forms
 from molflt.attention.mixing import sparse as products
 from molflt.attention.mixing.forms import linear_with_kernel, quadratic

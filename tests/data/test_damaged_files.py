@@ -19,6 +19,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from oc20_files import Evil, old_record, write_lmdb
 from tiny_run import error_of, shared_folder
+from token_files import pixels, write_idx
 
 from molflt.data.images.files import open_images
 from molflt.data.structures import SOURCES, open_dataset
@@ -57,11 +58,7 @@ def originals() -> Path:
         (folder / f"a{source.suffixes[0]}").write_text(source.example)
     pickles = {str(i): old_record(i) for i in range(3)}
     write_lmdb(folder / "a.lmdb", {**pickles, "length": pickle.dumps(3)})
-    noise = np.random.default_rng(0).integers(0, 256, (4, 8, 8), dtype=np.uint8)
-    header = struct.pack(">4B3I", 0, 0, 8, 3, *noise.shape)
-    (folder / "a-images-idx3-ubyte").write_bytes(header + noise.tobytes())
-    labels = struct.pack(">4BI", 0, 0, 8, 1, 4) + bytes([0, 1, 0, 1])
-    (folder / "a-labels-idx1-ubyte").write_bytes(labels)
+    write_idx(folder, "a", pixels(4))
     return folder
 
 

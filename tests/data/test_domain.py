@@ -11,8 +11,6 @@ from molflt.data.structures.domain import Domain
 from molflt.data.structures.in_memory import StructuresInMemory
 from molflt.data.structures.records import make_record
 
-CELL = np.diag([8.0, 8.0, 20.0])
-
 
 def record(slab: str, adsorbate: str = "", tags: bool = True, pbc=(1, 1, 1), **more):
     """Returns atoms in a row, slab atoms first; each symbol is one letter."""
@@ -20,7 +18,7 @@ def record(slab: str, adsorbate: str = "", tags: bool = True, pbc=(1, 1, 1), **m
     pos = np.arange(3 * len(numbers)).reshape(-1, 3) * 0.5
     own = [1] * len(slab) + [2] * len(adsorbate)
     return make_record(
-        pos=pos, atomic_numbers=numbers, cell=CELL if any(pbc) else None, pbc=pbc,
+        pos=pos, atomic_numbers=numbers, cell=np.diag([8, 8, 20]) if any(pbc) else None, pbc=pbc,
         tags=own if tags else None, **more,
     )  # fmt: skip
 

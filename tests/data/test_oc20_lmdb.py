@@ -16,8 +16,6 @@ from molflt.data.structures import open_dataset
 from molflt.data.structures.lmdb_file import LmdbFile
 from molflt.data.structures.records import make_record
 
-NAN = float("nan")
-
 
 def numbered(count, start=0):
     return {str(i): old_record(start + i) for i in range(count)}

@@ -8,12 +8,10 @@ from torch_geometric.data import Batch
 from molflt.data.structures.augment import interpolate, random_orthogonal, repeat, rotate
 from molflt.data.structures.records import _lattice_shift, make_record
 
-CELL = np.diag([4.0, 5.0, 20.0])
-
 
 def small(**changes):
     fields = {"pos": [[0.1, 0.0, 0.0], [1.0, 2.0, 3.0]], "atomic_numbers": [8, 78]}
-    fields |= {"cell": CELL, "sid": 77}
+    fields |= {"cell": np.diag([4.0, 5.0, 20.0]), "sid": 77}
     return make_record(**{**fields, **changes})
 
 

@@ -9,7 +9,7 @@ import torch
 from oc20_files import old_record, record, same, write_lmdb
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
-from tiny_run import error_of, inspected, printed
+from tiny_run import error_of, flip, inspected, printed
 from torch_geometric.loader import DataLoader
 
 from molflt.commands.cli import main
@@ -101,9 +101,7 @@ EMT = "--calculator=ase.calculators.emt:EMT"
 
 def test_a_changed_byte_is_found_by_whoever_reads(store, tmp_path, capsys):
     assert "verified: true" in printed(capsys, "data", "inspect", store).out
-    content = bytearray(store.read_bytes())
-    content[-3] ^= 1
-    store.write_bytes(content)
+    flip(store)
     message = f"{store}: damaged since it was written"
     copy = tmp_path / "copy.safetensors"
     for words in (["inspect", store], ["convert", store, copy], ["baseline", store, copy, EMT]):

@@ -1,10 +1,7 @@
 import itertools
 import lzma
-import os
 import random
 import re
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 from statistics import median
@@ -15,6 +12,7 @@ import pytest
 from listops import expressions
 from scipy.stats import ks_2samp
 from shared_files import shared
+from tiny_run import python
 from token_files import packed
 
 from molflt.commands.cli import main
@@ -125,8 +123,7 @@ def test_equal_sequences_stay_together(tmp_path, capsys):
 def test_names_are_written_in_utf_8_in_every_locale(tmp_path):
     packed(tmp_path / "all.fa", "".join(f">é{i}\nMK{x}\n" for i, x in enumerate(RESIDUES)))
     ascii_only = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
-    words = [sys.executable, "-m", "molflt", "data", "split", "all.fa", "out"]
-    subprocess.run(words, cwd=tmp_path, env=os.environ | ascii_only, check=True)
+    python("-m", "molflt", "data", "split", "all.fa", "out", cwd=tmp_path, **ascii_only)
     assert {record.name[0] for part in sides(tmp_path / "out").values() for record in part} == {"é"}
 
 

@@ -22,10 +22,6 @@ def messages(layers: int = 2) -> EquivariantMessages:
     return EquivariantMessages(8, layers, CUTOFF).double()
 
 
-def apply(net: EquivariantMessages, tokens: torch.Tensor, pairs: Neighbors) -> torch.Tensor:
-    return net(tokens, pairs, Geometry.of(torch.zeros(len(tokens), 3)))
-
-
 def around(pos: torch.Tensor) -> Neighbors:
     """Returns all pairs of different atoms of a molecule, even beyond the cutoff."""
     center, neighbor = (~torch.eye(len(pos), dtype=torch.bool)).nonzero().T
@@ -69,7 +65,8 @@ def by_hand(net: EquivariantMessages, tokens: torch.Tensor, pos: torch.Tensor) -
 def test_sums_are_those_of_the_equations(layers):
     net, pos = messages(layers), points()
     tokens = torch.randn(len(pos), 8, dtype=pos.dtype)
-    torch.testing.assert_close(apply(net, tokens, around(pos)), by_hand(net, tokens, pos), **EXACT)
+    found = net(tokens, around(pos), Geometry.of(torch.zeros(len(pos), 3)))
+    torch.testing.assert_close(found, by_hand(net, tokens, pos), **EXACT)
 
 
 def test_waves_equal_dimenet_before_the_envelope():

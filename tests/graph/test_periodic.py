@@ -27,20 +27,17 @@ from molflt.attention.nodes.reciprocal import reciprocal_nodes
 from molflt.attention.numerics import fade
 from molflt.attention.positions.multiplicative import MultiplicativePosition
 from molflt.attention.positions.spectral import GraphNodes
-from molflt.graph import EnergyRegressor, GraphAttention
+from molflt.graph import EnergyRegressor, GraphAttention, PBCRadiusGraph
 from molflt.graph.computation import EnergyComputation, EnergyInputs
 from molflt.graph.dense import DenseAtoms
 from molflt.graph.geometry import Geometry
 from molflt.graph.mesh import use_mesh_
 from molflt.graph.neighbors import neighbor_list
 from molflt.graph.periodic import PERIODIC, Images, make_periodic
-from molflt.graph.transforms import PBCRadiusGraph
-
-CUTOFF = 8.0
 
 
 def imaged(**options) -> GraphAttention:
-    return GraphAttention(DIM, HEADS, periodic="images", image_cutoff=CUTOFF, **options).double()
+    return GraphAttention(DIM, HEADS, periodic="images", image_cutoff=8.0, **options).double()
 
 
 def film(side: float = 4.0) -> dict[str, torch.Tensor]:

@@ -13,12 +13,11 @@ from torch_geometric.data import Batch, Data
 import molflt
 from molflt.atoms import Tag
 from molflt.attention.spectra import InversePower
-from molflt.graph import long_range
+from molflt.graph import Potential, long_range
 from molflt.graph.geometry import Geometry
 from molflt.graph.long_range import COULOMB, ChargeShare, inverse_power_sums
 from molflt.graph.neighbors import neighbor_list
 from molflt.graph.periodic import Reciprocal
-from molflt.graph.potential import Potential
 
 pytestmark = pytest.mark.usefixtures("float64")
 

@@ -41,10 +41,6 @@ def charged(folder: Path) -> None:
     write(folder / "ion.extxyz", ion)
 
 
-def fixed_at_the_top(folder: Path) -> None:
-    write(folder / "top.extxyz", slab(fixed=4))
-
-
 EMPTY = writes("own.cif", "data_own\n")
 CHAIN = Atoms("CH2", [[0, 0, 0], [0, 0.6, 0.9], [0, 0.6, -0.9]], cell=[1.4, 9, 9], pbc=True)
 CLUSTER = Octahedron("Cu", 2)
@@ -71,7 +67,10 @@ ROWS = [
         *("ion.extxyz 0", "crystal", "vacuum", Refused),
     ),
     Refusal(
-        command("adsorb {folder}/top.extxyz O --out {folder}/o.extxyz", fixed_at_the_top),
+        command(
+            "adsorb {folder}/top.extxyz O --out {folder}/o.extxyz",
+            lambda folder: write(folder / "top.extxyz", slab(fixed=4)),
+        ),
         *("top.extxyz 0", "free atoms", "fixed", Refused),
     ),
     Refusal(placed(molecule("CO"), molecule("NO")), "own.extxyz", "one molecule", "2"),

@@ -10,12 +10,10 @@ def refused(line: str, option: str, expected: str = "", got: str = "") -> Refusa
     return Refusal(command(line), option, expected, got, Refused)
 
 
-def with_config(
-    text: str | bytes, option: str, expected: str = "", got: str = "", more: str = ""
-) -> Refusal:
+def with_config(text: str | bytes, option: str, expected: str = "", got: str = "") -> Refusal:
     """Returns a row for a training run with a configuration."""
-    line = f"train --config={{folder}}/c.yaml --data.root=x {more}"
-    return Refusal(command(line, writes("c.yaml", text)), option, expected, got, Refused)
+    call = command("train --config={folder}/c.yaml --data.root=x", writes("c.yaml", text))
+    return Refusal(call, option, expected, got, Refused)
 
 
 def mixed(folder: Path) -> None:

@@ -4,10 +4,8 @@ import torch
 from torch import nn
 
 from molflt.data.optimizers import generator_of
-from molflt.optimizers import LearnedOptimizer
-from molflt.optimizers.coordinate import CoordinateOptimizer
+from molflt.optimizers import CoordinateOptimizer, LearnedOptimizer, PopulationOptimizer
 from molflt.optimizers.functions import Functions
-from molflt.optimizers.population import PopulationOptimizer
 from molflt.optimizers.population_model import PopulationModel
 from refusals import Refusal, refused
 

@@ -3,7 +3,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from tiny_run import structures
+from tiny_run import flip, structures
 
 import molflt
 from molflt.training.checkpoint import device_named
@@ -26,9 +26,7 @@ def exported(folder: Path, **changes: object) -> None:
 def changed(folder: Path) -> None:
     """Writes an exported model, and changes its last weight."""
     exported(folder)
-    content = bytearray((folder / "export" / "model.safetensors").read_bytes())
-    content[-1] ^= 1
-    (folder / "export" / "model.safetensors").write_bytes(content)
+    flip(folder / "export" / "model.safetensors")
 
 
 def loaded(option: str, expected: str = "", got: str = "", **changes: object) -> Refusal:

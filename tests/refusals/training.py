@@ -40,10 +40,6 @@ def new(words: str, prepare: Prepare | None = None) -> Callable[[Path], None]:
     return call
 
 
-def again(change: Prepare, words: str = "") -> Callable[[Path], None]:
-    return command(f"train --resume {{folder}}/run {words}", copy_with(change))
-
-
 def evaluated(change: Prepare) -> Callable[[Path], None]:
     return command("evaluate {folder}/run", copy_with(change))
 
@@ -155,7 +151,12 @@ ROWS = [
     refused(lambda: TrainerOptions(val_every=0), "trainer.val_every", "int in [1, 2e9]", "0"),
     Refusal(far_baseline, "y_relaxed minus mlip", "tags and calculator", "25.0 eV per atom"),
     *(Refusal(new(words, prepare), *rest, Refused) for words, prepare, *rest in NEW),
-    *(Refusal(again(change, words), *rest, Refused) for words, change, *rest in AGAIN),
+    *(
+        Refusal(
+            command(f"train --resume {{folder}}/run {words}", copy_with(change)), *rest, Refused
+        )
+        for words, change, *rest in AGAIN
+    ),
     *(Refusal(evaluated(change), *rest, Refused) for change, *rest in READ),
     Refusal(
         command("predict {folder}/run x --compiled", copy_with(same)),

@@ -8,9 +8,8 @@ import torch
 import yaml
 from contract import EXACT
 
-from molflt.sequence import heads
+from molflt.sequence import LanguageModel, heads
 from molflt.sequence.generation import _choose, sample
-from molflt.sequence.language_model import LanguageModel
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs" / "lm"
 SIZES = ("wikitext103", "wikitext2")
