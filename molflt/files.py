@@ -249,9 +249,9 @@ def save_tensors(
             entries["__metadata__"] = dict(sorted(entries["__metadata__"].items()))
             text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
             text = text.ljust(len(header))
-            digest = _sha256(size + text, file)
+            digest = hashlib.file_digest(file, lambda: hashlib.sha256(size + text))
             file.seek(len(size))
-            file.write(text.replace(_BLANK, digest.encode(), 1))
+            file.write(text.replace(_BLANK, digest.hexdigest().encode(), 1))
 
 
 def read_header(path: Path) -> dict[str, str]:
@@ -276,7 +276,8 @@ def verify_tensors(path: Path) -> bool:
         return False
     with open(path, "rb") as file:
         size, header = _size_and_header(file)
-        digest = _sha256(size + header.replace(expected.encode(), _BLANK, 1), file)
+        header = header.replace(expected.encode(), _BLANK, 1)
+        digest = hashlib.file_digest(file, lambda: hashlib.sha256(size + header)).hexdigest()
     if digest != expected:
         raise ValueError(
             f"{path}: damaged since it was written; expected sha256 {expected[:12]!r}...; "
@@ -288,13 +289,6 @@ def verify_tensors(path: Path) -> bool:
 def _size_and_header(file: IO[bytes]) -> tuple[bytes, bytes]:
     size = file.read(8)
     return size, file.read(int.from_bytes(size, "little"))
-
-
-def _sha256(head: bytes, file: IO[bytes]) -> str:
-    digest = hashlib.sha256(head)
-    while block := file.read(2**20):
-        digest.update(block)
-    return digest.hexdigest()
 
 
 def shown(value: object, most: int = 80) -> str:

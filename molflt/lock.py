@@ -1,7 +1,5 @@
 """Locks that allow one process per folder and are released when the process ends."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import os

@@ -1,7 +1,5 @@
 """Available memory, and out-of-memory errors."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -17,7 +17,7 @@ from kit.rows import Rows, markdown, names, pick, write_csv
 from kit.runs import Job, collect, job_of, publish, work_all
 from kit.words import guarded, parsed, trainings
 
-from molflt.data.text.glue import GLUE, find_split, read_examples
+from molflt.data.text.sentences import GLUE, find_split, read_examples
 from molflt.training.start import build_parser
 
 

@@ -16,7 +16,7 @@ from token_files import write_folder
 
 import molflt
 from molflt.commands.cli import main
-from molflt.data.text.glue import GLUE
+from molflt.data.text.sentences import GLUE
 from molflt.data.text.tokenizer import Tokenizer
 from molflt.data.text.vocabulary import Vocabulary
 from molflt.evaluation import translation

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from molflt.data.text.glue import GLUE
+from molflt.data.text.sentences import GLUE
 
 NOUNS = ["cat", "dog", "car", "tree", "lamp", "boat", "bird", "house"]
 GOOD, BAD = ["good", "fine", "great"], ["bad", "poor", "awful"]

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from molflt.commands.options import refuse_idle
-from molflt.data.images.unlabeled import read_alike, write_sheet
+from molflt.data.images.files import read_alike, write_sheet
 from molflt.data.text.parallel import read_lines
 from molflt.files import expect_ending, expect_writable
 from molflt.pretrained import ImageWriter, TextWriter, Translator, load

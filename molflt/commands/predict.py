@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from molflt.commands.options import refuse_idle
 from molflt.data.batches import Shard
-from molflt.data.images.unlabeled import read_images
+from molflt.data.images.files import read_images
 from molflt.data.structures import Structures
 from molflt.data.structures.ase_fields import drop_labels_, not_stored
 from molflt.data.structures.base import Tags

@@ -1,7 +1,5 @@
 """Deterministic batches of training and validation sets, and shards of data sets."""
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import math
@@ -10,7 +8,7 @@ import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Generic, NamedTuple, TypeVar, cast
+from typing import Any, ClassVar, Generic, NamedTuple, Self, TypeVar, cast
 
 import numpy as np
 import torch
@@ -276,7 +274,7 @@ class Shard(NamedTuple):
     total: int
 
     @classmethod
-    def of(cls, text: str) -> Shard:
+    def of(cls, text: str) -> Self:
         """Parses text such as "2/8", the second of eight parts."""
         match = re.fullmatch(r"(\d{1,9})/(\d{1,9})", text)
         number, total = (int(match[1]), int(match[2])) if match else (0, 0)

@@ -1,38 +1,24 @@
 """Data for learned optimizers: seeds from which problems are drawn."""
 
-from __future__ import annotations
-
 import hashlib
 
 import numpy as np
 import torch
-from torch import Tensor
-from torch.utils.data import Dataset
 
 from molflt.data.batches import BatchedData
 
 _FIRST = {"val": 0, "test": 2**31, "train": 2**32}  # first seed of each use
 
 
-class ProblemSeeds(Dataset[Tensor]):
-    """Data set of up to 2^31 consecutive seeds of problems; see `generator_of`.
+def problem_seeds(use: str, count: int) -> range:
+    """Returns up to 2^31 consecutive seeds of problems; see `generator_of`.
 
     The seeds of different uses, "train", "val" and "test", are disjoint.
     """
-
-    def __init__(self, use: str, count: int) -> None:
-        self.first = _FIRST[use]
-        self.count = count
-
-    def __len__(self) -> int:
-        return self.count
-
-    def __getitem__(self, index: int) -> Tensor:
-        """Returns a seed as a scalar int64 tensor."""
-        return torch.tensor(range(self.first, self.first + self.count)[index])
+    return range(_FIRST[use], _FIRST[use] + count)
 
 
-class ProblemData(BatchedData[ProblemSeeds]):
+class ProblemData(BatchedData[range]):
     """Batches of problem seeds: int64 tensors of shape (batch,).
 
     An epoch contains every training problem once, in an order that depends on the seed of the run.
@@ -51,12 +37,12 @@ class ProblemData(BatchedData[ProblemSeeds]):
     ) -> None:
         super().__init__(batch_size, sources={"train": problems, "val": val_problems})
 
-    def open(self, use: str) -> ProblemSeeds:
-        return ProblemSeeds(use, int(self.sources[use]))
+    def open(self, use: str) -> range:
+        return problem_seeds(use, int(self.sources[use]))
 
     def _digest(self, use: str, most: int | None = None) -> str:
         seeds = self.datasets[use]
-        return hashlib.sha256(f"{seeds.first}+{len(seeds)}".encode()).hexdigest()
+        return hashlib.sha256(f"{seeds.start}+{len(seeds)}".encode()).hexdigest()
 
 
 def generator_of(seed: int, *purpose: int) -> torch.Generator:

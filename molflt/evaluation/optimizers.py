@@ -17,7 +17,7 @@ from torch.optim import Adam, Optimizer
 from tqdm import tqdm
 
 from molflt import plots
-from molflt.data.optimizers import ProblemSeeds, generator_of
+from molflt.data.optimizers import generator_of, problem_seeds
 from molflt.evaluation.common import draw_encoding
 from molflt.evaluation.results import Evaluation, Results, align, write_csv
 from molflt.memory import within_memory
@@ -141,8 +141,7 @@ def tasks_of(names: Sequence[str] | None, data: Path | None) -> dict[str, _Probl
 def _race(
     problem_of: _ProblemOf, optimizer_of: _OptimizerOf, steps: int, repeats: int, like: Tensor
 ) -> Raced:
-    seeds = ProblemSeeds("test", repeats)
-    problems = (problem_of(int(seeds[i]), like) for i in range(repeats))
+    problems = (problem_of(seed, like) for seed in problem_seeds("test", repeats))
     return Raced(np.stack([_loss_curve(problem, optimizer_of, steps) for problem in problems]))
 
 
@@ -264,8 +263,7 @@ def evaluate_population(
     label = _label(config)
     searches: dict[str, _Search] = {label: partial(_by_model, model.of_dimension(d), size)}
     searches |= {name: BASELINES[name] for name in others}
-    problems = ProblemSeeds("test", runs)
-    seeds = [int(problems[i]) for i in range(runs)]
+    seeds = [*problem_seeds("test", runs)]
     counts = np.unique(np.linspace(size, evaluations, _POINTS).astype(int))
     curves: dict[str, dict[str, _Curve]] = {}
     for family in tqdm(dict.fromkeys(functions or objectives.UNSEEN), leave=False, disable=None):

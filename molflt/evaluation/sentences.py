@@ -12,8 +12,15 @@ import numpy as np
 from numpy.typing import NDArray
 from torch.utils.data import DataLoader
 
-from molflt.data.text.glue import GLUE, TASKS, Example, read_examples, read_splits
-from molflt.data.text.sentences import Sentences, padded
+from molflt.data.text.sentences import (
+    GLUE,
+    TASKS,
+    Example,
+    Sentences,
+    padded,
+    read_examples,
+    read_splits,
+)
 from molflt.data.text.tokenizer import Tokenizer
 from molflt.evaluation import common
 from molflt.evaluation.results import Evaluation, Results, results_table, write_csv
@@ -81,7 +88,7 @@ def official(task: str, predicted: _Array, label: _Array) -> dict[str, float | N
     """Computes the metrics of a task in percent and, for GLUE tasks, their mean, glue_percent.
 
     Args:
-        task: key of `molflt.data.text.glue.TASKS`.
+        task: key of `molflt.data.text.sentences.TASKS`.
         predicted: (items,), predicted classes (indices) or scores.
         label: (items,), true classes or scores.
     """

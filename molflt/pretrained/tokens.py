@@ -14,7 +14,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from molflt.attention.checks import at_least_one
-from molflt.data.text.glue import TASKS, Example
+from molflt.data.text.sentences import TASKS, Example
 from molflt.data.text.tokenizer import Tokenizer
 from molflt.data.text.vocabulary import Vocabulary
 from molflt.evaluation.common import classes_of, device_of, tokenizer_of, vocabulary_of

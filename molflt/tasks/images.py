@@ -78,7 +78,7 @@ class ImageTask(Task[_Batch, "ImageData"]):
 
     def prepare(self, data: ImageData) -> None:
         """Stores the channel means and standard deviations of the training set in the model."""
-        self.model.set_normalizer(*data.statistics())
+        self.model.set_normalizer(*data.datasets["train"].statistics())
 
     def loss(self, batch: _Batch, progress: float) -> tuple[Tensor, _ImageSums]:
         images, labels = batch

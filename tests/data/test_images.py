@@ -21,8 +21,7 @@ from molflt.data.images.augment import (
     center_crop,
 )
 from molflt.data.images.datamodule import ImageData, PixelData
-from molflt.data.images.files import open_images
-from molflt.data.images.unlabeled import read_alike
+from molflt.data.images.files import open_images, read_alike
 
 
 def test_folders_are_classes_in_order(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from molflt.data.batches import SizeBucketedBatchSampler
-from molflt.data.optimizers import ProblemData, ProblemSeeds
+from molflt.data.optimizers import ProblemData, problem_seeds
 
 sizes = st.lists(st.integers(1, 60), min_size=1, max_size=80)
 
@@ -82,10 +82,7 @@ def test_an_epoch_holds_each_problem_once_and_starts_at_any_step():
     assert drawn(problems(seed=1), 6) != line and line[:3] != line[3:]
     assert [b.tolist() for b in problems().val_dataloader()] == [[0, 1, 2, 3], [4, 5]]
     assert len(problems().val_dataloader(1, 2)) == 1
-    assert len(list(ProblemSeeds("val", 3))) == 3  # ends without __iter__
-    most = 2**31
-    ends = [(s.first, s.first + most) for s in (ProblemSeeds(u, most) for u in ("val", "test"))]
-    ends.append((ProblemSeeds("train", 1).first,) * 2)
-    assert all(one[1] <= other[0] for one, other in itertools.pairwise(ends))
+    ranges = [problem_seeds(use, 2**31) for use in ("val", "test", "train")]
+    assert all(one.stop <= other.start for one, other in itertools.pairwise(ranges))
     one, other = (problems(train=count).fingerprints() for count in (10, 11))
     assert one["train"] != other["train"] and one["val"] == other["val"]

@@ -17,8 +17,7 @@ from token_files import packed
 
 from molflt.commands.cli import main
 from molflt.data.text.datamodule import TokenizedText
-from molflt.data.text.glue import find_split, read_examples
-from molflt.data.text.sentences import SentenceData
+from molflt.data.text.sentences import SentenceData, find_split, read_examples
 from molflt.data.text.sources import _records, _text_blocks
 from molflt.data.text.tokenizer import Tokenizer
 from molflt.data.text.vocabulary import LISTOPS as SYMBOLS

@@ -8,9 +8,17 @@ from PIL import Image
 from token_files import packed, write_folder, write_pairs, write_reviews, write_sentences
 
 from molflt.data.text.datamodule import PieceBlocks, TokenizedText
-from molflt.data.text.glue import GLUE, Example, find_split, read_examples, read_splits
 from molflt.data.text.parallel import ParallelData, paired, read_parallel
-from molflt.data.text.sentences import SentenceData, Sentences, padded
+from molflt.data.text.sentences import (
+    GLUE,
+    Example,
+    SentenceData,
+    Sentences,
+    find_split,
+    padded,
+    read_examples,
+    read_splits,
+)
 from molflt.data.text.tokenizer import Tokenizer
 from molflt.data.text.vocabulary import BYTES, text_of
 

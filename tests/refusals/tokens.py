@@ -7,12 +7,10 @@ import numpy as np
 from token_files import idx, pixels, write_folder, write_reviews
 
 from molflt.data.images.datamodule import ImageData
-from molflt.data.images.files import open_images
-from molflt.data.images.unlabeled import read_alike
+from molflt.data.images.files import open_images, read_alike
 from molflt.data.text.datamodule import TextData, TokenizedText
-from molflt.data.text.glue import _read_texts, read_examples
 from molflt.data.text.parallel import ParallelData, read_parallel
-from molflt.data.text.sentences import SentenceData
+from molflt.data.text.sentences import SentenceData, _read_texts, read_examples
 from molflt.data.text.sources import _records
 from molflt.data.text.tokenizer import Tokenizer
 from molflt.data.text.vocabulary import Vocabulary

@@ -3,8 +3,6 @@
 Random numbers are drawn on the CPU for a whole batch, so they do not depend on the device.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Literal
 

@@ -1,14 +1,11 @@
 """Batches of images for training and validation."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from molflt.data.batches import BatchedData, held_out
 from molflt.data.images.files import MOST_DECODED, LabeledImages, open_images
@@ -112,14 +109,6 @@ class ImageData(BatchedData[LabeledImages]):
         self.setup()
         images = self.datasets[use]
         return images.squares(torch.arange(len(images)), self.datasets["val"].size[0])
-
-    def statistics(self) -> tuple[Tensor, Tensor]:
-        """Returns the mean and standard deviation of each channel of the training images.
-
-        See `LabeledImages.statistics`.
-        """
-        self.setup()
-        return self.datasets["train"].statistics()
 
     def _open(self, use: str, classes: list[str] | None) -> LabeledImages:
         return open_images(Path(self.sources[use]), self.labels[use], self.resize, classes)

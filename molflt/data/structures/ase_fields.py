@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import numpy as np
 import torch
@@ -43,15 +43,6 @@ _PREDICTED = (
 )  # fmt: skip
 
 
-class _Facts(NamedTuple):
-    """Facts about one structure, for warnings about its source."""
-
-    unused: tuple[str, ...]  # names of spins, moments and fields
-    ignored: frozenset[str]  # kinds of constraints
-    has_other_tags: bool  # tags look like those of another convention
-    system: int  # hash of the elements and the cell, which steps of a relaxation share
-
-
 class Converter:
     """Converts the structures of one source to records, and warns about what is not used."""
 
@@ -61,7 +52,10 @@ class Converter:
             raise ValueError(f"tags={reading.tags!r} is unknown; expected one of {known}")
         self.reading = reading
         self.labels = LabelReader(reading)
-        self._facts: list[_Facts] = []  # of each converted structure
+        self._systems: list[int] = []  # hashes of elements and cell, equal within a relaxation
+        self._other_tags = 0  # structures whose tags look like those of another convention
+        self._ignored: Counter[str] = Counter()  # structures by kind of constraint
+        self._unused: dict[str, None] = {}  # names of spins, moments and fields
 
     def record(self, atoms: Atoms | ValueError, number: int = 0) -> Data:
         """Converts a structure with the default sid `number`; if given an error, raises it."""
@@ -90,10 +84,10 @@ class Converter:
             raise ValueError(str(error).replace(": y_relaxed ", f": {name} ")) from None
         if convention == "any":  # not checked, but written to outputs
             record.tags = torch.as_tensor(tags, dtype=torch.long)
-        other_tags = convention != "any" and tags_look_like(atoms) not in (None, convention)
-        system = hash(atoms.numbers.tobytes() + atoms.cell.array.tobytes())
-        facts = _Facts(tuple(unused_in(entries)), frozenset(ignored), other_tags, system)
-        self._facts.append(facts)
+        self._systems.append(hash(atoms.numbers.tobytes() + atoms.cell.array.tobytes()))
+        self._other_tags += convention != "any" and tags_look_like(atoms) not in (None, convention)
+        self._ignored.update(ignored)
+        self._unused |= dict.fromkeys(unused_fields(atoms))
         return record
 
     def warn(self, name: str) -> None:
@@ -102,17 +96,16 @@ class Converter:
             warn(f"{name}: {text}")
 
     def _warnings(self) -> Iterator[str]:
-        reading, used, facts, count = self.reading, self.labels.used, self._facts, len(self._facts)
-        others = sum(structure.has_other_tags for structure in facts)
-        if 2 * others > count:
+        reading, used, count = self.reading, self.labels.used, len(self._systems)
+        if 2 * self._other_tags > count:
             text = (
                 "look like the layer numbers of ase.build; to read them as such, set --tags ase "
                 "(--data.tags ase when training, tags='ase' in Python)"
                 if reading.tags == "oc20"
                 else "were read as layer numbers, but look like OC20's (0 below 1, 2 above it)"
             )
-            yield f"tags of {others} of {count} structures {text}"
-        steps = sum(a.system == b.system for a, b in pairwise(facts))
+            yield f"tags of {self._other_tags} of {count} structures {text}"
+        steps = sum(a == b for a, b in pairwise(self._systems))
         of_steps = reading.energy_key is None and used.get("y_relaxed") == "energy"
         for_energies = reading.tags != "any" and not reading.for_prediction
         if of_steps and for_energies and "forces" in used and 2 * steps > count:
@@ -120,9 +113,8 @@ class Converter:
                 "frames with forces look like steps of relaxations or dynamics; set --recipe "
                 "potential, or keep the first frame of each relaxation and set y_relaxed"
             )
-        ignored = Counter(kind for structure in facts for kind in structure.ignored)
-        if ignored and not reading.keep_atoms:
-            kinds = ", ".join(f"{kind} in {n}" for kind, n in sorted(ignored.items()))
+        if self._ignored and not reading.keep_atoms:
+            kinds = ", ".join(f"{kind} in {n}" for kind, n in sorted(self._ignored.items()))
             yield (
                 f"constraints other than fixed atoms are ignored: {kinds} structures; the atoms "
                 "are treated as free"
@@ -135,8 +127,8 @@ class Converter:
                 "stress belongs to energy and forces, which are not used; name the stress with "
                 "--data.stress_key, or set --task.stress_weight 0"
             )
-        if unused := dict.fromkeys(name for structure in facts for name in structure.unused):
-            yield unused_text(unused)
+        if self._unused:
+            yield unused_text(self._unused)
 
 
 def check_fields(atoms: Atoms) -> None:
@@ -266,15 +258,11 @@ def _is_total(name: str, value: Any) -> bool:
 
 
 def unused_fields(atoms: Atoms) -> list[str]:
-    """Returns the result of `unused_in` for the entries of a structure."""
-    return unused_in(Entries.of(atoms))
-
-
-def unused_in(entries: Entries) -> list[str]:
     """Returns the names of charges, spins, magnetic moments and fields that are not used.
 
     Zeros, a spin or multiplicity of 1, and the total charge are omitted.
     """
+    entries = Entries.of(atoms)
     info = {name: value for name, value in entries.info.items() if not _is_total(name, value)}
     return [
         name

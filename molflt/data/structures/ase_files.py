@@ -320,21 +320,17 @@ def _cif_block(block: CIFBlock) -> Atoms:
     with warnings.catch_warnings(record=True, action="always") as caught:
         atoms: Atoms = block.get_atoms()
     for warning in caught:
-        _expect_one_element(str(warning.message), names)
+        text = str(warning.message)
+        if match := re.fullmatch(r"scaled_positions (\d+) and (\d+) are equivalent", text):
+            sites = [int(match[2]), int(match[1])]  # ASE keeps one of them
+            elements = [(re.findall("[A-Z][a-z]?", str(names[i])) or [names[i]])[0] for i in sites]
+            if elements[0] != elements[1]:
+                raise ValueError(
+                    f"site {sites[0]}: {' and '.join(elements)} have the same position; expected "
+                    "one element on each site; use an ordered structure"
+                )
         warnings.warn(warning.message, stacklevel=2)
     return atoms
-
-
-def _expect_one_element(warning: str, names: Sequence[str]) -> None:
-    """Rejects sites that ASE warns are equivalent, and keeps only one, if the elements differ."""
-    if match := re.fullmatch(r"scaled_positions (\d+) and (\d+) are equivalent", warning):
-        sites = [int(match[2]), int(match[1])]
-        elements = [(re.findall("[A-Z][a-z]?", str(names[i])) or [names[i]])[0] for i in sites]
-        if elements[0] != elements[1]:
-            raise ValueError(
-                f"site {sites[0]}: {' and '.join(elements)} have the same position; expected one "
-                "element on each site; use an ordered structure"
-            )
 
 
 def _molecule_of_sdf(block: str) -> Atoms:

@@ -1,7 +1,5 @@
 """Checks of text files for content that ASE ignores or misreads, and charges that it omits."""
 
-from __future__ import annotations
-
 import re
 from itertools import islice
 from pathlib import Path
@@ -68,7 +66,11 @@ def check_text(path: Path, file: IO[str], kind: str) -> dict[str, float]:
     which is `path` open for reading, is at its start.
     """
     content = file.read() if kind in _CHARGES or kind in _IGNORED else ""
-    _expect_read_by_ase(kind, content)
+    if ignored := re.search(_IGNORED.get(kind, _NOTHING), content, re.M | re.I):
+        part = ignored[ignored.lastindex or 0].strip()
+        raise ValueError(f"ASE ignores {shown(part, 60)}; convert the file without ASE")
+    if several := re.search(r"--link1--|\$new_job", content, re.I):
+        raise ValueError(f"several jobs ({several[0]}), which ASE joins; split the file")
     file.seek(0)
     if kind == "vasp":
         _expect_counts_of_poscar(file)
@@ -80,17 +82,7 @@ def check_text(path: Path, file: IO[str], kind: str) -> dict[str, float]:
     return _charge_and_multiplicity(kind, content)
 
 
-def _expect_read_by_ase(kind: str, text: str) -> None:
-    """Rejects units, cells, symmetry, atoms, energies and jobs that ASE ignores or misreads."""
-    if ignored := re.search(_IGNORED.get(kind, _NOTHING), text, re.M | re.I):
-        part = ignored[ignored.lastindex or 0].strip()
-        raise ValueError(f"ASE ignores {shown(part, 60)}; convert the file without ASE")
-    if several := re.search(r"--link1--|\$new_job", text, re.I):
-        raise ValueError(f"several jobs ({several[0]}), which ASE joins; split the file")
-
-
 def _charge_and_multiplicity(kind: str, text: str) -> dict[str, float]:
-    """Returns the total charge and multiplicity in a file, if ASE does not read them."""
     values: dict[str, float] = {}
     for match in re.finditer(_CHARGES.get(kind, _NOTHING), text, re.M | re.I):
         numbers = {name: digits for name, digits in match.groupdict().items() if digits}
@@ -104,7 +96,6 @@ def _charge_and_multiplicity(kind: str, text: str) -> dict[str, float]:
 
 
 def _expect_counts_of_poscar(file: IO[str]) -> None:
-    """Rejects a POSCAR without one element for each count."""
     title, *_, symbols, counts = (line.split() for line in islice(file, 7))
     if symbols[0].isdigit():  # VASP 4: elements are in line 1
         has_symbols = all(re.fullmatch("[A-Z][a-z]?", word) for word in title)

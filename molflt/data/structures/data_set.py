@@ -6,12 +6,11 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple, cast
 
-from molflt.data.structures import AS_IT_IS, Reading, Structures, open_dataset
-from molflt.data.structures.parts import split_by_seed
-from molflt.data.structures.sources import is_one_source, split_path
+import numpy as np
 
-VAL_FRACTION = 0.1
-"""default share of the structures in a single file that are used for validation"""
+from molflt.data.structures import AS_IT_IS, Reading, Structures, open_dataset
+from molflt.data.structures.parts import Part
+from molflt.data.structures.sources import is_one_source, split_path
 
 
 class DataSet(NamedTuple):
@@ -27,7 +26,7 @@ class DataSet(NamedTuple):
     val: str = "val_id"
     """split to validate on"""
     val_fraction: float | None = None
-    """share of one file for `val`; None for folders, or for the default `VAL_FRACTION`"""
+    """share of one file for `val`; None for folders, or for the default 0.1"""
     split_seed: int = 0
     """seed of the random split"""
     reading: Reading = AS_IT_IS
@@ -67,16 +66,19 @@ class DataSet(NamedTuple):
         """Opens splits and returns them, keyed by name."""
         if not self.is_one:
             return {split: self._open(split_path(self.root, split), skip_bad) for split in splits}
-        whole, fraction = self.whole(skip_bad), self.val_fraction or VAL_FRACTION
-        train, val = split_by_seed(whole, fraction, self.split_seed)
-        parts: dict[str, Structures] = {self.train: train, self.val: val}
+        whole = self.whole(skip_bad)
+        count = len(whole)
+        order = np.random.default_rng([self.split_seed, count]).permutation(count)
+        size = round(count * (self.val_fraction or 0.1))  # of the validation part
+        size = min(count - 1, max(1, size))
+        indices = {self.train: np.sort(order[size:]), self.val: np.sort(order[:size])}
         for split in splits:
-            if split not in parts:
+            if split not in indices:
                 raise FileNotFoundError(
-                    f"{self.root}: no split {split!r}; expected {' or '.join(parts)}, the splits "
+                    f"{self.root}: no split {split!r}; expected {' or '.join(indices)}, the splits "
                     "of one file; use a folder with a file for each split"
                 )
-        return {split: parts[split] for split in splits}
+        return {split: Part(whole, indices[split]) for split in splits}
 
     def whole(self, skip_bad: bool = False) -> Structures:
         """Returns all structures of the single file."""

@@ -4,25 +4,23 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from molflt.atoms import MAX_ATOMIC_NUMBER, Tag, symbol
-from molflt.data.structures.base import with_bar
+from molflt.data.structures.base import Structures, with_bar
 from molflt.data.structures.labels import EnergyKind, energy_kind
 from molflt.data.structures.molecules import touches_image
 from molflt.data.structures.tags import guess_tags, heights_agree, sides_agree
 from molflt.files import read_json, shown
 
 if TYPE_CHECKING:
-    from torch import Tensor
     from torch_geometric.data import Data
-
-    from molflt.data.structures.base import Structures
 
 DOMAIN = "domain.json"
 """name of the file in the folder of a run"""
@@ -31,10 +29,6 @@ _ONLY_INITIAL = " (seen only by the initial weights)"
 _FAR = 0.1  # tolerated distance beyond the range of labels, in units of the range
 _ROUNDED = 0.02  # tolerance of the share of surface atoms
 _RANGES = ("atoms", "adsorbate_atoms", "slab_atoms", "energy", "surface")
-_STORED = (
-    "systems", "elements", "atoms", "adsorbate_atoms", "slab_atoms", "untagged", "periodic",
-    "relaxed", "kind", "energy", "surface", "baseline",
-)  # fmt: skip
 _JSON_KEYS = {"energy": "energy_eV", "surface": "surface_share"}
 _Range = tuple[int, int]
 _Aspect = tuple[str, str]  # name, and the element or ""
@@ -306,21 +300,24 @@ class Domain:
 
         stored: Any = content
         try:
-            fields = {key: stored.get(_JSON_KEYS.get(key, key)) for key in _STORED}
-            symbols = [fields["elements"][part] for part in Elements._fields]
+            values = {key: stored.get(_JSON_KEYS.get(key, key)) for key in _STORED}
+            symbols = [values["elements"][part] for part in Elements._fields]
             numbers = [frozenset(atomic_numbers[text] for text in part) for part in symbols]
-            fields["elements"] = Elements(*numbers)
-            fields["periodic"] = frozenset(fields["periodic"])
+            values["elements"] = Elements(*numbers)
+            values["periodic"] = frozenset(values["periodic"])
             for key in _RANGES:
-                fields[key] = fields[key] and tuple(fields[key])
+                values[key] = values[key] and tuple(values[key])
             initial = stored.get("initial") or ()
-            fields["initial"] = tuple(Domain.from_json(x, f"{name}: initial") for x in initial)
-            return Domain(**fields)
+            values["initial"] = tuple(Domain.from_json(x, f"{name}: initial") for x in initial)
+            return Domain(**values)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ValueError(
                 f"{name}: expected the domain of a training run; {type(error).__name__}: "
                 f"{shown(str(error))}; restore the file that training wrote"
             ) from None
+
+
+_STORED = [entry.name for entry in fields(Domain) if entry.name not in ("initial", "zero")]
 
 
 def domain_of(runs: Iterable[Path]) -> Domain | None:

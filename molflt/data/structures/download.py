@@ -1,7 +1,5 @@
 """Downloads public archives, and checks disk space and MD5 checksums."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import shlex

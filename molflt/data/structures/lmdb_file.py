@@ -4,8 +4,6 @@ The format is described in mdb.c of LMDB 0.9 (https://git.openldap.org/openldap/
 section "Page headers" onward. Offsets beyond the end of the file raise ValueError.
 """
 
-from __future__ import annotations
-
 import mmap
 import struct
 from bisect import bisect_right
@@ -34,12 +32,6 @@ class _Root(NamedTuple):
     entries: int
     root: int  # page number
     last_page: int
-
-
-class _Page(NamedTuple):
-    start: int  # offset in the file
-    kind: int  # _BRANCH or _LEAF
-    nodes: int  # number of nodes
 
 
 class _Node(NamedTuple):
@@ -124,17 +116,19 @@ class LmdbFile:
             return None
         return transaction, _Root(page_size, depth, entries, root, last_page)
 
-    def _page(self, number: int) -> _Page:
+    def _page(self, number: int) -> tuple[int, int, int]:
+        """Returns the offset of a page in the file, its kind, and its number of nodes."""
         size = self._root.page_size
         start = number * size
         stored_number, _, flags, lower, _ = _HEADER.unpack_from(self._content, start)
         kind, nodes = flags & ~_DIRTY, (lower - _HEADER.size) // 2
         if stored_number != number or kind not in (_BRANCH, _LEAF) or not 0 < nodes <= size // 2:
             raise ValueError(f"page {number} does not contain keys")
-        return _Page(start, kind, nodes)
+        return start, kind, nodes
 
-    def _node(self, page: _Page, index: int) -> _Node:
-        content, start = self._content, page.start
+    def _node(self, start: int, index: int) -> _Node:
+        """Reads a node of the page at offset `start`."""
+        content = self._content
         (offset,) = struct.unpack_from("<H", content, start + _HEADER.size + 2 * index)
         low, high, flags, length = _NODE.unpack_from(content, start + offset)
         key = start + offset + _NODE.size
@@ -146,23 +140,23 @@ class LmdbFile:
         if number == _NO_PAGE:
             return None
         for _ in range(self._root.depth):
-            page = self._page(number)
+            start, kind, nodes = self._page(number)
             # last node whose key is at most `key`, or node 0, which covers all lower keys
-            others = range(1, page.nodes)
-            index = bisect_right(others, key, key=lambda i: self._node(page, i).key)
-            node = self._node(page, index)
-            if page.kind == _LEAF:
-                return self._value(page, node) if node.key == key else None
+            others = range(1, nodes)
+            index = bisect_right(others, key, key=lambda i: self._node(start, i).key)
+            node = self._node(start, index)
+            if kind == _LEAF:
+                return self._value(start, node) if node.key == key else None
             number = node.child
         raise ValueError("its tree is deeper than declared")
 
-    def _value(self, page: _Page, node: _Node) -> bytes:
-        """Returns the value of a node, which is in `page` or, if it is big, in other pages."""
+    def _value(self, start: int, node: _Node) -> bytes:
+        """Returns the value of a node, in the page at `start` or, if it is big, in others."""
         content, size = self._content, self._root.page_size
-        if node.flags == 0 and node.value + node.size <= page.start + size:
+        if node.flags == 0 and node.value + node.size <= start + size:
             return content[node.value : node.value + node.size]
         if node.flags != _BIG:
-            raise ValueError(f"a value of page {page.start // size} is outside the page")
+            raise ValueError(f"a value of page {start // size} is outside the page")
         (number,) = struct.unpack_from("<Q", content, node.value)
         begin = number * size + _HEADER.size
         stored_number, _, kind, _, _ = _HEADER.unpack_from(content, number * size)
@@ -177,9 +171,9 @@ class LmdbFile:
         if depth > self._root.depth or number in seen:
             raise ValueError(f"page {number} occurs twice")
         seen.add(number)
-        page = self._page(number)
-        for node in (self._node(page, index) for index in range(page.nodes)):
-            if page.kind == _LEAF:
+        start, kind, nodes = self._page(number)
+        for node in (self._node(start, index) for index in range(nodes)):
+            if kind == _LEAF:
                 yield node.key
             else:
                 yield from self._keys_below(node.child, depth + 1, seen)

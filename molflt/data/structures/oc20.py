@@ -12,10 +12,11 @@ import operator
 import pickle
 import re
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import numpy as np
 import torch
@@ -29,7 +30,7 @@ from molflt.data.structures.records import make_record
 if TYPE_CHECKING:
     from torch_geometric.data import Data
 
-_T = TypeVar("_T")
+_Storage: TypeAlias = tuple[str, np.ndarray]  # kind and values of tensors
 _Field: TypeAlias = Tensor | np.number | np.bool_ | int | float | str
 _FIELDS = (
     "pos", "atomic_numbers", "cell", "pbc", "tags", "fixed", "y_init", "y_relaxed", "pos_relaxed",
@@ -71,13 +72,6 @@ class _Dtype(_Instance):
     def kind(self) -> np.dtype[Any]:
         order: Any = "=" if self.state is None else self.state[1]
         return np.dtype(self.code).newbyteorder(order)
-
-
-class _Storage(NamedTuple):
-    """Values of tensors, read from the bytes of the record."""
-
-    kind: str
-    numbers: np.ndarray
 
 
 def _scalar(dtype: _Dtype, content: bytes) -> np.generic:
@@ -138,7 +132,7 @@ def _storage(content: bytes) -> _Storage:
         case _:
             raise ValueError("expected a tensor's storage")
     (count,) = struct.unpack("<q", file.read(8))
-    return _Storage(kind, np.frombuffer(content, numbers, count, file.tell()))
+    return kind, np.frombuffer(content, numbers, count, file.tell())
 
 
 _NAMES: dict[str, object] = {
@@ -157,25 +151,22 @@ _NAMES: dict[str, object] = {
 }
 
 
-def _unpickled(content: bytes) -> dict[str, _Field]:
-    """Returns the tensors, numbers and texts of a pickled PyG Data by name."""
-    data = _Reader(io.BytesIO(content), _NAMES).load()
-    if not isinstance(data, _Data):
-        raise ValueError(f"got {type(data).__name__.strip('_')}")
-    match data.state:
-        case {"_store": _Instance(state={"_mapping": dict(fields)})} | dict(fields):
-            pass  # PyG >= 2 stores the fields one level deeper
-        case _:
-            raise ValueError("got no fields")
-    for name in (*_FIELDS, *_SINGLE_POINT, "sid"):
-        value = fields.get(name)
-        if not isinstance(value, _Field | None):  # otherwise a label would seem absent
-            raise ValueError(f"{name} must be a tensor or a number; got {type(value).__name__}")
-    return {key: value for key, value in fields.items() if isinstance(value, _Field)}
-
-
 def _decode_record(content: bytes, where: str) -> dict[str, _Field]:
-    return _guarded(_unpickled, content, where, "a pickled torch_geometric Data")
+    """Returns the tensors, numbers and texts of a pickled PyG Data by name."""
+    with _unpickling(where, "a pickled torch_geometric Data"):
+        data = _Reader(io.BytesIO(content), _NAMES).load()
+        if not isinstance(data, _Data):
+            raise ValueError(f"got {type(data).__name__.strip('_')}")
+        match data.state:
+            case {"_store": _Instance(state={"_mapping": dict(fields)})} | dict(fields):
+                pass  # PyG >= 2 stores the fields one level deeper
+            case _:
+                raise ValueError("got no fields")
+        for name in (*_FIELDS, *_SINGLE_POINT, "sid"):
+            value = fields.get(name)
+            if not isinstance(value, _Field | None):  # otherwise a label would seem absent
+                raise ValueError(f"{name} must be a tensor or a number; got {type(value).__name__}")
+    return {key: value for key, value in fields.items() if isinstance(value, _Field)}
 
 
 def _declared_length(shard: LmdbFile) -> int | None:
@@ -185,17 +176,15 @@ def _declared_length(shard: LmdbFile) -> int | None:
         return None
     if re.fullmatch(rb"[0-9]{1,19}", content):
         return int(content)  # some writers store text instead of a pickle
-    return _guarded(_integer, content, f"{shard.path}: key 'length'", "a pickled integer")
+    with _unpickling(f"{shard.path}: key 'length'", "a pickled integer"):
+        return operator.index(_Reader(io.BytesIO(content), _NAMES).load())
 
 
-def _integer(content: bytes) -> int:
-    return operator.index(_Reader(io.BytesIO(content), _NAMES).load())
-
-
-def _guarded(read: Callable[[bytes], _T], content: bytes, where: str, expected: str) -> _T:
-    """Calls `read`; raises ValueError with the place of the content if it fails."""
+@contextmanager
+def _unpickling(where: str, expected: str) -> Iterator[None]:
+    """Raises ValueError with the place of the pickle if the block fails."""
     try:
-        return read(content)
+        yield
     except Exception as error:  # a damaged pickle can raise anything
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
         raise ValueError(

@@ -144,11 +144,3 @@ def element_faults(source: Structures, undescribed: Collection[int]) -> dict[int
         if numbers := sorted(set(record.atomic_numbers.tolist()) & set(undescribed)):
             faults[index] = f"descriptors do not exist for {', '.join(map(symbol, numbers))}"
     return faults
-
-
-def split_by_seed(source: Structures, fraction: float, seed: int) -> tuple[Part, Part]:
-    """Splits a source into random parts for training and validation, determined by `seed`."""
-    count = len(source)
-    order = np.random.default_rng([seed, count]).permutation(count)
-    size = min(count - 1, max(1, round(count * fraction)))  # of the validation part
-    return Part(source, np.sort(order[size:])), Part(source, np.sort(order[:size]))

@@ -1,7 +1,5 @@
 """Batches of structures with energies, forces and stress at their positions."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Source kinds, file name patterns, and splits of a data set."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

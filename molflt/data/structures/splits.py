@@ -1,7 +1,5 @@
 """Split names, counts and checksums for OC20 IS2RE."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 VAL_SPLITS = ("val_id", "val_ood_ads", "val_ood_cat", "val_ood_both")

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from torch_geometric.data import Data
 
 Purpose = Literal["potential", "is2re"]
-Statistics = dict[str, float] | None
 _Labels = dict[str, np.ndarray]
 
 _LABELS = ("y_init", "y_relaxed", "y_baseline", "energy")
@@ -75,8 +74,10 @@ def summarize(
         seen(record)
     labels = dict(zip(_LABELS, np.array(seen.labels).T, strict=True))
     natoms = np.array(seen.natoms)
-    if recipe is None and not dataset.quantity and _are_single_points(seen, labels["energy"]):
-        recipe = "potential"
+    if recipe is None and not dataset.quantity:
+        relaxations = seen.displacements or seen.tags[Tag.ADSORBATE]
+        totals = not relaxations and energy_kind(labels["energy"], natoms) == "total"
+        recipe = "potential" if seen.forces or seen.stress or totals else None
     label = "energy" if recipe == "potential" else "y_relaxed"
     energies = labels[label]
     names = ["y_init", "y_relaxed", "y_baseline"]
@@ -153,15 +154,7 @@ class _Seen(Survey):
             self.with_energy.append(record)
 
 
-def _are_single_points(seen: _Seen, energies: np.ndarray) -> bool:
-    """Returns True if labels suggest the recipe `potential`: forces, stress, or total energies."""
-    if seen.forces or seen.stress:
-        return True
-    relaxations = seen.displacements or seen.tags[Tag.ADSORBATE]
-    return not relaxations and energy_kind(energies, np.array(seen.natoms)) == "total"
-
-
-def _statistics(parts: list[np.ndarray]) -> Statistics:
+def _statistics(parts: list[np.ndarray]) -> dict[str, float] | None:
     values = np.concatenate(parts) if parts else np.array([])
     finite = values[np.isfinite(values)]
     if len(finite) == 0:

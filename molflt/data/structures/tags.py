@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from molflt.atoms import Tag
 from molflt.data.structures.base import Structures, Tags, with_bar
-from molflt.data.structures.molecules import BOND, NONMETALS, connected
+from molflt.data.structures.molecules import BOND, NONMETALS, _Flags, _Numbers, connected
 from molflt.data.structures.parts import Part
 
 if TYPE_CHECKING:
@@ -41,8 +41,6 @@ _MATCH_AT_SURFACE, _MATCH_INSIDE = 0.8, 0.95  # minimum shares of matching neigh
 _MIN_FIXED = 0.2  # minimum share of fixed atoms if the free atoms are the surface
 _ROUNDING = 1e-6  # shares of a model's training data are rounded to float32
 
-_Flags = NDArray[np.bool_]
-_Numbers = NDArray[np.int64]
 _Vectors = list[NDArray[np.float64]]
 
 
@@ -109,12 +107,6 @@ class _Atoms:
         self.fixed = record.fixed.numpy() & ~record.fixed.numpy().all()
         self.molecular = np.isin(self.numbers, NONMETALS)
         self.open_axes: list[int] = []
-        self._find_vacuum()
-        if bonds and len(self.open_axes) == 1:
-            self._find_bonds()
-
-    def _find_vacuum(self) -> None:
-        """Sets `open_axes`, and the heights above the vacuum along the last of them, in Å."""
         inverse = np.linalg.inv(self.cell)
         spacings = 1 / np.linalg.norm(inverse, axis=0)  # of lattice planes, in Å
         for axis, spacing in enumerate(spacings):
@@ -128,7 +120,9 @@ class _Atoms:
                 lowest = ordered[(gaps.argmax() + 1) % len(ordered)]  # above the largest gap
                 heights = (heights - lowest) % spacing
             self.open_axes.append(axis)
-            self.heights = heights
+            self.heights = heights  # above the vacuum along the last of the open axes, in Å
+        if bonds and len(self.open_axes) == 1:
+            self._find_bonds()
 
     def _find_bonds(self) -> None:
         """Sets the pairs in contact, and the molecular atoms and their bonds among these pairs."""
@@ -183,20 +177,16 @@ class _Atoms:
         candidates = slab_element & ~slab
         if not candidates.any():
             return ~slab
-        plausible = two_contacts | ~self._has_foreign_bonds(slab)
+        kinds = self.numbers[self.i] * 1000 + self.numbers[self.j]  # pairs of elements
+        in_slab = np.unique(kinds[self.bonded & slab[self.i] & slab[self.j]])
+        foreign = self.bonded & ~np.isin(kinds, in_slab)  # bonds between elements not bonded there
+        plausible = two_contacts | (np.bincount(self.i[foreign], minlength=len(slab)) == 0)
         vectors, sites = self._surface_vectors(slab), slab | candidates
         slab[candidates] = [
             self._continues(int(atom), slab, sites, vectors, bool(plausible[atom]))
             for atom in np.flatnonzero(candidates)
         ]
         return ~slab
-
-    def _has_foreign_bonds(self, slab: _Flags) -> _Flags:
-        """Returns a mask (N,) of atoms with bonds between elements not bonded in the slab."""
-        kinds = self.numbers[self.i] * 1000 + self.numbers[self.j]  # pairs of elements
-        in_slab = np.unique(kinds[self.bonded & slab[self.i] & slab[self.j]])
-        foreign = self.bonded & ~np.isin(kinds, in_slab)
-        return np.bincount(self.i[foreign], minlength=len(slab)) > 0
 
     def _slab_core(self) -> _Flags:
         """Returns a mask of slab atoms: connected metal atoms or an extended sheet of nonmetals."""

@@ -1,7 +1,5 @@
 """Blocks of token ids for language models, and the base class for data with a tokenizer."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from pathlib import Path

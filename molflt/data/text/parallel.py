@@ -1,7 +1,5 @@
 """Parallel texts: a file of sentences and a file of their translations, line by line."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
 from itertools import chain

@@ -1,7 +1,5 @@
 """``molflt data split``: training, validation and test sets from a FASTA file."""
 
-from __future__ import annotations
-
 import hashlib
 from collections import Counter
 from pathlib import Path

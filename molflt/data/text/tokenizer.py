@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -17,6 +18,7 @@ from molflt.optional import require
 if TYPE_CHECKING:
     import tokenizers
 
+_library = partial(require, "tokenizers", "this text", "text")
 TOKENIZER = "tokenizer.json"  # file name of a tokenizer in runs and in published models
 
 TokenizerKind = Literal["wordpiece", "unigram", "bpe", "protein", "listops", "byte"]
@@ -214,10 +216,6 @@ def find_tokenizer(path: Path) -> tuple[bytes, str]:
             content = json.dumps(found, ensure_ascii=False, indent=0).encode()
             return content, f"{config}: {TOKENIZER}"
     return inside.read_bytes(), str(inside)
-
-
-def _library() -> Any:
-    return require("tokenizers", "this text", "text")
 
 
 def _untrained(kind: str, library: Any, size: int, lowercase: bool) -> tuple[Any, Any]:

@@ -1,11 +1,9 @@
 """Vocabularies of words and characters, and fixed vocabularies (bytes, residues and ListOps)."""
 
-from __future__ import annotations
-
 import json
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from typing import Literal, cast
+from typing import Literal, Self, cast
 
 import numpy as np
 import torch
@@ -63,7 +61,7 @@ class Vocabulary:
     @classmethod
     def count(
         cls, level: _Level, blocks: Iterable[bytes | str], min_count: int = 1
-    ) -> tuple[Vocabulary, np.ndarray]:
+    ) -> tuple[Self, np.ndarray]:
         """Returns the vocabulary of a text and the int32 ids of its tokens, of shape (tokens,).
 
         See `encode_blocks` for `blocks`. Tokens with fewer than `min_count` occurrences become
@@ -126,7 +124,7 @@ class Vocabulary:
         return json.dumps(fields, ensure_ascii=False, indent=0).encode() + b"\n"
 
     @classmethod
-    def from_json(cls, content: bytes, name: str = "vocabulary") -> Vocabulary:
+    def from_json(cls, content: bytes, name: str = "vocabulary") -> Self:
         """Reads the content of a file that `to_json` wrote; `name` is used in messages."""
         try:
             fields = json.loads(content)
