@@ -74,9 +74,7 @@ COMMANDS: dict[tuple[str, ...], Command] = {
         "predict structures, sentences or images in files",
         places={"file": "files to predict; a model may precede them"},
     ),
-    ("merge",): Command(
-        "join the predictions of several processes", "molflt.commands.predict:merge"
-    ),
+    ("merge",): Command("join the predictions of several processes"),
     ("export",): Command("write a model for use and sharing: weights, model card"),
     ("relax",): Command(
         "relax structures with a trained potential",
