@@ -1,7 +1,5 @@
 """Checks of energies, forces and stress, also of changed structures, and the table of all."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import itertools

@@ -1,7 +1,5 @@
 """``molflt data baseline``: energies from an ASE calculator, for models that learn a difference."""
 
-from __future__ import annotations
-
 import csv
 import hashlib
 import math

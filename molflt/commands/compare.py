@@ -1,7 +1,5 @@
 """``molflt compare``: contents of run folders, compared in a table, as JSON and in figures."""
 
-from __future__ import annotations
-
 import json as json_format
 import math
 import os
@@ -36,6 +34,60 @@ _LARGEST += ["adwt_percent", "bleu", "chrf", "residue_accuracy_percent"]
 _SMALLEST = ("final_loss", "position_error_A", "residue_perplexity")
 
 _Columns = Mapping[str, NDArray[np.float64]]
+
+
+class Run:
+    """Contents of a run folder; parts whose files are missing are empty.
+
+    Attributes:
+        path: folder of the run.
+        name: short, unique name.
+        metrics: metrics of the task.
+        measure: name of the metric that selects the best weights.
+        best: the best validation; None without best weights.
+        parameters: number of parameters, including frozen parameters.
+        step: number of steps; None without a last checkpoint.
+        provenance: entries of molflt in the last checkpoint, such as "seconds" and "data".
+        seconds: time of training and validation; None in runs from earlier versions.
+        time: `seconds` as text.
+        columns: columns of metrics.csv.
+        unmeasured: reason why the results in the folder do not belong to the run; empty if they do.
+        results: content of results.json if it belongs to the run.
+        predictions: rows of predictions.csv if results exist.
+        errors: |error| of the systems in eV, by split, if known.
+    """
+
+    def __init__(self, path: Path, name: str) -> None:
+        attempt = self.attempt
+        self.path, self.name, self.config = path, name, read_config(path)
+        last, table = path / "checkpoints/last.ckpt", path / "metrics.csv"
+        predictions = path / "predictions.csv"
+        task: Any = Recipe.of(self.config).load("task")
+        self.best: Best | None = attempt(lambda: best_of(path), None)
+        self.metrics: Mapping[str, Metric] = task.metrics
+        self.measure: str = task.best if self.best is None else self.best.metric
+        self.parameters: int = attempt(lambda: count_parameters(path, self.config), 0)
+        state = attempt(lambda: read_checkpoint(last), {}) if last.is_file() else {}
+        self.step: int | None = state.get("global_step")
+        self.provenance: Mapping[str, Any] = state.get("molflt", {})
+        self.seconds: float | None = self.provenance.get("seconds")
+        self.time = "-" if self.seconds is None else duration(self.seconds)
+        self.columns: _Columns = attempt(lambda: read_columns(table), {}) if table.is_file() else {}
+        files = [path / f"checkpoints/{kind}.safetensors" for kind in ("best", "last")]
+        weights = [file for file in files if file.is_file()][:1]
+        self.unmeasured: str = attempt(lambda: why_of_others(path, weights), "")
+        self.results: Results = {}
+        self.predictions: Sequence[Mapping[str, str]] = []
+        if not self.unmeasured and (path / RESULTS).is_file():
+            reading: Any = (path / RESULTS, "metrics by split in JSON", "evaluate the run again")
+            self.results = attempt(lambda: read_json(*reading), {})
+        if self.results:
+            self.predictions = attempt(lambda: read_rows(predictions), [])
+        self.errors: _Columns = attempt(lambda: _errors(self.predictions), {})
+
+    def attempt(self, read: Callable[[], Any], otherwise: Any) -> Any:
+        """Returns `read()`; subclasses may return `otherwise` if a file is damaged."""
+        return read()
 
 
 def compare(
@@ -161,60 +213,6 @@ def _draw(runs: Sequence[Run], out: Path) -> list[Path]:
     curves = {run.name: run.columns for run in runs if "step" in run.columns}
     file = out / "curves.png"
     return [file] if overlaid_curves(curves, panels, file) else []
-
-
-class Run:
-    """Contents of a run folder; parts whose files are missing are empty.
-
-    Attributes:
-        path: folder of the run.
-        name: short, unique name.
-        metrics: metrics of the task.
-        measure: name of the metric that selects the best weights.
-        best: the best validation; None without best weights.
-        parameters: number of parameters, including frozen parameters.
-        step: number of steps; None without a last checkpoint.
-        provenance: entries of molflt in the last checkpoint, such as "seconds" and "data".
-        seconds: time of training and validation; None in runs from earlier versions.
-        time: `seconds` as text.
-        columns: columns of metrics.csv.
-        unmeasured: reason why the results in the folder do not belong to the run; empty if they do.
-        results: content of results.json if it belongs to the run.
-        predictions: rows of predictions.csv if results exist.
-        errors: |error| of the systems in eV, by split, if known.
-    """
-
-    def __init__(self, path: Path, name: str) -> None:
-        attempt = self.attempt
-        self.path, self.name, self.config = path, name, read_config(path)
-        last, table = path / "checkpoints/last.ckpt", path / "metrics.csv"
-        predictions = path / "predictions.csv"
-        task: Any = Recipe.of(self.config).load("task")
-        self.best: Best | None = attempt(lambda: best_of(path), None)
-        self.metrics: Mapping[str, Metric] = task.metrics
-        self.measure: str = task.best if self.best is None else self.best.metric
-        self.parameters: int = attempt(lambda: count_parameters(path, self.config), 0)
-        state = attempt(lambda: read_checkpoint(last), {}) if last.is_file() else {}
-        self.step: int | None = state.get("global_step")
-        self.provenance: Mapping[str, Any] = state.get("molflt", {})
-        self.seconds: float | None = self.provenance.get("seconds")
-        self.time = "-" if self.seconds is None else duration(self.seconds)
-        self.columns: _Columns = attempt(lambda: read_columns(table), {}) if table.is_file() else {}
-        files = [path / f"checkpoints/{kind}.safetensors" for kind in ("best", "last")]
-        weights = [file for file in files if file.is_file()][:1]
-        self.unmeasured: str = attempt(lambda: why_of_others(path, weights), "")
-        self.results: Results = {}
-        self.predictions: Sequence[Mapping[str, str]] = []
-        if not self.unmeasured and (path / RESULTS).is_file():
-            reading: Any = (path / RESULTS, "metrics by split in JSON", "evaluate the run again")
-            self.results = attempt(lambda: read_json(*reading), {})
-        if self.results:
-            self.predictions = attempt(lambda: read_rows(predictions), [])
-        self.errors: _Columns = attempt(lambda: _errors(self.predictions), {})
-
-    def attempt(self, read: Callable[[], Any], otherwise: Any) -> Any:
-        """Returns `read()`; subclasses may return `otherwise` if a file is damaged."""
-        return read()
 
 
 def _errors(rows: Sequence[Mapping[str, str]]) -> dict[str, NDArray[np.float64]]:

@@ -1,7 +1,5 @@
 """``molflt evaluate``: evaluates a run as its recipe specifies."""
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Sequence
 from itertools import pairwise

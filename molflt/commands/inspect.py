@@ -1,7 +1,5 @@
 """``molflt data inspect``: a summary of structures as YAML or JSON."""
 
-from __future__ import annotations
-
 import itertools
 import sys
 from collections.abc import Callable, Iterator

@@ -4,8 +4,6 @@ Each row of a shard contains the index of its structure, the numbers of rows in 
 all shards, and digests of the model and the data.
 """
 
-from __future__ import annotations
-
 import csv
 import hashlib
 import json

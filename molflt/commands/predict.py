@@ -1,7 +1,5 @@
 """``molflt predict``: predictions for structures, sentences and images."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence

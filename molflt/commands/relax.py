@@ -1,7 +1,5 @@
 """``molflt relax``: relaxes structures with a trained potential."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Literal

@@ -1,7 +1,5 @@
 """``molflt report``: a self-contained HTML page about a run, rendered from page.html."""
 
-from __future__ import annotations
-
 import base64
 import csv
 import math
@@ -16,14 +14,7 @@ from jinja2 import Environment
 
 from molflt.commands.compare import Run, flat_options, standard_error
 from molflt.evaluation.results import COLUMNS, FIGURES, RESULTS, number_format
-from molflt.files import (
-    expect_ending,
-    readable_size,
-    shown,
-    verify_tensors,
-    warn,
-    write_atomically,
-)
+from molflt.files import expect_ending, readable_size, shown, verify_tensors, warn, write_atomically
 from molflt.metrics import Metric
 from molflt.plots.figure import DPI
 from molflt.training.config import defaults, plain

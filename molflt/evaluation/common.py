@@ -1,7 +1,5 @@
 """Functions shared by the evaluations of several recipes."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager

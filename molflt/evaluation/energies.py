@@ -1,7 +1,5 @@
 """Evaluation of energy regressors: MAE and EwT, errors by group, figures and submissions."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial

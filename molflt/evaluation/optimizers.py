@@ -1,7 +1,5 @@
 """Evaluation of learned optimizers for coordinates and populations on unseen problems."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -3,8 +3,6 @@
 results_of.json records the weights and the data to which results.json belongs.
 """
 
-from __future__ import annotations
-
 import csv
 import json
 import math

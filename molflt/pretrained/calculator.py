@@ -1,7 +1,5 @@
 """A trained potential as an ASE calculator."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from pkgutil import resolve_name

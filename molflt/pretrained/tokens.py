@@ -1,7 +1,5 @@
 """Models of text and images: generation, classification, translation."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property

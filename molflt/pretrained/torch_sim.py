@@ -1,7 +1,5 @@
 """A trained potential as a torch-sim model."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
