@@ -1,7 +1,5 @@
 """Placements of molecules on surface sites: orientations, rotations and heights."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from itertools import combinations

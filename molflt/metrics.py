@@ -4,8 +4,6 @@ The threshold for energies is defined in OC20 (arXiv:2010.09990), section 4.1. T
 import torch.
 """
 
-from __future__ import annotations
-
 from typing import Literal, NamedTuple
 
 import numpy as np

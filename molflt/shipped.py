@@ -4,8 +4,6 @@ In a repository or an editable install, they are in the folders ``configs`` and 
 wheel contains copies of these folders inside the package.
 """
 
-from __future__ import annotations
-
 import difflib
 from importlib.resources import files
 from pathlib import Path

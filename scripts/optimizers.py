@@ -26,7 +26,7 @@ from kit.words import guarded, parsed, trainings
 from molflt import plots
 from molflt.data.images.files import LabeledImages, open_images
 from molflt.evaluation.optimizers import curve_rows, final_loss, tasks_of, tuned_adam
-from molflt.evaluation.runs import read_rows
+from molflt.evaluation.results import read_rows
 from molflt.files import write_atomically
 
 MEMORIES = ("flt", "performer", "softmax", "lstm", "state-space")

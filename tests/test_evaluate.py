@@ -103,8 +103,8 @@ def test_missing_labels_do_not_count_as_zero() -> None:
     part = predictions([5, 6, 7], [-1.0, -2.0, -3.0], [-1.5, np.nan, -3.01], ["O", "O", "H"])
     errors = {"mae_eV": 0.255, "ewt_percent": 50.0, "baseline_mae_eV": (0.5 + 1.01) / 2}
     assert _metrics(part, median=-2.0, adds_baseline=False) == pytest.approx(errors | {"n": 2})
-    groups = [one for one in _errors_by_group({"val_id": part}) if one.split == "all"]
-    names = [(one.group, one.n) for one in groups if one.kind == "adsorbate"]
+    groups = [one for one in _errors_by_group({"val_id": part}) if one["split"] == "all"]
+    names = [(one["group"], one["n"]) for one in groups if one["kind"] == "adsorbate"]
     assert names == [("H", 1), ("O", 1)]
     rows = {split: {**errors, "n": 2, "spread_eV": 0.1} for split in "ab"}
     rows["b"]["mae_eV"] = 0.355
@@ -118,13 +118,15 @@ def test_size_groups_contain_the_sizes_of_their_range(sizes) -> None:
     # the MAE of a group is its mean size
     part = predictions(sizes, np.zeros(count), natoms.astype(float), ["unknown"] * count)
     groups = [
-        one for one in _errors_by_group({"s": part}) if (one.split, one.kind) == ("s", "natoms")
+        one
+        for one in _errors_by_group({"s": part})
+        if (one["split"], one["kind"]) == ("s", "natoms")
     ]
-    ends = [[int(end) for end in group.group.split("-")] for group in groups]
+    ends = [[int(end) for end in group["group"].split("-")] for group in groups]
     for group, end in zip(groups, ends, strict=True):
         inside = natoms[(natoms >= end[0]) & (natoms <= end[-1])]
-        assert group.n == len(inside) and group.mae == pytest.approx(inside.mean())
-    assert sum(group.n for group in groups) == count and ends == sorted(ends)
+        assert group["n"] == len(inside) and group["mae_eV"] == pytest.approx(inside.mean())
+    assert sum(group["n"] for group in groups) == count and ends == sorted(ends)
 
 
 def test_an_evaluation_removes_files_of_an_earlier_one(run, tmp_path, monkeypatch) -> None:

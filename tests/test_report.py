@@ -13,9 +13,8 @@ from tiny_run import flip, last_state, page_of, printed, start, structures, tabl
 
 import molflt
 from molflt.commands.cli import main
-from molflt.commands.compare import _marked
+from molflt.commands.compare import _marked, standard_error
 from molflt.data.structures.store import write_store
-from molflt.evaluation.runs import standard_error
 from molflt.tasks.is2re import IS2RETask
 from molflt.training.checkpoint import load_run
 

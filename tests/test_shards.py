@@ -11,10 +11,10 @@ from tiny_run import on_slab, printed, structures, table, write_frames
 
 import molflt
 from molflt.commands.cli import main
+from molflt.commands.merge import merge
 from molflt.data.batches import Shard
 from molflt.data.structures.base import to_atoms
 from molflt.data.structures.store import write_store
-from molflt.evaluation.shard_files import merge_shards
 
 COUNT = 3
 CHANGES = {  # changes that keep the number of rows
@@ -71,7 +71,7 @@ def shard(out: Path, number: int) -> Path:
 def test_shards_that_do_not_fit_together_are_named(out, source, damage, said) -> None:
     damage(out, source)
     with pytest.raises(ValueError, match=said):
-        merge_shards(out)
+        merge(out)
     assert not out.exists()
 
 
@@ -84,7 +84,7 @@ def test_truncated_shards_are_named(out, keep, suffix) -> None:
     path.write_text(text[: int(keep * len(text.rstrip()))])
     expected = rf"{re.escape(str(path))}: .*--shard 3/3"
     with pytest.raises(ValueError, match=expected):
-        merge_shards(out)
+        merge(out)
 
 
 @pytest.mark.parametrize("suffix", CHANGES)
@@ -97,7 +97,7 @@ def test_merged_shards_equal_the_file_of_one_process(out, suffix, capsys) -> Non
     text = shard(out, 2).read_text()
     shard(out, 2).write_text(re.sub(old, new, text, flags=re.M))
     with pytest.raises(ValueError, match=rf"^{re.escape(str(out.with_suffix('')))}.*{said}"):
-        merge_shards(out)
+        merge(out)
 
 
 @pytest.mark.parametrize("suffix", CHANGES)
@@ -108,7 +108,7 @@ def test_energies_of_adsorbates_in_one_shard_only(tmp_path, suffix) -> None:
     predict(source, "--tags=oc20", out=whole)
     for number in (1, 2):
         predict(source, "--tags=oc20", f"--shard={number}/2", out=tmp_path / f"many{suffix}")
-    merge_shards(tmp_path / f"many{suffix}")
+    merge(tmp_path / f"many{suffix}")
     assert whole.read_text() == (tmp_path / f"many{suffix}").read_text()
     assert whole.read_text().count("by_adsorbate_eV") == (1 if suffix == ".csv" else 2)
 
@@ -131,11 +131,11 @@ def test_shards_of_other_models_or_structures_are_refused(source, tmp_path, unli
     one, two = (str(Shard(number, 2).path(out)) for number in (1, 2))
     said = rf"^{re.escape(one)} and {re.escape(two)}.*'{unlike} \w+ and \w"
     with pytest.raises(ValueError, match=said):
-        merge_shards(out)
+        merge(out)
 
 
 @pytest.mark.parametrize(("pattern", "suffix"), [("", ".csv"), ("*.extxyz", ".extxyz")])
-def test_shards_depend_on_all_files_of_a_folder(tmp_path, pattern, suffix) -> None:
+def test_shards_depend_on_all_files_of_a_folder(tmp_path, pattern, suffix, capsys) -> None:
     folder, out = tmp_path / "in", tmp_path / f"many{suffix}"
     folder.mkdir()
     files = [folder / "a.extxyz", folder / 'b "c.extxyz']
@@ -144,17 +144,17 @@ def test_shards_depend_on_all_files_of_a_folder(tmp_path, pattern, suffix) -> No
         write(file, own)
     for number in (1, 2):
         predict(folder / pattern, f"--shard={number}/2", out=out)
-    assert merge_shards(out) == 6
+    assert printed(capsys, "merge", out).out == f"{out}: 6 structures\n"
     predict(folder / pattern, out=out.with_stem("whole"))
     assert out.read_text() == out.with_stem("whole").read_text()
     frames[5].positions[-1] += 0.5
     write(files[1], frames[3:])
     predict(folder / pattern, "--shard=2/2", out=out)
     with pytest.raises(ValueError, match="'data "):
-        merge_shards(out)
+        merge(out)
 
 
-def test_indices_count_omitted_structures(tmp_path) -> None:
+def test_indices_count_omitted_structures(tmp_path, capsys) -> None:
     frames = [to_atoms(record) for record in structures(5)]
     frames[1].positions[0] = np.nan
     write(tmp_path / "some.traj", frames)
@@ -163,5 +163,5 @@ def test_indices_count_omitted_structures(tmp_path) -> None:
         predict(tmp_path / "some.traj", "--skip-bad", *words, out=tmp_path / name)
     rows = table(tmp_path / "whole.csv")
     assert [(row["index"], row["sid"]) for row in rows] == [(i, i) for i in "0234"]
-    assert merge_shards(tmp_path / "many.csv") == 4
+    assert printed(capsys, "merge", tmp_path / "many.csv").out.endswith(": 4 structures\n")
     assert (tmp_path / "many.csv").read_bytes() == (tmp_path / "whole.csv").read_bytes()

@@ -1,7 +1,5 @@
 """Physics checks for any ASE calculator: ``python -m molflt.certify module:Class``."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple

@@ -1,13 +1,11 @@
 """Calculators and the structures on which they are checked."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import math
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 from ase import Atoms
@@ -43,7 +41,7 @@ class Results(dict[str, Any]):
     def finite(self) -> bool:
         return max(map(largest, self.values())) < math.inf
 
-    def difference(self, other: Results) -> float:
+    def difference(self, other: Self) -> float:
         if self.keys() != other.keys():  # such as a stress of one cell only
             return math.inf
         return max(largest(self[name] - other[name]) for name in self)

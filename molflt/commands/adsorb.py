@@ -1,7 +1,5 @@
 """``molflt adsorb``: places a molecule on slabs and ranks the placements."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import chain, product
 from os.path import commonprefix

@@ -1,7 +1,5 @@
 """``molflt data baseline``: energies from an ASE calculator, for models that learn a difference."""
 
-from __future__ import annotations
-
 import csv
 import hashlib
 import math
@@ -43,7 +41,7 @@ _Job = tuple[_Row, Atoms]
 
 
 def baseline(
-    src: Path | Sequence[Path],
+    src: list[Path],
     dst: Path,
     *,
     calculator: str,
@@ -89,7 +87,7 @@ def baseline(
     table = dst.with_suffix(".csv")
     for path in (dst, table):
         expect_writable(path, *files_of(src))
-    _refuse_splits([src] if isinstance(src, Path) else src)
+    _refuse_splits(src)
     dataset = open_dataset(src, reading=Reading(energy_key, tags))
     dataset.verify()  # the new store has a new digest
     make = partial(calculator_named, calculator, device or "auto")

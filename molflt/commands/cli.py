@@ -14,11 +14,11 @@ import pkgutil
 import re
 import sys
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from molflt.commands.options import did_you_mean, parse
+from molflt.commands.options import did_you_mean, options_of, parse
 from molflt.memory import is_out_of_memory
 from molflt.training.recipes import DEFAULT
 from molflt.version import __version__
@@ -36,25 +36,21 @@ class Command(NamedTuple):
     # ``module:function``, where {0} is the last word of the command; its arguments are the options
     function: str = "molflt.commands.{0}:{0}"
     has_parser: bool = False  # True if `build_parser` in that module returns the parser
-    places: Mapping[str, str] = {}  # help of positional arguments; the first may have many values
+    places: Sequence[str] = ()  # positional arguments; the first may have many values
 
 
 COMMANDS: dict[tuple[str, ...], Command] = {
     ("data", "inspect"): Command(
-        "summary of structures in files: counts, energies, warnings",
-        places={"path": "files, folders or patterns"},
+        "summary of structures in files: counts, energies, warnings", places=("path",)
     ),
     ("data", "convert"): Command(
         "convert readable files to a compact store",
         "molflt.data.structures.convert:convert",
-        places={
-            "src": "files, folders or patterns to read",
-            "dst": "compact store or folder to write",
-        },
+        places=("src", "dst"),
     ),
     ("data", "baseline"): Command(
         "add energies from an ASE calculator, for models that learn the difference",
-        places={"src": "files, folders or patterns to read", "dst": "compact store to write"},
+        places=("src", "dst"),
     ),
     ("data", "download"): Command(
         "download, check and unpack a public data set", "molflt.data.structures.download:download"
@@ -66,28 +62,13 @@ COMMANDS: dict[tuple[str, ...], Command] = {
     ("info",): Command("summary of a run: data, model, steps, best value"),
     ("report",): Command("write an HTML page about a run: curves, errors, settings"),
     ("evaluate",): Command("metrics of a run on splits, with tables and plots", has_parser=True),
-    ("compare",): Command(
-        "compare runs: options, size, time, metrics, curves",
-        places={"runs": "folders of two or more training runs"},
-    ),
-    ("predict",): Command(
-        "predict structures, sentences or images in files",
-        places={"file": "files to predict; a model may precede them"},
-    ),
-    ("merge",): Command(
-        "join the predictions of several processes", "molflt.commands.predict:merge"
-    ),
+    ("compare",): Command("compare runs: options, size, time, metrics, curves", places=("runs",)),
+    ("predict",): Command("predict structures, sentences or images in files", places=("file",)),
+    ("merge",): Command("join the predictions of several processes"),
     ("export",): Command("write a model for use and sharing: weights, model card"),
-    ("relax",): Command(
-        "relax structures with a trained potential",
-        places={"structures": "files, folders or patterns"},
-    ),
+    ("relax",): Command("relax structures with a trained potential", places=("structures",)),
     ("adsorb",): Command(
-        "place a molecule on slabs and rank the placements",
-        places={
-            "slabs": "files, folders or patterns; with --facet also elements",
-            "molecule": "name in ase.build.molecule, element, file, or smiles:TEXT",
-        },
+        "place a molecule on slabs and rank the placements", places=("slabs", "molecule")
     ),
     ("generate",): Command("generate text, translations or images"),
     ("schema",): Command("JSON Schema of configurations, for editors"),
@@ -176,7 +157,10 @@ def parser_of(path: tuple[str, ...], words: Sequence[str] = ()) -> ArgumentParse
     if command.has_parser:
         parser = pkgutil.resolve_name(f"{function.__module__}:build_parser")(words)
     else:
-        for i, (argument, text) in enumerate(command.places.items()):
+        documented = ArgumentParser()
+        documented.add_function_arguments(function, as_group=False)
+        for i, argument in enumerate(command.places):
+            text = options_of(documented)[f"--{argument}"].help
             parser.add_argument(argument, nargs="+" if i == 0 else None, type=Path, help=text)
         parser.add_function_arguments(
             function, as_group=False, as_positional=not command.places, skip={*command.places}

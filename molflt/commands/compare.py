@@ -1,23 +1,93 @@
-"""``molflt compare``: compares runs in a table, as JSON and in figures."""
-
-from __future__ import annotations
+"""``molflt compare``: contents of run folders, compared in a table, as JSON and in figures."""
 
 import json as json_format
-from collections.abc import Sequence
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from molflt.evaluation.results import align, number_format
-from molflt.evaluation.runs import Run, differences, measures_of, notes, read_runs, standard_error
-from molflt.files import shown, write_atomically
+import numpy as np
+from numpy.typing import NDArray
+
+from molflt.evaluation.results import (
+    RESULTS,
+    Results,
+    align,
+    number_format,
+    read_rows,
+    why_of_others,
+)
+from molflt.files import read_json, shown, write_atomically
 from molflt.metrics import Metric
 from molflt.plots import further_formats, overlaid_curves
+from molflt.plots.training import read_columns
+from molflt.training.checkpoint import count_parameters, read_checkpoint
+from molflt.training.config import read_config
+from molflt.training.recipes import Recipe
+from molflt.training.run_folder import Best, best_of, duration
 
 _WIDEST = 28  # maximum number of characters in a cell
 # Metrics that only `molflt evaluate` computes, by the value that is best
 _LARGEST = [f"{name}_percent" for name in ("f1", "glue", "matthews", "pearson", "spearman")]
 _LARGEST += ["adwt_percent", "bleu", "chrf", "residue_accuracy_percent"]
 _SMALLEST = ("final_loss", "position_error_A", "residue_perplexity")
+
+_Columns = Mapping[str, NDArray[np.float64]]
+
+
+class Run:
+    """Contents of a run folder; parts whose files are missing are empty.
+
+    Attributes:
+        path: folder of the run.
+        name: short, unique name.
+        metrics: metrics of the task.
+        measure: name of the metric that selects the best weights.
+        best: the best validation; None without best weights.
+        parameters: number of parameters, including frozen parameters.
+        step: number of steps; None without a last checkpoint.
+        provenance: entries of molflt in the last checkpoint, such as "seconds" and "data".
+        seconds: time of training and validation; None in runs from earlier versions.
+        time: `seconds` as text.
+        columns: columns of metrics.csv.
+        unmeasured: reason why the results in the folder do not belong to the run; empty if they do.
+        results: content of results.json if it belongs to the run.
+        predictions: rows of predictions.csv if results exist.
+        errors: |error| of the systems in eV, by split, if known.
+    """
+
+    def __init__(self, path: Path, name: str) -> None:
+        attempt = self.attempt
+        self.path, self.name, self.config = path, name, read_config(path)
+        last, table = path / "checkpoints/last.ckpt", path / "metrics.csv"
+        predictions = path / "predictions.csv"
+        task: Any = Recipe.of(self.config).load("task")
+        self.best: Best | None = attempt(lambda: best_of(path), None)
+        self.metrics: Mapping[str, Metric] = task.metrics
+        self.measure: str = task.best if self.best is None else self.best.metric
+        self.parameters: int = attempt(lambda: count_parameters(path, self.config), 0)
+        state = attempt(lambda: read_checkpoint(last), {}) if last.is_file() else {}
+        self.step: int | None = state.get("global_step")
+        self.provenance: Mapping[str, Any] = state.get("molflt", {})
+        self.seconds: float | None = self.provenance.get("seconds")
+        self.time = "-" if self.seconds is None else duration(self.seconds)
+        self.columns: _Columns = attempt(lambda: read_columns(table), {}) if table.is_file() else {}
+        files = [path / f"checkpoints/{kind}.safetensors" for kind in ("best", "last")]
+        weights = [file for file in files if file.is_file()][:1]
+        self.unmeasured: str = attempt(lambda: why_of_others(path, weights), "")
+        self.results: Results = {}
+        self.predictions: Sequence[Mapping[str, str]] = []
+        if not self.unmeasured and (path / RESULTS).is_file():
+            reading: Any = (path / RESULTS, "metrics by split in JSON", "evaluate the run again")
+            self.results = attempt(lambda: read_json(*reading), {})
+        if self.results:
+            self.predictions = attempt(lambda: read_rows(predictions), [])
+        self.errors: _Columns = attempt(lambda: _errors(self.predictions), {})
+
+    def attempt(self, read: Callable[[], Any], otherwise: Any) -> Any:
+        """Returns `read()`; subclasses may return `otherwise` if a file is damaged."""
+        return read()
 
 
 def compare(
@@ -41,7 +111,9 @@ def compare(
     """
     if pictures and out is None:
         raise ValueError("--pictures: expected --out FOLDER for the figures; got none")
-    contents = read_runs(runs)
+    paths = {Path(os.path.abspath(path)): path for path in runs}  # repeated paths count once
+    parent = Path(os.path.commonpath([path.parent for path in paths]))
+    contents = [Run(path, key.relative_to(parent).as_posix()) for key, path in paths.items()]
     text = json_format.dumps(_as_json(contents), indent=2, allow_nan=False)
     print(text if json else _as_table(contents))
     if out is not None:
@@ -93,7 +165,9 @@ def _as_table(runs: Sequence[Run]) -> str:
         ends = [f" at {best.step:,}" if best else "" for best in bests]
         values = [best.value if best else None for best in bests]
         rows.append([f"val {measure}, best", *_marked(runs, measure, values, ends)])
-    for split, name in measures_of(runs):
+    measures = [(split, name) for run in runs for split, row in run.results.items() for name in row]
+    splits = list(dict.fromkeys(split for split, _ in measures))
+    for split, name in sorted(dict.fromkeys(measures), key=lambda pair: splits.index(pair[0])):
         form = number_format(name, _metric(runs, name))
         errors = [standard_error(run, split, name) for run in runs]
         ends = ["" if error is None else f" ± {error:{form}}" for error in errors]
@@ -139,3 +213,71 @@ def _draw(runs: Sequence[Run], out: Path) -> list[Path]:
     curves = {run.name: run.columns for run in runs if "step" in run.columns}
     file = out / "curves.png"
     return [file] if overlaid_curves(curves, panels, file) else []
+
+
+def _errors(rows: Sequence[Mapping[str, str]]) -> dict[str, NDArray[np.float64]]:
+    """Returns |error_eV| by split, or an empty dictionary if this column is missing."""
+    errors: dict[str, list[float]] = {}
+    for row in rows:
+        if row.get("error_eV"):
+            errors.setdefault(row["split"], []).append(abs(float(row["error_eV"])))
+    return {split: np.array(values) for split, values in errors.items()}
+
+
+def standard_error(run: Run, split: str, name: str) -> float | None:
+    """Returns the standard error of a metric over the systems of a split; None if unknown.
+
+    The standard error of a percentage is unknown if the percentage is 0 or 100.
+    """
+    row = run.results.get(split, {})
+    value, count = row.get(name), row.get("n")
+    if value is None or not count or count < 0:
+        return None
+    errors = run.errors.get(split, np.zeros(0))
+    if name == "mae_eV" and len(errors) == count > 1:
+        return float(errors.std(ddof=1) / math.sqrt(count))
+    if name in run.metrics and run.metrics[name].unit == "%":
+        return math.sqrt(max(0.0, value * (100.0 - value)) / count) or None
+    return None
+
+
+def differences(runs: Sequence[Run]) -> dict[str, list[object]]:
+    """Returns the values of the runs for each option that differs; None if an option is missing."""
+    configs = [dict(flat_options(run.config)) for run in runs]
+    different = {}
+    for key in dict.fromkeys(key for config in configs for key in config):
+        values = [config.get(key) for config in configs]
+        if key != "run" and any(value != values[0] for value in values):
+            different[key] = values
+    return different
+
+
+def flat_options(config: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:
+    """Yields the dotted keys of a configuration and their values."""
+    for name, value in config.items():
+        if isinstance(value, Mapping) and value:
+            yield from flat_options(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def notes(runs: Sequence[Run]) -> list[str]:
+    """Returns lines describing differences that make the runs hard to compare."""
+    lines = []
+    recipes = dict.fromkeys(run.config["recipe"] for run in runs)
+    if len(recipes) > 1:
+        lines.append(f"different recipes ({', '.join(recipes)}): their metrics are not comparable")
+    for part, verb in (("train", "trained"), ("val", "validated")):
+        groups: dict[str, list[str]] = {}  # names of runs by description of their data
+        for run in runs:
+            data = run.provenance.get("data", {})
+            if part in data:
+                key = json_format.dumps(data[part], sort_keys=True)
+                groups.setdefault(key, []).append(run.name)
+        if len(groups) > 1:
+            sides = " | ".join(", ".join(names) for names in groups.values())
+            lines.append(f"different data: {sides} were {verb} on different items")
+    lines += [f"omitted: {run.unmeasured}" for run in runs if run.unmeasured]
+    if missing := [str(run.path) for run in runs if not run.results]:
+        lines.append(f"not evaluated: {', '.join(missing)}; run molflt evaluate RUN")
+    return lines

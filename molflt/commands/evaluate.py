@@ -1,7 +1,5 @@
 """``molflt evaluate``: evaluates a run as its recipe specifies."""
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Sequence
 from itertools import pairwise
@@ -10,10 +8,10 @@ from typing import Any, Literal
 
 from jsonargparse import ArgumentParser
 
-from molflt.evaluation.results import Evaluation, results_of, write_results
+from molflt.evaluation.results import Evaluation, ResultsOf, write_results
 from molflt.files import expect_writable
 from molflt.plots import further_formats
-from molflt.training.checkpoint import load_run, weights_of
+from molflt.training.checkpoint import load_run, weights_digest, weights_of
 from molflt.training.config import read_config
 from molflt.training.recipes import Recipe
 from molflt.training.run_folder import draw_curve
@@ -50,7 +48,8 @@ def evaluate(
         Metrics per split, as in results.json; results_of.json records the weights and the data.
     """
     members = [run, *(also or [])]
-    inputs = results_of([weights_of(path, checkpoint) for path in members], checkpoint)
+    digests = sorted(weights_digest(weights_of(path, checkpoint)) for path in members)
+    inputs: ResultsOf = {"checkpoint": checkpoint, "weights": digests}
     if also is None:
         model, config = load_run(run, checkpoint, device)
     else:

@@ -1,7 +1,5 @@
 """``molflt export``: writes a trained model for use and for sharing."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from molflt.data.structures.domain import DOMAIN

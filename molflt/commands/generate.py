@@ -1,7 +1,5 @@
 """``molflt generate``: text, translations or images from a trained model."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Mapping
 from itertools import islice

@@ -1,7 +1,5 @@
 """``molflt info``: a summary of a run."""
 
-from __future__ import annotations
-
 from json import dumps
 from pathlib import Path
 from typing import Any

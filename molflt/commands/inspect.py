@@ -1,10 +1,8 @@
 """``molflt data inspect``: a summary of structures as YAML or JSON."""
 
-from __future__ import annotations
-
 import itertools
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from json import dumps
 from pathlib import Path
 
@@ -19,7 +17,7 @@ from molflt.data.structures.summary import Inspected, Purpose, Summary, summariz
 
 
 def inspect(
-    path: Path | Sequence[Path],
+    path: list[Path],
     json: bool = False,
     limit: int | None = None,
     energy_key: str | None = None,
@@ -55,12 +53,11 @@ def inspect(
         refuse_idle("--recipe potential", "potentials do not read tags", {"tags": tags})
     convention = "any" if recipe == "potential" else tags or "oc20"
     reading = Reading(energy_key, convention, forces_key, stress_key)
-    if not isinstance(path, Path) and len(path) == 1:
-        path = path[0]
-    if isinstance(path, Path) and path.is_dir() and not is_one_source(path):
-        _inspect_folder(path, json, lambda source: summarize(source, limit, reading, recipe))
+    one = path[0] if len(path) == 1 else None
+    if one is not None and one.is_dir() and not is_one_source(one):
+        _inspect_folder(one, json, lambda source: summarize(source, limit, reading, recipe))
         return
-    summary = summarize(path, limit, reading, recipe).summary
+    summary = summarize(one or path, limit, reading, recipe).summary
     print(dumps(summary) if json else yaml_of(_readable(summary)))
 
 

@@ -1,7 +1,5 @@
 """``molflt predict``: predictions for structures, sentences and images."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,6 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from molflt.commands.merge import ENDINGS, made_of, noted
 from molflt.commands.options import refuse_idle
 from molflt.data.batches import Shard
 from molflt.data.images.files import read_images
@@ -26,7 +25,6 @@ from molflt.data.text.parallel import read_lines
 from molflt.evaluation.calibration import Calibration, uncertainty_of
 from molflt.evaluation.predictions import Predictions, counted_reasons, open_structures
 from molflt.evaluation.results import finite_row, write_csv
-from molflt.evaluation.shard_files import ENDINGS, made_of, merge_shards, noted
 from molflt.files import (
     atomically,
     csv_text,
@@ -182,21 +180,8 @@ def _label(model: Pretrained, files: Sequence[Path], out: Path | None, batch_siz
     _write_rows(out, rows)
 
 
-def merge(out: Path) -> None:
-    """Joins the files of all N calls of molflt predict --shard I/N, which are not removed.
-
-    The result equals the file that a single process would have written. If a shard is missing or
-    damaged, the error names it and the command that recreates it.
-
-    Args:
-        out: value of --out in these calls; .csv, .json or .extxyz.
-    """
-    print(f"{out}: {merge_shards(out):,} structures")
-
-
-def _model_and_files(run: str | None, file: Path | Sequence[Path]) -> tuple[str | None, list[Path]]:
+def _model_and_files(run: str | None, files: list[Path]) -> tuple[str | None, list[Path]]:
     """Returns the model and the files; the model may be the first of several paths."""
-    files = [Path(file)] if isinstance(file, str | Path) else list(map(Path, file))
     if run is None and len(files) > 1 and _is_run(files[0]):
         return str(files[0]), files[1:]
     if run is None and is_trained(files[0]):

@@ -1,18 +1,20 @@
 """``molflt relax``: relaxes structures with a trained potential."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Literal
 
+from ase.io import Trajectory, write
 from tqdm import tqdm
 
 from molflt.commands.options import refuse_idle
 from molflt.data.structures import Structures
 from molflt.data.structures.ase_fields import drop_labels_, not_stored
-from molflt.data.structures.sources import files_of
-from molflt.evaluation.relaxation import OptimizerName, Relaxed, readable_structures, relax_atoms
+from molflt.data.structures.base import ANY_TAGS
+from molflt.data.structures.overlaps import atoms_coincide, overlaps_of
+from molflt.data.structures.sources import Paths, files_of, named
+from molflt.evaluation.predictions import open_structures
+from molflt.evaluation.relaxation import OptimizerName, Relaxed, relax_atoms
 from molflt.files import add_row, appending, atomically, expect_ending, expect_writable, warn
 from molflt.pretrained.calculator import Calculator
 
@@ -67,7 +69,7 @@ def relax(
     calculator = Calculator(run, checkpoint, device, dtype)
     for path in (out, out.with_suffix(".csv")):  # before anything is read
         expect_writable(path, *files_of(structures))
-    dataset, calculator.overlaps_told = readable_structures(structures, skip_bad, cell)
+    dataset, calculator.overlaps_told = _readable_structures(structures, skip_bad, cell)
     if trajectories is not None:
         trajectories.mkdir(parents=True, exist_ok=True)
     bar = tqdm(total=len(dataset), unit=" structures", disable=None)
@@ -103,6 +105,23 @@ def relax(
     return _report(out, results)
 
 
+def _readable_structures(paths: Paths, skip_bad: bool, cell: bool) -> tuple[Structures, bool]:
+    """Opens the structures to relax; returns them, and True after a warning of overlaps."""
+    dataset = open_structures(paths, skip_bad, ANY_TAGS._replace(keep_atoms=True))
+    sids = []
+    for index, record in enumerate(dataset):
+        if cell and not bool(record.pbc.all()):
+            raise ValueError(
+                f"{dataset.where(index)}: --cell expects crystals, which are periodic along all "
+                f"axes; got pbc {record.pbc[0].tolist()}; omit --cell"
+            )
+        if atoms_coincide(record):
+            sids.append(int(record.sid))
+    if sids:
+        warn(overlaps_of(named(paths).name, sids, len(dataset)))
+    return dataset, bool(sids)
+
+
 def _trajectory(folder: Path, dataset: Structures, index: int, sid: int | str) -> Path:
     name = re.sub(r"[^\w.+-]", "_", str(sid))[:80]
     path = folder / f"{dataset.place(index):06d}-{name}.traj"
@@ -112,8 +131,6 @@ def _trajectory(folder: Path, dataset: Structures, index: int, sid: int | str) -
 
 def _add(out: Path, data: Structures, index: int, result: Relaxed, first: bool) -> dict[str, None]:
     """Appends a structure to `out` and a row to the table; returns messages about lost data."""
-    from ase.io import Trajectory, write
-
     atoms = result.atoms
     drop_labels_(atoms, moved=True)
     atoms.info |= {"converged": result.converged, "steps": result.steps}

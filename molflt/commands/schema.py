@@ -1,7 +1,5 @@
 """``molflt schema``: the JSON Schema of configurations, for editors."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

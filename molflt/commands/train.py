@@ -1,7 +1,5 @@
 """``molflt train``: trains the model of a recipe on its data."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

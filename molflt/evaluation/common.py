@@ -1,7 +1,5 @@
 """Functions shared by the evaluations of several recipes."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -255,27 +253,18 @@ def locality_of(
     }
 
 
-_Source = Path | Callable[[str], tuple[bytes, str]]
-"""folder of a run, or a function that returns the content of a file and its name for messages"""
+def vocabulary_of(run: Path) -> Vocabulary:
+    """Reads the vocabulary of a run."""
+    file = run / "vocabulary.json"
+    return Vocabulary.from_json(file.read_bytes(), str(file))
 
 
-def vocabulary_of(source: _Source) -> Vocabulary:
-    """Reads the vocabulary of a run or a trained model."""
-    return Vocabulary.from_json(*_content_of(source, "vocabulary.json"))
+def tokenizer_of(run: Path) -> Tokenizer:
+    """Reads the tokenizer of a run."""
+    file = run / TOKENIZER
+    return Tokenizer.from_json(file.read_bytes(), str(file))
 
 
-def tokenizer_of(source: _Source) -> Tokenizer:
-    """Reads the tokenizer of a run or a trained model."""
-    return Tokenizer.from_json(*_content_of(source, TOKENIZER))
-
-
-def classes_of(source: _Source) -> list[str]:
-    """Reads the class names of a run or a trained model."""
-    content, _ = _content_of(source, CLASSES)
-    return json.loads(content)
-
-
-def _content_of(source: _Source, name: str) -> tuple[bytes, str]:
-    if isinstance(source, Path):
-        return (source / name).read_bytes(), str(source / name)
-    return source(name)
+def classes_of(run: Path) -> list[str]:
+    """Reads the class names of a run."""
+    return json.loads((run / CLASSES).read_bytes())

@@ -1,9 +1,7 @@
 """Evaluation of energy regressors: MAE and EwT, errors by group, figures and submissions."""
 
-from __future__ import annotations
-
 import io
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +16,6 @@ from molflt.data.structures import Structures
 from molflt.data.structures.base import AS_TRAINED, Tags
 from molflt.data.structures.labels import label_faults, limit_in
 from molflt.data.structures.splits import OC20_FILES, TEST_SPLITS
-from molflt.evaluation import groups
 from molflt.evaluation.calibration import assess, check_calibration_split
 from molflt.evaluation.evaluated import EvaluationData, warn_of_labels
 from molflt.evaluation.predictions import Predictions, infer
@@ -27,6 +24,9 @@ from molflt.evaluation.results import Evaluation, Results, results_table, write_
 from molflt.files import expect_writable, warn, write_atomically
 from molflt.tasks.is2re import IS2RETask
 from molflt.training.config import Config
+
+_SIZE_RANGES = 6
+_PRINTED = 12  # groups in a printed table; the CSV file contains all
 
 
 def evaluate(
@@ -113,8 +113,8 @@ def evaluate(
     _write_arrays(out / "predictions.npz", found)
     by_group = ""
     if group_errors:
-        groups.write_groups(out, group_errors, "mae_eV")
-        by_group = groups.group_tables(group_errors)
+        write_csv(out / "errors_by_group.csv", group_errors)
+        by_group = _group_tables(group_errors)
     _draw(out, found, model)
     tables = [f" on {source.data.root}", f"{_results_table(results)}\n{baseline}", source.absent]
     tables += [spread_table, relaxation_table, by_group]
@@ -161,7 +161,7 @@ def _results_table(results: Results) -> str:
     return results_table("split", rows, names, n=("systems", 0))
 
 
-def _errors_by_group(found: Mapping[str, Predictions]) -> list[groups.GroupError]:
+def _errors_by_group(found: Mapping[str, Predictions]) -> list[dict[str, Any]]:
     """Groups the errors of labeled systems by adsorbate, metal (elements of the slab) and size."""
 
     def labeled(column_of: Callable[[Predictions], ArrayLike]) -> NDArray[Any]:
@@ -174,10 +174,70 @@ def _errors_by_group(found: Mapping[str, Predictions]) -> list[groups.GroupError
     kinds = {
         "adsorbate": labeled(lambda part: part.adsorbate),
         "slab": labeled(lambda part: part.slab),
-        "natoms": groups.size_ranges(labeled(lambda part: part.natoms)),
+        "natoms": size_ranges(labeled(lambda part: part.natoms)),
     }
     counts = [int(part.labeled.sum()) for part in found.values()]
-    return groups.errors_by_group(error, kinds, np.repeat([*found], counts))
+    return errors_by_group(error, kinds, "mae_eV", np.repeat([*found], counts))
+
+
+def errors_by_group(
+    error: NDArray[np.float64],
+    kinds: Mapping[str, NDArray[np.str_]],
+    metric: str,
+    split: NDArray[np.str_] | None = None,
+) -> list[dict[str, Any]]:
+    """Computes errors by group, as rows of errors_by_group.csv.
+
+    Args:
+        error: (systems,), absolute errors.
+        kinds: names of the group of each system, of shape (systems,), by kind. Groups of the kind
+            "natoms" are sorted by size, other groups by number of systems, largest first.
+        metric: name of the column of mean errors.
+        split: (systems,), names of splits; by default all systems form one split.
+
+    Returns:
+        The groups of each split and, under the name "all", of all systems.
+    """
+    masks = {} if split is None else {str(name): split == name for name in dict.fromkeys(split)}
+    masks["all"] = np.full(len(error), True)
+    groups = []
+    for part, mask in masks.items():
+        for kind, names in kinds.items():
+            unique, index, n = np.unique(names[mask], return_inverse=True, return_counts=True)
+            mae = np.bincount(index, error[mask]) / n
+            cells = zip(unique.tolist(), n.tolist(), mae.tolist(), strict=True)
+            of_kind = {"split": part, "kind": kind}
+            rows = [{**of_kind, "group": name, "n": k, metric: mean} for name, k, mean in cells]
+            if kind == "natoms":
+                groups += sorted(rows, key=lambda row: int(row["group"].partition("-")[0]))
+            else:
+                groups += sorted(rows, key=lambda row: (-row["n"], row["group"]))
+    return groups
+
+
+def size_ranges(natoms: NDArray[np.int64]) -> NDArray[np.str_]:
+    """Returns the range of sizes of each system, such as "20-34".
+
+    The ranges contain similar numbers of systems.
+    """
+    edges = np.unique(np.quantile(natoms, np.linspace(0, 1, _SIZE_RANGES + 1)).astype(int))
+    # Each range includes its start; the last range also includes its end.
+    last = [*(edges[1:-1] - 1), edges[-1]]
+    pairs = zip(edges.tolist(), last, strict=False)
+    names = [f"{low}-{high}" if high > low else f"{low}" for low, high in pairs]
+    return np.array(names)[np.searchsorted(edges[1:-1], natoms, side="right")]
+
+
+def _group_tables(groups: Sequence[Mapping[str, Any]]) -> str:
+    """Formats a table of errors over all splits for each kind of group, with up to 12 groups."""
+    tables = []
+    for kind, title in {"adsorbate": "adsorbate", "slab": "slab", "natoms": "atoms"}.items():
+        of_kind = [row for row in groups if (row["split"], row["kind"]) == ("all", kind)]
+        rows = {row["group"]: row for row in of_kind[:_PRINTED]}
+        tables.append(results_table(title, rows, n=("systems", 0)))
+        if more := len(of_kind) - len(rows):
+            tables[-1] += f"\n({more} more in errors_by_group.csv)"
+    return "\n\n".join(tables)
 
 
 def _draw(out: Path, found: Mapping[str, Predictions], model: nn.Module) -> None:

@@ -1,7 +1,5 @@
 """Data sets to evaluate: the data of a run or other structures."""
 
-from __future__ import annotations
-
 import io
 import warnings
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Evaluation of image classifiers and of autoregressive image models."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from functools import partial

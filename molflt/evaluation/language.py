@@ -1,7 +1,5 @@
 """Evaluation of causal and masked language models: perplexity, accuracy and attention."""
 
-from __future__ import annotations
-
 import importlib.util
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence

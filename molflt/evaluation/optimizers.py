@@ -1,7 +1,5 @@
 """Evaluation of learned optimizers for coordinates and populations on unseen problems."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -260,19 +258,23 @@ def evaluate_population(
     others = list(BASELINES) if baselines is None else list(dict.fromkeys(baselines))
     if "cma-es" in others:
         require("cma", "CMA-ES", "bench")  # fails before anything is computed
-    label = _label(config)
-    searches: dict[str, _Search] = {label: partial(_by_model, model.of_dimension(d), size)}
+    searches: dict[str, _Search] = {_label(config): partial(_by_model, model.of_dimension(d), size)}
     searches |= {name: BASELINES[name] for name in others}
     seeds = [*problem_seeds("test", runs)]
     counts = np.unique(np.linspace(size, evaluations, _POINTS).astype(int))
     curves: dict[str, dict[str, _Curve]] = {}
+    rows: list[dict[str, object]] = []
     for family in tqdm(dict.fromkeys(functions or objectives.UNSEEN), leave=False, disable=None):
         drawn = Functions.draw(family, d, [generator_of(seed, 0) for seed in seeds])
         values = {name: search(drawn, seeds, evaluations) for name, search in searches.items()}
         for name, x in values.items():  # NaN from a diverged model is not an improvement
             best = np.minimum.accumulate(np.where(np.isnan(x), np.inf, x), axis=1)[:, counts - 1]
-            curves.setdefault(family, {})[name] = np.log10(np.maximum(best, SMALLEST))
-    write_csv(out / "best_values.csv", _best_rows(curves, counts, seeds))
+            curves.setdefault(family, {})[name] = best = np.log10(np.maximum(best, SMALLEST))
+            for i, seed in enumerate(seeds):
+                label = {"function": family, "optimizer": name, "run": i, "seed": seed}
+                pairs = zip(counts.tolist(), best[i].tolist(), strict=True)
+                rows += [{**label, "evaluations": n, "log10_best": value} for n, value in pairs]
+    write_csv(out / "best_values.csv", rows)
     plots.best_values(curves, counts.astype(float), out / "best_values.png", runs)
     results, lines = {}, [("function", *searches)]
     for family, by_name in curves.items():
@@ -350,16 +352,3 @@ def _uniform(count: int, functions: Functions, generator: torch.Generator) -> Te
 def _mean_and_sd(values: NDArray[np.float64]) -> tuple[float, float]:
     defined = len(values) > 1 and bool(np.isfinite(values).all())
     return float(values.mean()), float(values.std(ddof=1)) if defined else math.nan
-
-
-def _best_rows(
-    curves: Mapping[str, Mapping[str, _Curve]], counts: NDArray[np.int64], seeds: list[int]
-) -> list[dict[str, object]]:
-    rows: list[dict[str, object]] = []
-    for family, by_name in curves.items():
-        for name, values in by_name.items():
-            for i, seed in enumerate(seeds):
-                label = {"function": family, "optimizer": name, "run": i, "seed": seed}
-                pairs = zip(counts.tolist(), values[i].tolist(), strict=True)
-                rows += [{**label, "evaluations": n, "log10_best": value} for n, value in pairs]
-    return rows

@@ -12,12 +12,13 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from molflt import plots
+from molflt.atoms import symbol
 from molflt.data.structures.base import AS_TRAINED
 from molflt.data.structures.domain import Domain
 from molflt.data.structures.force_units import unit_fault
 from molflt.data.structures.potential_data import SinglePoints
+from molflt.evaluation.energies import errors_by_group, size_ranges
 from molflt.evaluation.evaluated import EvaluationData, warn_of_labels
-from molflt.evaluation.groups import GroupError, errors_by_group, size_ranges, write_groups
 from molflt.evaluation.predictions import Predictions, infer
 from molflt.evaluation.results import Evaluation, Results, results_table, write_csv
 from molflt.files import warn
@@ -133,23 +134,21 @@ def _draw(out: Path, found: Mapping[str, Points]) -> None:
     plots.parity(energies, out / "parity.png", names, quantity, "meV/atom")
     if forces:
         plots.parity(forces, out / "forces.png", quantity="force component", unit="meV/Å")
-        write_groups(out, _force_errors(found), "mae_meV_per_A")
+        write_csv(out / "errors_by_group.csv", _force_errors(found))
 
 
-def _force_errors(found: Mapping[str, Points]) -> list[GroupError]:
+def _force_errors(found: Mapping[str, Points]) -> list[dict[str, Any]]:
     """Groups force errors in meV/Å: errors of atoms by element, errors of structures by size."""
-    from ase.data import chemical_symbols
-
     numbers = np.concatenate([part.elements for part in found.values()])
     forces = np.concatenate([part.forces for part in found.values()], axis=1)
-    symbols = np.array([chemical_symbols[z] for z in numbers])
+    symbols = np.array([symbol(z) for z in numbers])
     natoms = np.concatenate([part.energies.natoms for part in found.values()])
     mae = 1e3 * np.concatenate([part.force_mae for part in found.values()])
     known = np.isfinite(mae)
-    groups = errors_by_group(1e3 * np.abs(forces[1] - forces[0]).mean(axis=1), {"element": symbols})
+    of_atoms, metric = 1e3 * np.abs(forces[1] - forces[0]).mean(axis=1), "mae_meV_per_A"
+    groups = errors_by_group(of_atoms, {"element": symbols}, metric)
     if known.any():
-        sizes = {"natoms": size_ranges(natoms[known])}
-        groups += errors_by_group(mae[known], sizes)
+        groups += errors_by_group(mae[known], {"natoms": size_ranges(natoms[known])}, metric)
     return groups
 
 

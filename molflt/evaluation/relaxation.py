@@ -10,19 +10,22 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 import torch
+from ase import Atoms, optimize
+from ase.calculators.calculator import Calculator
+from ase.calculators.singlepoint import SinglePointCalculator
+from ase.filters import FrechetCellFilter
+from ase.geometry import find_mic
+from ase.io import write
+from ase.units import GPa
 from numpy.typing import NDArray
 
 from molflt.data.structures import Structures
-from molflt.data.structures.base import ANY_TAGS, to_atoms
-from molflt.data.structures.overlaps import atoms_coincide, overlaps_of
-from molflt.data.structures.sources import Paths, named
-from molflt.evaluation.predictions import Predictions, open_structures
+from molflt.data.structures.base import to_atoms
+from molflt.evaluation.predictions import Predictions
 from molflt.evaluation.results import Results, results_table
-from molflt.files import atomically, warn
+from molflt.files import atomically
 
 if TYPE_CHECKING:
-    from ase import Atoms
-    from ase.calculators.calculator import Calculator
     from torch_geometric.data import Data
 
 OptimizerName = Literal["lbfgs", "bfgs", "fire"]
@@ -51,26 +54,6 @@ class Relaxed(NamedTuple):
     """reason why the relaxation did not converge; empty if it did"""
 
 
-def readable_structures(paths: Paths, skip_bad: bool, cell: bool) -> tuple[Structures, bool]:
-    """Opens the structures to relax; warns if atoms coincide.
-
-    Returns the structures, and a flag that is True if two atoms of a structure coincide.
-    """
-    dataset = open_structures(paths, skip_bad, ANY_TAGS._replace(keep_atoms=True))
-    sids = []
-    for index, record in enumerate(dataset):
-        if cell and not bool(record.pbc.all()):
-            raise ValueError(
-                f"{dataset.where(index)}: --cell expects crystals, which are periodic along all "
-                f"axes; got pbc {record.pbc[0].tolist()}; omit --cell"
-            )
-        if atoms_coincide(record):
-            sids.append(int(record.sid))
-    if sids:
-        warn(overlaps_of(named(paths).name, sids, len(dataset)))
-    return dataset, bool(sids)
-
-
 def relax_atoms(
     atoms: Atoms,
     calculator: Calculator,
@@ -97,10 +80,6 @@ def relax_atoms(
         trajectory: .traj file to which the structures of all steps are written.
         on_step: function that is called with the number of each step.
     """
-    import ase.optimize
-    from ase.filters import FrechetCellFilter
-    from ase.units import GPa
-
     begin, moving = time.perf_counter(), atoms.copy()
     moving.calc = calculator
     subject = FrechetCellFilter(moving, scalar_pressure=pressure * GPa) if cell else moving
@@ -109,15 +88,17 @@ def relax_atoms(
     largest_force, virial = nan, nan  # of the last structure
     options: dict[str, Any] = {"logfile": None, "trajectory": trajectory and str(trajectory)}
     converged, count, why = False, 0, ""
-    relaxation = getattr(ase.optimize, optimizer.upper())(subject, maxstep=_LARGEST_STEP, **options)
+    relaxation = getattr(optimize, optimizer.upper())(subject, maxstep=_LARGEST_STEP, **options)
     try:
         for is_converged in relaxation.irun(fmax=fmax, steps=steps):
             converged = bool(is_converged)
-            last = _snapshot(moving, calculator)
+            last, results = moving.copy(), calculator.results
+            stored = {x: results[x] for x in ("energy", "forces", "stress") if x in results}
+            last.calc = SinglePointCalculator(last, **stored)
             largest_force = float(np.linalg.norm(moving.get_forces(), axis=1).max())
             of_cell = subject.get_forces()[len(moving) :]  # ASE treats the cell as three atoms
             virial = float(np.linalg.norm(of_cell, axis=1).max(initial=0.0))
-            energies.append(float(calculator.results["energy"]))
+            energies.append(float(results["energy"]))
             count = relaxation.nsteps
             on_step(count)
     except (ValueError, RuntimeError) as error:  # keep the last finite structure
@@ -133,16 +114,6 @@ def relax_atoms(
     moved = float(np.linalg.norm(last.positions - atoms.positions, axis=1).max())
     seconds = time.perf_counter() - begin
     return Relaxed(last, converged, count, before, after, largest_force, moved, seconds, why)
-
-
-def _snapshot(moving: Atoms, calculator: Calculator) -> Atoms:
-    """Copies a structure with the current energy, forces and stress."""
-    from ase.calculators.singlepoint import SinglePointCalculator
-
-    copy, results = moving.copy(), calculator.results
-    stored = {name: results[name] for name in ("energy", "forces", "stress") if name in results}
-    copy.calc = SinglePointCalculator(copy, **stored)
-    return copy
 
 
 def adwt(distances: _Array) -> float:
@@ -161,8 +132,6 @@ def position_error(pos: NDArray[np.floating], record: Data) -> float:
     The result is NaN without relaxed positions or free atoms. `pos` contains positions in Å, of
     shape (N, 3), and `record` is the structure with its relaxed positions.
     """
-    from ase.geometry import find_mic
-
     free = ~record.fixed.numpy()
     offset = (record.pos_relaxed.numpy() - pos)[free]
     if not len(offset) or not np.isfinite(offset).all():
@@ -182,8 +151,6 @@ def write_relaxed(
         and position_error_A, which are None if the relaxed positions are unknown; and a table of
         these metrics.
     """
-    from ase.io import write
-
     rows: Results = {}
     if folder is None:
         return rows, ""

@@ -3,8 +3,7 @@
 results_of.json records the weights and the data to which results.json belongs.
 """
 
-from __future__ import annotations
-
+import csv
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from molflt.data.structures.base import AS_TRAINED
-from molflt.files import csv_text, read_json, shown, warn, write_atomically
+from molflt.files import csv_rows, csv_text, read_json, shown, warn, write_atomically
 from molflt.metrics import Metric
 from molflt.plots.figure import FORMATS
 from molflt.training.checkpoint import weights_digest
@@ -163,14 +162,19 @@ def write_csv(path: Path, rows: Sequence[Mapping[str, object]]) -> None:
     write_atomically(path, csv_text(rows).encode())
 
 
+def read_rows(path: Path) -> list[dict[str, str]]:
+    """Returns the rows of a CSV file of an evaluation, or an empty list if it is missing."""
+    if not path.is_file():
+        return []
+    try:
+        return csv_rows(path.read_text(encoding="utf-8"))
+    except (ValueError, csv.Error) as error:
+        raise ValueError(f"{path}: expected CSV; {shown(str(error))}; evaluate again") from None
+
+
 def finite_row(columns: Mapping[str, NDArray[np.float64]], i: int) -> dict[str, float | None]:
     """Returns row i of a table, with NaN replaced by None."""
     return {name: None if np.isnan(x[i]) else float(x[i]) for name, x in columns.items()}
-
-
-def results_of(weights: Iterable[Path], checkpoint: str) -> ResultsOf:
-    """Returns a record for results_of.json that describes the evaluated weights."""
-    return {"checkpoint": checkpoint, "weights": sorted(map(weights_digest, weights))}
 
 
 def write_results(
@@ -252,12 +256,6 @@ def is_within(data: Path, source: Path) -> bool:
     if source.exists():
         return source.resolve() in (data.resolve(), *data.resolve().parents)
     return data == source or data.name == source.name
-
-
-def run_weights(run: Path) -> list[Path]:
-    """Returns a list of at most one file: the best weights of a run, otherwise the last weights."""
-    files = [run / "checkpoints" / f"{name}.safetensors" for name in ("best", "last")]
-    return [path for path in files if path.is_file()][:1]
 
 
 def why_of_others(folder: Path, weights: Sequence[Path]) -> str:

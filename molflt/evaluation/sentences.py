@@ -1,7 +1,5 @@
 """Evaluation of sentence classifiers: the metrics of GLUE, or accuracy for other tasks."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial

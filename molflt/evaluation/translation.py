@@ -1,7 +1,5 @@
 """Evaluation of translation models: BLEU, chrF, perplexity and attention."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path

@@ -5,8 +5,14 @@ imported when the first figure is drawn and does not need a display. The colors 
 of Okabe and Ito, which is accessible to color-blind readers.
 """
 
-from molflt.plots.attention import attention_matrices, substitutions
-from molflt.plots.encodings import has_bias, rpe_curves, rpe_profiles, rpe_surfaces
+from molflt.plots.attention import (
+    attention_matrices,
+    has_bias,
+    rpe_curves,
+    rpe_profiles,
+    rpe_surfaces,
+    substitutions,
+)
 from molflt.plots.figure import further_formats
 from molflt.plots.parity import calibration, parity
 from molflt.plots.structures import structure_views

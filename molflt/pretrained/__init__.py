@@ -1,7 +1,5 @@
 """Trained models from runs, exports and the Hugging Face Hub."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Trained models, read from runs and exports, and exported to a folder or the Hugging Face Hub."""
 
-from __future__ import annotations
-
 import json
 import shlex
 import tempfile

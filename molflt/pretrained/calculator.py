@@ -1,11 +1,9 @@
 """A trained potential as an ASE calculator."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -27,9 +25,6 @@ from molflt.graph.potential import Potential
 from molflt.memory import within_memory
 from molflt.pretrained.base import Pretrained, read_trained
 from molflt.training.checkpoint import device_named
-
-if TYPE_CHECKING:
-    from torch_geometric.data import Data
 
 
 def calculator_named(source: str, device: str = "auto") -> Any:
@@ -120,13 +115,22 @@ class Calculator(AseCalculator):
         system_changes: list[str] = all_changes,
     ) -> None:
         """Computes `results`; see `ase.calculators.calculator.Calculator.calculate`."""
+        from torch_geometric.data import Data
+
         super().calculate(atoms, properties, system_changes)
         given = self.atoms
         assert given is not None  # ASE keeps a copy
         whole("atomic_numbers", torch.from_numpy(given.numbers), 1, MAX_ATOMIC_NUMBER, "elements")
         self._warn_of_unused(given)
         self._warn_of_elements(set(given.numbers.tolist()), given.get_chemical_formula())
-        data = _data(given)
+        pos = torch.from_numpy(given.positions)
+        data = Data(
+            pos=pos - origin_of(pos) if len(pos) and pos.isfinite().all() else pos,
+            atomic_numbers=torch.from_numpy(given.numbers).long(),
+            cell=torch.from_numpy(given.cell.array)[None],
+            pbc=torch.from_numpy(given.pbc)[None],
+            charge=torch.from_numpy(np.array([total_charge(given) or 0.0])),
+        )
         with within_memory(lambda: f"{len(given):,} atoms", "use fewer, or dtype='float32'"):
             out = self.model(data.to(self.model.energy_std.device))
         energy = float(out["energy"][0])
@@ -174,16 +178,3 @@ class Calculator(AseCalculator):
             refuse_undescribed(new, undescribed(self.model), name)
             self._warned_elements |= new
             warn_of_elements(self.model, new, name)
-
-
-def _data(atoms: Atoms) -> Data:
-    from torch_geometric.data import Data
-
-    pos = torch.from_numpy(atoms.positions)
-    return Data(
-        pos=pos - origin_of(pos) if len(pos) and pos.isfinite().all() else pos,
-        atomic_numbers=torch.from_numpy(atoms.numbers).long(),
-        cell=torch.from_numpy(atoms.cell.array)[None],
-        pbc=torch.from_numpy(atoms.pbc)[None],
-        charge=torch.from_numpy(np.array([total_charge(atoms) or 0.0])),
-    )

@@ -1,7 +1,5 @@
 """Models of text and images: generation, classification, translation."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
@@ -14,10 +12,10 @@ from torch import Tensor
 from tqdm import tqdm
 
 from molflt.attention.checks import at_least_one
-from molflt.data.text.sentences import TASKS, Example
-from molflt.data.text.tokenizer import Tokenizer
+from molflt.data.text.sentences import CLASSES, TASKS, Example
+from molflt.data.text.tokenizer import TOKENIZER, Tokenizer
 from molflt.data.text.vocabulary import Vocabulary
-from molflt.evaluation.common import classes_of, device_of, tokenizer_of, vocabulary_of
+from molflt.evaluation.common import device_of
 from molflt.evaluation.sentences import text_logits
 from molflt.evaluation.translation import translate
 from molflt.image.classifier import ImageClassifier
@@ -50,7 +48,7 @@ class TextWriter(Pretrained):
     @cached_property
     def vocabulary(self) -> Vocabulary:
         """The vocabulary of the training text."""
-        return vocabulary_of(self.trained.content)
+        return Vocabulary.from_json(*self.trained.content("vocabulary.json"))
 
     def generate(
         self,
@@ -166,7 +164,8 @@ class _Classifier(Pretrained):
     @cached_property
     def classes(self) -> list[str]:
         """The names of the classes."""
-        return classes_of(self.trained.content)
+        classes: Any = self.trained.files.get(CLASSES)
+        return classes
 
 
 class ImageLabeler(_Classifier):
@@ -204,7 +203,7 @@ class _Tokenized(Pretrained):
     @cached_property
     def tokenizer(self) -> Tokenizer:
         """The tokenizer of the training text."""
-        return tokenizer_of(self.trained.content)
+        return Tokenizer.from_json(*self.trained.content(TOKENIZER))
 
 
 class GapFiller(_Tokenized):

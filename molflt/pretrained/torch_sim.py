@@ -1,25 +1,22 @@
 """A trained potential as a torch-sim model."""
 
-from __future__ import annotations
-
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch_geometric.data import Batch
 
 from molflt.pretrained.base import Pretrained
 from molflt.pretrained.calculator import Calculator
 
 try:
     from torch_sim.models.interface import ModelInterface
+    from torch_sim.state import SimState
 except ImportError as error:
     raise ImportError(
         "torch-sim is not installed, or incomplete; pip install molflt[torch-sim]"
     ) from error
-
-if TYPE_CHECKING:
-    from torch_sim.state import SimState
 
 
 class TorchSimModel(ModelInterface):
@@ -55,9 +52,6 @@ class TorchSimModel(ModelInterface):
             eV/Å^3. The stress is NaN for systems that are not periodic along all axes, unless
             `slab_stress` is True.
         """
-        from torch_geometric.data import Batch
-        from torch_sim.state import SimState
-
         if isinstance(state, dict):
             state = SimState(**state, masses=torch.ones_like(state["positions"][:, 0]))
         index, charge = state.system_idx, getattr(state, "charge", None)

@@ -21,8 +21,7 @@ from tqdm import tqdm
 
 from kit.rows import Rows
 from kit.systems import SYSTEMS, read_systems
-from molflt.evaluation.results import RESULTS, why_of_others
-from molflt.evaluation.runs import read_rows
+from molflt.evaluation.results import RESULTS, read_rows, why_of_others
 from molflt.files import write_atomically
 from molflt.metrics import EWT_THRESHOLD
 from molflt.training.config import read_config

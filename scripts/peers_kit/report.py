@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from molflt.data.structures import Structures
 from molflt.data.structures.sources import split_path
 from molflt.evaluation.predictions import open_structures
-from molflt.evaluation.runs import read_rows
+from molflt.evaluation.results import read_rows
 from molflt.metrics import EWT_THRESHOLD
 from molflt.plots.figure import GREY, legend_outside, picture, plain_numbers
 from peers_kit.models import FITS

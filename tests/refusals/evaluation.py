@@ -3,9 +3,9 @@ from typing import Any
 
 import numpy as np
 
+from molflt.commands.merge import merge
 from molflt.evaluation.calibration import Calibration
 from molflt.evaluation.common import named_sources
-from molflt.evaluation.shard_files import merge_shards
 from molflt.metrics import locality
 from refusals import Refusal, refused
 
@@ -32,10 +32,8 @@ ROWS = [
     Refusal(fit(19), "val_id", "at least 20", "19"),
     Refusal(fit(30, spread=0.0), "val_id", "spread", "0 eV"),
     Refusal(results, "results.json", "calibration", "evaluate these runs"),
-    Refusal(lambda folder: merge_shards(folder / "e.csv"), "e.csv", "--shard", "no shards"),
-    Refusal(
-        lambda folder: merge_shards(folder / "missing" / "e.csv"), "e.csv", "--shard", "no shards"
-    ),
+    Refusal(lambda folder: merge(folder / "e.csv"), "e.csv", "--shard", "no shards"),
+    Refusal(lambda folder: merge(folder / "missing" / "e.csv"), "e.csv", "--shard", "no shards"),
     refused(lambda: named_sources(DATA, ["val"], Path("x")), "--splits", "--data", "both"),
     refused(lambda: locality(EYE, APART, fraction=10), "fraction", "(0, 1]", "10"),
     local(2 * EYE, APART, "sum to 1", "2.0"),

@@ -1,10 +1,8 @@
-"""Sharded prediction files, and a function that merges them.
+"""``molflt merge``: joins the predictions of several processes.
 
 Each row of a shard contains the index of its structure, the numbers of rows in this shard and in
 all shards, and digests of the model and the data.
 """
-
-from __future__ import annotations
 
 import csv
 import hashlib
@@ -73,8 +71,15 @@ _FORMATS: dict[str, tuple[Callable[[str], Any], Callable[[list[_Row]], str]]] = 
 ENDINGS = tuple(_FORMATS)
 
 
-def merge_shards(out: Path) -> int:
-    """Merges all shards into one file and returns the number of structures."""
+def merge(out: Path) -> None:
+    """Joins the files of all N calls of molflt predict --shard I/N, which are not removed.
+
+    The result equals the file that a single process would have written. If a shard is missing or
+    damaged, the error names it and the command that recreates it.
+
+    Args:
+        out: value of --out in these calls; .csv, .json or .extxyz.
+    """
     expect_ending(out, *ENDINGS)
     rows: dict[int, _Row] = {}
     origins: dict[Path, str] = {}
@@ -93,7 +98,7 @@ def merge_shards(out: Path) -> int:
             )
     _, text_of = _FORMATS[out.suffix]
     write_atomically(out, text_of([rows[index] for index in sorted(rows)]).encode())
-    return len(rows)
+    print(f"{out}: {len(rows):,} structures")
 
 
 def _read_shard(path: Path, shard: Shard) -> tuple[dict[int, _Row], str]:
