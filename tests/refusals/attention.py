@@ -263,7 +263,7 @@ ROWS = [
     refused(lambda: suggest_nodes(2.5, 1.0, widest=0.5), "widest", "width=1", "0.5"),
     refused(lambda: suggest_nodes(2.5, 1.0, 1e-7), "tol", "1e-6", "1e-07"),
     refused(lambda: suggest_nodes(10.0, 1.0, 3e-2), "tol", "0.035", "0.03"),
-    refused(lambda: Mesh.of(HUGE, 0, 0.3, 5), "mesh points", "graph 0"),
+    refused(lambda: Mesh.of(HUGE, 0, 0.3, 5), "max_frequency=0.3", "reduce", "sides"),
     # cells
     refused(lambda: Decoder(16, 2, 2, refinements=2), "refinements", "remove", "2"),
     refused(lambda: Decoder(16, 2, 2, causal=True), "causal", "remove", "True"),
