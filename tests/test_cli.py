@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import yaml
+from jsonargparse import ArgumentParser
 from tiny_run import SMALL, error_of, printed, python, write_data
 
 from molflt import __version__
@@ -46,6 +47,14 @@ def parsed(line: str) -> dict[str, Any]:
 def test_words_become_arguments(line: str, expected: dict[str, Any]) -> None:
     found = parsed(line)
     assert {key: found[key] for key in expected} == expected
+
+
+def test_empty_text_is_a_value_where_it_is_the_default() -> None:
+    for words in (["x", "--prompt", ""], ["x", "--prompt="]):
+        assert parse(parser_of(("generate",), words), words).prompt == ""
+    parser = ArgumentParser()
+    parser.add_argument("--note", type=str, default="")
+    assert parse(parser, ["--note="]).note == ""
 
 
 def test_words_win_over_a_configuration(tmp_path, capsys) -> None:

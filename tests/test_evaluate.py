@@ -184,6 +184,15 @@ def test_data_elsewhere_and_no_training_split(run, energy_data, tmp_path, capsys
 
 
 @pytest.mark.usefixtures("undrawn")
+def test_the_matches_of_a_pattern_are_one_split(run, energy_data, tmp_path) -> None:
+    pattern = energy_data / "val_ood_[a]*.safetensors"
+    results = evaluate(run, data=pattern, out=tmp_path, device="cpu")
+    assert list(results) == ["all"] and results["all"]["n"] == 30
+    with pytest.raises(ValueError, match="no splits"):
+        evaluate(run, data=pattern, out=tmp_path, device="cpu", splits=["val_id"])
+
+
+@pytest.mark.usefixtures("undrawn")
 def test_bad_structures(run, tmp_path, capsys) -> None:
     """A non-finite label is refused with its sid, and omitted with skip_bad."""
     path = tmp_path / "data" / "val_id.safetensors"

@@ -269,7 +269,8 @@ def test_layers_of_ase_become_tags(layers: int, tmp_path, capsys) -> None:
     words = ["data", "inspect", str(path)]
     if layers > 2:
         line = error_of(capsys, *words)
-        assert "tags must be" in line and "read the file with --tags ase" in line
+        assert "tags must be" in line and "set --tags ase" in line
+        assert "--recipe potential" in line
     else:  # read unchanged, with a warning
         said = printed(capsys, *words).err
         assert "tags of 1 of 1 structures look like the layer numbers of ase.build" in said

@@ -69,6 +69,14 @@ def test_training_curve(tmp_path: Path, figures) -> None:
     np.testing.assert_allclose(validation.get_ydata(), [0.31, 0.42])
 
 
+def test_losses_are_means_over_the_known_tokens_of_each_bin(tmp_path: Path, figures) -> None:
+    loss = np.array([[4.0, 2.0, 1.0, np.nan], [2.0, np.nan, 3.0, np.nan]])
+    plots.losses_by_place({"text": loss}, tmp_path / "losses.png")
+    ((line,), (axes,)) = figures[0].axes[0].lines, visible(figures[0])
+    np.testing.assert_allclose(line.get_ydata(), [3.0, 2.0, 2.0, np.nan])
+    assert axes.get_xscale() == "log"
+
+
 def test_negative_metrics_are_inside_the_axes(tmp_path: Path, figures) -> None:
     text = "step,train_loss,val_mean_log_loss\n100,-0.5,-1.0\n200,-0.8,-2.0\n"
     (tmp_path / "metrics.csv").write_text(text)

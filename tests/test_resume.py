@@ -133,7 +133,7 @@ def signal_all(_):
     for worker in multiprocessing.active_children():
         twice = (signal.SIGUSR1, signal.SIGUSR1)  # the second would end the training process
         for signum in (*twice, signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
-            os.kill(worker.pid, signum)
+            subprocess.run(["kill", f"-{signum:d}", str(worker.pid)], check=True)
             time.sleep(0.1)
     os.kill(os.getpid(), signal.SIGTERM)
 

@@ -59,8 +59,11 @@ class CrossAttention(Attention):
         x is (batch * k, tokens, dim), with k consecutive rows for each of the `batch` sequences.
         """
         sequences = len(memory.key if isinstance(memory, KeyValues) else memory.context)
-        tokens = len(x) // max(1, sequences) * x.shape[1]
-        query = self.scaling(self._project(self.to_query, x.reshape(sequences, tokens, self.dim)))
+        rows, extra = divmod(len(x), max(1, sequences))
+        if extra:
+            raise ValueError(f"x must have a multiple of {sequences} sequences; got {len(x)}")
+        tokens = x.reshape(sequences, rows * x.shape[1], self.dim)
+        query = self.scaling(self._project(self.to_query, tokens))
         if isinstance(memory, KeyValues):
             out = softmax(query, memory.key, memory.value, None, memory.mask)
         else:
@@ -134,9 +137,9 @@ class Decoder(nn.Module):
 
         Args:
             x: (batch, tokens, dim).
-            context: (batch, keys, dim), tokens of the other sequence.
+            context: (batch or 1, keys, dim), tokens of the other sequence.
             positions: (batch, tokens, l), for the encoding of self-attention, if any.
-            context_mask: (batch, keys) bool, True where a token of the other sequence exists.
+            context_mask: (batch or 1, keys) bool, True where a token of the other sequence exists.
         """
         check_width(self.stack.dim, self.cross, x=x, context=context)
         check_mask(context_mask, context.shape[:2], "context_mask")

@@ -212,7 +212,7 @@ class Attention(Positioned):
             encoding: evaluated encoding of these tokens, instead of positions; layers can share it.
             key_positions: (batch, keys, l), required if the keys differ from the tokens.
             key_mask, key_weight, key_index: (batch, keys); see `Keys`.
-            context: (batch, keys, dim), tokens to attend to instead of x (cross-attention).
+            context: (batch or 1, keys, dim), tokens to attend to instead of x (cross-attention).
         """
         heads, encoding = self._prepare(x, positions, **inputs)
         return self._join(self._mix(heads, encoding)[0])
@@ -278,8 +278,7 @@ class Attention(Positioned):
         vectors as values, and takes O(N^2) memory.
         """
         heads, encoding = self._prepare(x, positions, **inputs)
-        eye = torch.eye(heads.key.shape[2], dtype=heads.key.dtype, device=heads.key.device)
-        value = eye.expand(*heads.key.shape[:2], -1, -1)
+        value = torch.eye(heads.key.shape[2]).to(heads.key).expand(*heads.key.shape[:2], -1, -1)
         return self._mix(heads._replace(value=value), encoding, keep_all=True)[0]
 
     def sums(self, x: Tensor, positions: Tensor | None = None, **inputs: Unpack[_Inputs]) -> Sums:
@@ -307,6 +306,8 @@ class Attention(Positioned):
         if context is not None and positions is not None and key_positions is None:
             raise ValueError("context needs its own positions; pass key_positions")
         check_width(self.dim, self.to_query, x=x, context=context)
+        if unknown := [name for name in keys if name not in Keys.__annotations__]:
+            raise TypeError(f"Attention.forward does not take the argument {unknown[0]!r}")
         heads = self._split(x, context, **keys)  # first, because it checks the mask
         positions, key_positions = finite_positions(positions, key_positions, keys)
         return heads, self._encode(x, encoding, positions, key_positions)
@@ -320,8 +321,7 @@ class Attention(Positioned):
     ) -> Encoding:
         """Evaluates the encoding of the layer at the positions, or checks the given encoding."""
         if encoding is None:
-            encoding = self._evaluate(self.encoded_for, x, positions, key_positions)
-            return Encoding() if encoding is None else encoding
+            return self._evaluate(self.encoded_for, x, positions, key_positions) or Encoding()
         if positions is not None or key_positions is not None:
             raise ValueError("got both positions and an encoding; pass one of them")
         kind = self.mixing if self.mixing in (SOFTMAX, TRITON) else KERNELIZED
@@ -332,15 +332,9 @@ class Attention(Positioned):
             )
         return encoding
 
-    def _split(
-        self,
-        x: Tensor,
-        context: Tensor | None = None,
-        key_mask: Tensor | None = None,
-        key_weight: Tensor | None = None,
-        key_index: Tensor | None = None,
-    ) -> _Heads:
+    def _split(self, x: Tensor, context: Tensor | None = None, **keys: Unpack[Keys]) -> _Heads:
         """Projects tokens to queries, keys, values and gates of all heads."""
+        key_mask, key_index = keys.get("key_mask"), keys.get("key_index")
         if self.causal and (context is not None or key_index is not None):
             raise ValueError("context and key_index need causal=False; got True")
         x, source = without_masked(x, key_mask, key_index, context)
@@ -351,7 +345,7 @@ class Attention(Positioned):
             index = key_index[:, None, :, None].expand(-1, self.heads, -1, self.head_dim)
             key, value = key.gather(2, index), value.gather(2, index)
         mask = None if key_mask is None else key_mask[:, None]
-        weight = log_weights(key_weight, key_mask, key)
+        weight = log_weights(keys.get("key_weight"), key_mask, key)
         gate = None if self.to_gate is None else self.to_gate(x).mT
         if gate is not None and mask is not None:
             gate = gate.masked_fill(~mask, torch.inf)  # masked tokens keep all of the past
@@ -401,10 +395,9 @@ class Attention(Positioned):
         self, query: Operand, key: Operand, heads: _Heads, encoding: Encoding, states: _States = ()
     ) -> tuple[Sums, State | None]:
         """Returns the sums of kernelized attention and the first state after the last token."""
-        form, causal, gate = self.mixing, self.causal, heads.gate
-        state = states[0] if states else None
+        causal, gate, state = self.causal, heads.gate, states[0] if states else None
         return encoding.attend(
-            query, key, heads.value, form=form, causal=causal, gate=gate, state=state
+            query, key, heads.value, form=self.mixing, causal=causal, gate=gate, state=state
         )
 
     def _join(self, out: Tensor) -> Tensor:

@@ -121,11 +121,10 @@ def normalized(words: Sequence[str], parser: ArgumentParser) -> list[str]:
     ``--splits a b`` becomes an empty list and one append for each word; ``--splits a --splits b``
     becomes the same list. Other options may be given once, except those in `_LAYERED`.
     """
-    options = options_of(parser)
-    remaining = list(words)
-    out: list[str] = []
+    options, remaining, out = options_of(parser), list(words), list[str]()
     for before, word in pairwise(["", *words]):  # an empty path would be the current folder
-        if re.fullmatch("(--[^=]+=)?", word) and "--prompt" not in (before, word[:-1]):
+        option = options.get(word[:-1] or before)
+        if re.fullmatch("(--[^=]+=)?", word) and not (option and option.default == ""):
             raise ValueError(f"{word or before or 'path'}: expected a value; got empty text")
     while remaining:
         word = remaining.pop(0)

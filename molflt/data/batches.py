@@ -3,10 +3,13 @@
 import hashlib
 import itertools
 import math
+import os
 import re
 import signal
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
+from multiprocessing import parent_process
 from pathlib import Path
 from typing import Any, ClassVar, Generic, NamedTuple, Self, TypeVar, cast
 
@@ -241,12 +244,18 @@ class BatchedData(Generic[_Items]):
 
 
 def _outlast_signals(_: int) -> None:
-    """Keeps a worker alive after signals to all processes of a run, which saves its state first."""
+    """Lets a worker end only with its parent, which saves its state after signals to a run."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if hasattr(signal, "alarm"):  # not on Windows
-        for signum in (signal.SIGHUP, signal.SIGUSR1):
-            signal.signal(signum, signal.SIG_IGN)
-        signal.signal(signal.SIGTERM, lambda *_: signal.alarm(60))  # Python may also have sent it
+    if hasattr(signal, "sigwaitinfo"):  # on Linux
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1})
+        threading.Thread(target=_await_parent, daemon=True).start()
+
+
+def _await_parent() -> None:
+    parent = parent_process()  # torch ends the worker if it has died
+    while parent and signal.sigwaitinfo({signal.SIGTERM}).si_pid != parent.pid:
+        pass
+    os._exit(0)
 
 
 def _bytes_in(item: object) -> Iterator[bytes]:

@@ -201,12 +201,13 @@ def _own_data(own: DataSet, path: Path) -> DataSet | None:
 def _splits_of(data: DataSet, is_whole: bool, chosen: Sequence[str]) -> list[str]:
     """Returns the splits to evaluate, by default all validation splits that exist."""
     if is_whole:
-        if chosen and list(chosen) != [data.root.stem]:
+        name = data.root.stem if data.root.exists() else "all"  # the matches of a pattern
+        if chosen and list(chosen) != [name]:
             raise ValueError(
                 f"{data.root}: a single file has no splits; got --splits {' '.join(chosen)}; omit "
                 "--splits, or specify a folder with --data"
             )
-        return [data.root.stem]
+        return [name]
     if chosen:
         return list(dict.fromkeys(chosen))
     if data.is_one:

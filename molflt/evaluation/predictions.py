@@ -155,8 +155,7 @@ class _Notes:
         self.adsorbed.update(numbers[tags == Tag.ADSORBATE].tolist())
         if atoms_coincide(record):
             self.overlapping.append(int(record.sid))
-        if not bool((tags > Tag.SUBSURFACE).any()):
-            self.untagged += 1
+        self.untagged += not bool((tags > Tag.SUBSURFACE).any())
 
 
 def open_structures(
@@ -404,16 +403,16 @@ def _outputs(model: nn.Module, batch: Batch, path: Path) -> Mapping[str, Tensor]
     """Evaluates the model on a batch; error messages identify its largest structure."""
 
     def described() -> str:
-        counts = batch.ptr.diff()
-        largest = int(counts.argmax())
-        sid, count = int(batch.sid[largest]), int(counts[largest])
+        count, largest = map(int, batch.ptr.diff().max(dim=0))
+        sid = int(batch.sid[largest])
         return f"{path}: a batch of {batch.num_graphs}, in which sid {sid} has {count:,} atoms"
 
     with within_memory(lambda: f"{described()},", "lower --batch-size"):
         try:
             return model(batch)
         except ValueError as error:
-            raise ValueError(f"{described()}: {error}") from None
+            text = re.sub(r"graph (\d+)", lambda m: f"sid {batch.sid[int(m[1])]}", str(error))
+            raise ValueError(f"{described()}: {text}") from None
 
 
 def _energies(out: Mapping[str, Tensor], batch: Batch, path: Path) -> NDArray[np.float64]:

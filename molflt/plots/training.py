@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import itertools
-import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -154,9 +153,8 @@ def losses_by_place(losses: Mapping[str, NDArray[np.float64]], file: Path) -> No
     with panels_of(file, 1, 1, (6.0, 3.4)) as (_, (axes,)):
         for (name, loss), color in zip(losses.items(), itertools.cycle(SERIES), strict=False):
             edges = np.unique(np.geomspace(1, loss.shape[1] + 1, _BINS).astype(int))
-            with warnings.catch_warnings():  # a short text does not reach the last positions
-                warnings.simplefilter("ignore", RuntimeWarning)
-                means = [np.nanmean(loss[:, a - 1 : b - 1]) for a, b in itertools.pairwise(edges)]
+            parts = np.split(loss, edges[1:-1] - 1, axis=1)  # a short text leaves the last empty
+            means = [np.nansum(x) / ((~np.isnan(x)).sum() or np.nan) for x in parts]
             centers = np.sqrt(edges[:-1] * (edges[1:] - 1.0))
             axes.plot(centers, means, marker="o", markersize=3, color=color, label=name)
         axes.set(xscale="log", xlabel="position / tokens", ylabel="loss / nats per token")

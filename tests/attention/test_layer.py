@@ -1,4 +1,5 @@
 import copy
+from typing import get_args, get_type_hints
 
 import contract
 import pytest
@@ -182,6 +183,19 @@ def test_masked_copies_and_contexts_may_hold_anything(mixing):
     found = attention(clean, context=context, key_mask=kept)
     torch.testing.assert_close(found, attention(clean, context=context[:, :3]))
     assert attention(x, key_mask=torch.ones(1, TOKENS, dtype=torch.bool)).isnan().all()
+
+
+@pytest.mark.parametrize("mixing", MIXINGS)
+def test_one_context_serves_all_sequences(mixing):
+    attention, x, context = Attention(DIM, HEADS, mixing=mixing), words(3), words()[:, :4]
+    kept = torch.tensor([[True, True, True, False]])
+    each = attention(x, context=context.expand(3, -1, -1), key_mask=kept.expand(3, -1))
+    torch.testing.assert_close(attention(x, context=context, key_mask=kept), each)
+
+
+@pytest.mark.parametrize("module", [Attention, Stack])
+def test_calls_have_the_type_of_a_tensor(module):
+    assert get_args(get_type_hints(module)["__call__"]) == (..., torch.Tensor)
 
 
 @pytest.mark.parametrize("feature_map", ["positive", "elu"])

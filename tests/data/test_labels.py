@@ -25,7 +25,7 @@ def test_only_adsorption_energies_are_limited_to_20_ev() -> None:
     natoms = np.full(4, 50)
     energies = np.array([-1.0, 20.0, -20.001, math.nan])
     found = label_faults(energies, natoms, required=False)
-    assert list(found) == [2] and "is -20.001 eV; expected at most 20 eV" in found[2]
+    assert list(found) == [2] and "the label is -20.001 eV; expected at most 20 eV" in found[2]
     assert list(label_faults(energies, natoms, required=True)) == [2, 3]
     totals = np.array([-200.0, -220.0, 3.0, -180.0])
     assert energy_kind(totals, natoms) == "total"
@@ -79,8 +79,8 @@ def test_formation_energies_of_crystals_have_no_limit(tmp_path: Path) -> None:
 
 ENERGIES = [-1.0, -2.0, 514.25, None, 0.5, 1.5]
 REASONS = {
-    1002: "y_relaxed is 514.250 eV; expected at most 40 eV in magnitude",  # two adsorbates
-    1003: "y_relaxed must be a finite energy in eV; got none",
+    1002: "the label is 514.250 eV; expected at most 40 eV in magnitude",  # two adsorbates
+    1003: "the label must be a finite energy in eV; got none",
 }
 
 
@@ -123,7 +123,7 @@ def test_an_absurd_label_of_one_file_is_refused_in_either_part(tmp_path: Path, p
     """If the validation part has only this label, it would look like a total energy."""
     path = tmp_path / "a.safetensors"
     write_store(path, of_energies([514.25 if i == place else -1.0 - i / 8 for i in range(8)]))
-    message = rf"a\.safetensors: sid {1000 + place}: y_relaxed is 514.250 eV; expected at most 40"
+    message = rf"a\.safetensors: sid {1000 + place}: the label is 514.250 eV; expected at most 40"
     with pytest.raises(ValueError, match=message):
         IS2REData(path).setup()
     data = IS2REData(path, skip_bad=True, val_fraction=0.5)

@@ -1,4 +1,8 @@
 import itertools
+import multiprocessing
+import signal
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -86,3 +90,37 @@ def test_an_epoch_holds_each_problem_once_and_starts_at_any_step():
     assert all(one.stop <= other.start for one, other in itertools.pairwise(ranges))
     one, other = (problems(train=count).fingerprints() for count in (10, 11))
     assert one["train"] != other["train"] and one["val"] == other["val"]
+
+
+_RUN = """
+import os
+from molflt.data.optimizers import ProblemData
+data = ProblemData(2, 4, 2)
+data.workers = 2
+data.setup()
+batches = iter(data.train_dataloader())
+next(batches)
+os.kill(os.getpid(), {signum})
+"""
+
+
+@pytest.mark.parametrize("signum", [0, signal.SIGTERM, signal.SIGKILL])
+def test_no_worker_outlives_a_run(signum):
+    """The output ends with the last process that has it open."""
+    words = [sys.executable, "-c", _RUN.format(signum=int(signum))]
+    assert subprocess.run(words, capture_output=True, timeout=55, check=False).returncode == -signum
+
+
+def test_workers_outlast_signals_to_all_processes_of_a_run():
+    made = problems()
+    made.workers = 1
+    batches = iter(made.train_dataloader())
+    next(batches)
+    (worker,) = multiprocessing.active_children()
+    for signum in ("INT", "HUP", "USR1", "TERM", "TERM"):
+        subprocess.run(["kill", "-s", signum, str(worker.pid)], check=True)
+    for _ in range(8):  # more than were read ahead
+        next(batches)
+    worker.terminate()  # as Python does at exit
+    worker.join(30)
+    assert worker.exitcode == 0

@@ -55,6 +55,12 @@ def decoded_again(before: str, after: str, batch: int = 1, normalize: str = "mas
     return layer(mixing=after, causal=True).decode(X, state=state)[0]
 
 
+def stepped(x: Tensor) -> Tensor:
+    """Decodes x, with two remembered sequences."""
+    decoder = Decoder(DIM, HEADS, 1)
+    return decoder.step(x, decoder.remember(torch.ones(2, 5, DIM)))[0]
+
+
 def line(tokens: int = 5) -> Tensor:
     return torch.arange(float(tokens))[None, :, None]
 
@@ -164,6 +170,7 @@ ROWS = [
     refused(lambda: decoded_again("linear", "softmax"), "state", "another layer"),
     refused(lambda: decoded_again("linear", "linear", normalize="unmasked"), "another layer"),
     refused(lambda: layer()(X.tolist()), "x", "torch.as_tensor", "list", error=TypeError),
+    refused(lambda: layer()(X, attn_mask=MASK), "Attention.forward", "", "attn_m", error=TypeError),
     refused(lambda: layer()(X.double()), "x", "torch.float32", "torch.float64"),
     refused(lambda: stack()(X.half()), "x", "torch.float32", "torch.float16"),
     refused(lambda: stack()(X[0]), "x", "(batch, tokens, 16)", "(5, 16)"),
@@ -173,6 +180,7 @@ ROWS = [
     refused(lambda: stack(num_feature=3), "'num_feature'", "num_features", error=TypeError),
     refused(lambda: Decoder(16, 2, 1)(X.double(), X), "x", "torch.float32", "torch.float64"),
     refused(lambda: stack(mixer="fourier", causal=True), "mixer", "causal=False", "True"),
+    refused(lambda: stepped(torch.ones(3, 1, DIM)), "x", "multiple of 2", "3"),
     refused(lambda: Stack.of([]), "block", "at least one"),
     refused(lambda: stack_of(None, layer(position())), "block 0", "", "SpectralPosition"),
     refused(lambda: stack_of(position(), TOKEN_MIXERS["fourier"](DIM)), "Spectral", "attention"),
@@ -254,7 +262,7 @@ ROWS = [
     refused(lambda: suggest_nodes(2.5, 1.0, widest=0.5), "widest", "width=1", "0.5"),
     refused(lambda: suggest_nodes(2.5, 1.0, 1e-7), "tol", "1e-6", "1e-07"),
     refused(lambda: suggest_nodes(10.0, 1.0, 3e-2), "tol", "0.035", "0.03"),
-    refused(lambda: Mesh.of(HUGE, 0, 0.3, 5), "mesh points", "graph 0"),
+    refused(lambda: Mesh.of(HUGE, 0, 0.3, 5), "max_frequency=0.3", "reduce", "sides"),
     # cells
     refused(lambda: Decoder(16, 2, 2, refinements=2), "refinements", "remove", "2"),
     refused(lambda: Decoder(16, 2, 2, causal=True), "causal", "remove", "True"),

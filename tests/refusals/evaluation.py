@@ -2,10 +2,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from tiny_run import structures
 
 from molflt.commands.merge import merge
+from molflt.data.structures.in_memory import StructuresInMemory
 from molflt.evaluation.calibration import Calibration
 from molflt.evaluation.common import named_sources
+from molflt.evaluation.predictions import infer
+from molflt.graph import EnergyRegressor
 from molflt.metrics import locality
 from refusals import Refusal, refused
 
@@ -24,6 +28,14 @@ def local(weights: Any, distances: Any, option: str, got: str = "") -> Refusal:
     return refused(lambda: locality(weights, distances), option, "", got)
 
 
+def of_charged(sid: int) -> None:
+    """Predicts structures in one batch, of which the one with this sid is charged."""
+    records = list(structures(3, first_sid=sid - 1))
+    records[1].charge[:] = 1.0
+    model = EnergyRegressor(8, 2, layers=1, ffn_dim=8, num_features=8).eval()
+    infer(model, StructuresInMemory(records), 3, "x")
+
+
 EYE = np.eye(3)
 APART = np.abs(np.arange(3)[:, None] - np.arange(3)).astype(float)
 DATA = {"train": "a.txt", "val": "b.txt", "test": None}
@@ -34,6 +46,7 @@ ROWS = [
     Refusal(results, "results.json", "calibration", "evaluate these runs"),
     Refusal(lambda folder: merge(folder / "e.csv"), "e.csv", "--shard", "no shards"),
     Refusal(lambda folder: merge(folder / "missing" / "e.csv"), "e.csv", "--shard", "no shards"),
+    refused(lambda: of_charged(101), "charge", "must be 0", "1 of sid 101"),
     refused(lambda: named_sources(DATA, ["val"], Path("x")), "--splits", "--data", "both"),
     refused(lambda: locality(EYE, APART, fraction=10), "fraction", "(0, 1]", "10"),
     local(2 * EYE, APART, "sum to 1", "2.0"),

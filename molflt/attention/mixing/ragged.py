@@ -212,7 +212,7 @@ class _Derivative(torch.autograd.Function):
 
 
 def _derivatives(names: list[str], inputs: _Inputs, tokens: Ragged) -> dict[str, Tensor]:
-    """Returns at least the derivatives of F with respect to the inputs in `names`, by name."""
+    """Returns the derivatives of F with respect to the inputs in `names`, by name."""
     by = {"state": _by_state(inputs, tokens)} if "state" in names else {}
     of_tokens = [name for name in names if name != "state"]
     return by | _by_token(of_tokens, inputs, tokens) if of_tokens else by
@@ -233,22 +233,21 @@ def _by_state(inputs: _Inputs, tokens: Ragged) -> Tensor:
 
 
 def _by_token(names: list[str], inputs: _Inputs, tokens: Ragged) -> dict[str, Tensor]:
-    """Returns derivatives of F with respect to w, phi, pos and xi: those in `names`, or more."""
+    """Returns the derivatives of F with respect to the inputs in `names`, which are of tokens."""
     from molflt.attention.mixing import triton_kernels as kernels
 
     phi, _, state, _, xi, _ = inputs
     assert state is not None
     (heads, count, m), (nodes, axes), blocks = phi.shape, xi.shape[2:], tokens.blocks
     arguments = _arguments(inputs, state.shape[-1])
-    if not {"pos", "xi"}.isdisjoint(names):  # computed together
-        names = [*names, "phi", "pos", "xi"]
+    together = [] if {"pos", "xi"}.isdisjoint(names) else ["phi", "pos", "xi"]
     shapes = {
         "w": (heads, count, state.shape[-1]),
         "phi": (heads, count, m),
         "pos": (heads, count, axes),
         "xi": (len(blocks), heads, ceil_div(m, arguments["M"]), nodes, axes),
     }
-    by = {name: phi.new_zeros(shapes[name]) for name in names}
+    by = {name: phi.new_zeros(shapes[name]) for name in (*names, *together)}
     if phi.numel():
         arguments |= {f"to_{name}": by.get(name) for name in shapes}
         kernels.token_kernel[len(blocks), heads](
@@ -256,7 +255,7 @@ def _by_token(names: list[str], inputs: _Inputs, tokens: Ragged) -> dict[str, Te
         )
     if "pos" in by:
         by |= {"pos": by["pos"].sum(dim=0), "xi": _summed(by["xi"].sum(dim=2), tokens.block_ends)}
-    return by
+    return {name: by[name] for name in names}
 
 
 def _arguments(inputs: _Inputs, width: int) -> dict[str, Any]:

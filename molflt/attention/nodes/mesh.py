@@ -15,7 +15,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from molflt.attention.checks import graph_name
 from molflt.attention.nodes.lattice import Lattice
 from molflt.attention.nodes.reciprocal import _TAPERS
 from molflt.attention.numerics import distances, sinc
@@ -59,9 +58,8 @@ class Mesh(NamedTuple):
         sides = [max(order, 2 * m + 1, n) for m, n in zip(bounds, fine, strict=True)]
         if math.prod(sides) > _MOST_POINTS:
             raise ValueError(
-                f"too many mesh points, {math.prod(sides):,}, for "
-                f"{graph_name(graph, len(lattice.dual))} with sides of {length.tolist()} Å; reduce "
-                f"max_frequency={max_frequency}"
+                f"too many mesh points, {math.prod(sides):,}, for a cell with sides of "
+                f"{length.tolist()} Å; reduce max_frequency={max_frequency}"
             )
         lows = 0, -bounds[1], -bounds[2]
         ranges = [

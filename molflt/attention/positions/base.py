@@ -1,5 +1,6 @@
 """Base class for relative positional encodings."""
 
+from collections.abc import Callable
 from typing import ClassVar, Literal
 
 import torch
@@ -102,6 +103,7 @@ class Positioned(nn.Module):
 
     position: Position | None
     dim: int  #: width of tokens
+    __call__: Callable[..., Tensor]
 
     def __init__(self, position: Position | None) -> None:
         super().__init__()

@@ -124,8 +124,7 @@ def _convert(src: Paths, dst: Path, limit: int | None, skip_bad: bool, reading: 
         return faults
 
     source = dataset.path.name + (f"{BASELINE}{dataset.baseline}" if dataset.baseline else "")
-    options = {"source": source, "quantity": dataset.quantity}
-    count = write_store(dst, records(), **options, left_out=left_out)
+    count = write_store(dst, records(), source=source, quantity=dataset.quantity, left_out=left_out)
     _report(dataset, dst, count)
     if overlapping:
         warn(overlaps_of(str(dataset.path), [*overlapping.values()], count))

@@ -114,12 +114,12 @@ def label_faults(
             beyond 20 eV; see `most_adsorption`.
     """
     missing = np.flatnonzero(~np.isfinite(energies)).tolist() if required else []
-    faults = dict.fromkeys(missing, "y_relaxed must be a finite energy in eV; got none")
+    faults = dict.fromkeys(missing, "the label must be a finite energy in eV; got none")
     if not at_pos and (kind or energy_kind(energies, natoms)) == "adsorption":
         for index in np.flatnonzero(np.abs(energies) > MOST_ADSORPTION).tolist():
             if abs(energies[index]) > (limit := limits(index)):
                 faults[index] = (
-                    f"y_relaxed is {energies[index]:.3f} eV; expected at most {limit:g} eV in "
+                    f"the label is {energies[index]:.3f} eV; expected at most {limit:g} eV in "
                     "magnitude, because the other labels look like adsorption energies"
                 )
     return dict(sorted(faults.items()))

@@ -121,8 +121,8 @@ def _known_tags(tags: _Array | None, count: int, name: str) -> Tensor:
     unknown = (kinds < min(Tag)) | (kinds > max(Tag))
     if unknown.any():
         raise ValueError(
-            f"{name}: tags must be {_TAGS}; got {int(kinds[unknown][0])}; if ase.build "
-            "numbered the layers, read the file with --tags ase (--data.tags ase when training)"
+            f"{name}: tags must be {_TAGS}; got {int(kinds[unknown][0])}; for layers of ase.build, "
+            "set --tags ase (--data.tags ase in training); for potentials, --recipe potential"
         )
     return kinds
 
