@@ -94,8 +94,6 @@ class LongRange(nn.Module):
             interaction is bounded at distances below 0.1 Å.
     """
 
-    neutral: Tensor
-
     def __init__(
         self,
         dim: int,
@@ -127,7 +125,7 @@ class LongRange(nn.Module):
         with torch.no_grad():
             self.charge.weight.mul_(_CHARGE_SCALE)
         # stored with the weights; weights saved by earlier versions lack it and are not neutral
-        self.register_buffer("neutral", torch.tensor(neutral))
+        self.neutral = nn.Buffer(torch.tensor(neutral))
         self.share = ChargeShare(dim) if total_charge else None
 
     def charges(self, h: Tensor, geometry: Geometry, neighbors: Neighbors) -> Tensor:

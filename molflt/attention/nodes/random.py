@@ -37,8 +37,6 @@ class GaussianNodes(Nodes):
 
     paper: ClassVar[str] = "2302.01925v1, eq. 5"
     random: ClassVar[bool] = True
-    eps: Tensor
-    log_sigma: Tensor
 
     def __init__(
         self,
@@ -54,11 +52,8 @@ class GaussianNodes(Nodes):
         self.num_nodes = num_nodes
         self.dim = dim
         log_sigma = torch.full((heads,), math.log(sigma))
-        if learn_sigma:
-            self.log_sigma = nn.Parameter(log_sigma)
-        else:
-            self.register_buffer("log_sigma", log_sigma)
-        self.register_buffer("eps", torch.empty(heads, num_nodes, dim))
+        self.log_sigma = nn.Parameter(log_sigma) if learn_sigma else nn.Buffer(log_sigma)
+        self.eps = nn.Buffer(torch.empty(heads, num_nodes, dim))
         self.redraw_()
 
     def _draw(self, generator: torch.Generator | None) -> Tensor:
@@ -120,7 +115,6 @@ class DensityNodes(Nodes):
 
     paper: ClassVar[str] = "2302.01925v1, eq. 7"
     random: ClassVar[bool] = True
-    unit: Tensor
 
     def __init__(self, density: ShiftInvariant, num_nodes: int = 16) -> None:
         super().__init__()
@@ -128,7 +122,7 @@ class DensityNodes(Nodes):
         self.num_nodes = num_nodes
         self.dim = density.dim
         self._density = (density,)  # a tuple hides it from the registration of submodules
-        self.register_buffer("unit", torch.empty(density.heads, num_nodes, density.dim))
+        self.unit = nn.Buffer(torch.empty(density.heads, num_nodes, density.dim))
         self.redraw_()
 
     @classmethod

@@ -221,13 +221,10 @@ class FrequencyProjection(nn.Module):
     LENGTH = 100.0  # Å, standard deviation of u
     BEND = 30.0  # Å, standard deviation of v and w; breaks linear relations among lattice vectors
 
-    vectors: Tensor  # (3, heads, m, l): u, v, w
-    turns: Tensor  # (heads, m): b
-
     def __init__(self, heads: int, num_features: int = NUM_FEATURES, dim: int = 3) -> None:
         super().__init__()
-        self.register_buffer("vectors", torch.empty(3, heads, num_features, dim))
-        self.register_buffer("turns", torch.empty(heads, num_features))
+        self.vectors = nn.Buffer(torch.empty(3, heads, num_features, dim))  # u, v, w
+        self.turns = nn.Buffer(torch.empty(heads, num_features))  # b
         self.redraw_()
 
     @torch.no_grad()
