@@ -27,13 +27,12 @@ from molflt.attention.positions.base import differences
 from molflt.attention.positions.multiplicative import MultiplicativePosition, NearField
 from molflt.attention.positions.spectral import FrequencyProjection, GraphNodes, SpectralPosition
 from molflt.attention.spectra import GaussianBasis
-from molflt.graph.dense import DenseAtoms, places_of
+from molflt.graph.dense import DenseAtoms, SizeClass, SizeClasses, places_of
 from molflt.graph.geometry import Geometry
 from molflt.graph.memory import expect_memory_of_nodes
 from molflt.graph.near import NearPairs, _bound, _Terms, in_pieces
 from molflt.graph.neighbors import Neighbors, neighbor_list
 from molflt.graph.periodic import Auto, Images, Near, OnMesh, Open, Reciprocal, make_periodic
-from molflt.graph.sizes import SizeClass, SizeClasses
 
 _KernelFactors: TypeAlias = tuple[Tensor, Tensor]
 _NARROWEST = 0.2  # Å, narrowest Gaussian of the near field

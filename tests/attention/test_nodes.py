@@ -10,8 +10,7 @@ from molflt.attention.nodes.base import hermitian
 from molflt.attention.nodes.lattice import free_extent
 from molflt.attention.nodes.random import GaussianNodes
 from molflt.attention.nodes.reciprocal import reciprocal_nodes
-from molflt.attention.nodes.shells import ShellNodes
-from molflt.attention.nodes.suggest import suggest_nodes
+from molflt.attention.nodes.shells import ShellNodes, suggest_nodes
 from molflt.attention.positions.spectral import FrequencyProjection, GraphNodes, SpectralPosition
 from molflt.attention.spectra.base import Spectrum
 from molflt.attention.spectra.gaussian import GaussianBasis

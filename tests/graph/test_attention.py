@@ -26,7 +26,7 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch_geometric.utils import to_dense_batch
 
-from molflt.graph import GraphAttention, sizes
+from molflt.graph import GraphAttention, dense
 
 
 @pytest.mark.parametrize("kind", ALL, ids=str)
@@ -229,7 +229,7 @@ def in_classes(monkeypatch, compute: Callable[[], list[Tensor]]) -> list[list[Te
     """Returns results with one class for all sizes, and with one class per size."""
     found = []
     for start in (torch.inf, 0):
-        monkeypatch.setattr(sizes, "_START", {"cpu": start})
+        monkeypatch.setattr(dense, "_START", {"cpu": start})
         found.append(compute())
     for one, other in zip(*found, strict=True):
         scale = max(1.0, float(other.detach().nan_to_num().abs().max()))

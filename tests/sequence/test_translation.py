@@ -8,8 +8,8 @@ import yaml
 from contract import EXACT, copy_attention, count_numbers
 from torch import nn
 
-from molflt.sequence.beam import beam_search
 from molflt.sequence.encoder_decoder import EncoderDecoder
+from molflt.sequence.generation import beam_search
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs" / "translation"
 SIZES = ("iwslt14", "multi30k")
