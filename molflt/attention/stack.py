@@ -98,20 +98,12 @@ class Block(nn.Module):
         return self._feed_forward(self._residual(x, mixed, self.attention_norm))
 
     def decode(
-        self,
-        x: Tensor,
-        positions: Tensor | None = None,
-        state: DecodeState | None = None,
-        *,
-        encoding: Encoding | None = None,
-        key_positions: Tensor | None = None,
+        self, x: Tensor, state: DecodeState | None = None, encoding: Encoding | None = None
     ) -> tuple[Tensor, DecodeState]:
         """Applies the block to new tokens; see `Attention.decode`."""
         check_width(self.attention.dim, self.ffn, x=x)
-        normalized = self._normalized(x, self.attention_norm)
-        mixed, state = cast(Attention, self.attention).decode(
-            normalized, positions, state, encoding=encoding, key_positions=key_positions
-        )
+        attention, normalized = self.attention, self._normalized(x, self.attention_norm)
+        mixed, state = cast(Attention, attention).decode(normalized, None, state, encoding=encoding)
         return self._feed_forward(self._residual(x, mixed, self.attention_norm)), state
 
     def _normalized(self, x: Tensor, norm: nn.Module) -> Tensor:
@@ -228,13 +220,20 @@ class Stack(Positioned):
                 f"expected at least one block and pass; got layers={len(blocks)}, {refinements=}"
             )
         attentions = [b.attention for b in blocks if isinstance(b.attention, Attention)]
-        _check_positions(attentions, position)
+        name = type(position).__name__
+        if position is not None and not attentions:
+            raise ValueError(f"{name} needs attention, which no block has; remove it")
+        for number, attention in enumerate(attentions):
+            if attention.position is not position:
+                raise ValueError(
+                    "Attention(position=...) and Stack.of(blocks, position) need the same object; "
+                    f"got {type(attention.position).__name__} in block {number}, and {name}"
+                )
+            attention.share_position()
         self.blocks = nn.ModuleList(blocks)
         self.dim = blocks[0].attention.dim
         self.position = position
         self.refinements = refinements
-        for attention in attentions:
-            attention.share_position()
         self.mixings = sorted({attention.mixing for attention in attentions})
         self._encoded_for = attentions[0].encoded_for if attentions else "linear"
         post, eps = blocks[-1].norm == "post", blocks[0].attention_norm.eps
@@ -280,7 +279,7 @@ class Stack(Positioned):
         states = [None] * len(blocks) if state is None else state.blocks
         new_states: list[DecodeState] = []
         for block, block_state in zip(blocks, states, strict=True):
-            x, new_state = block.decode(x, state=block_state, encoding=encoding)
+            x, new_state = block.decode(x, block_state, encoding)
             new_states.append(new_state)
         return self.norm(x), StackState(key_positions, new_states)
 
@@ -311,19 +310,6 @@ class Stack(Positioned):
 
     def _blocks(self) -> list[Block]:
         return cast(list[Block], list(self.blocks))
-
-
-def _check_positions(attentions: Sequence[Attention], position: Position | None) -> None:
-    """Raises ValueError unless all attention layers can share an encoding of this position."""
-    name = type(position).__name__
-    if position is not None and not attentions:
-        raise ValueError(f"{name} needs attention, which no block has; remove it")
-    for number, attention in enumerate(attentions):
-        if attention.position is not position:
-            raise ValueError(
-                "Attention(position=...) and Stack.of(blocks, position) need the same object; got "
-                f"{type(attention.position).__name__} in block {number}, and {name}"
-            )
 
 
 def _count_mixers(

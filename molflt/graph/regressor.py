@@ -238,7 +238,9 @@ class EnergyRegressor(Redrawn):
             remaining, mask = atoms.without_subsurface()
             out = self._predict(remaining)
             for name in out.keys() - {"energy"}:
-                out[name] = _restore_omitted(out[name], mask, _ATOM_AXES.get(name, 0))
+                kept, axis = out[name], _ATOM_AXES.get(name, 0)
+                shape = (*kept.shape[:axis], len(mask), *kept.shape[axis + 1 :])
+                out[name] = kept.new_zeros(shape).index_copy(axis, mask.nonzero()[:, 0], kept)
         out["energy"] = out["energy"] + atoms.geometry.sum(references) + self.baseline(batch)
         if "adsorbate_energy" in out:
             out["adsorbate_energy"] = out["adsorbate_energy"] + references
@@ -317,12 +319,6 @@ class EnergyRegressor(Redrawn):
         near_field = None if self.encoding is None else self.encoding.near_field
         same_cutoff = near_field is not None and near_field.cutoff == self.neighbor_cutoff
         return neighbors if same_cutoff else None
-
-
-def _restore_omitted(x: Tensor, mask: Tensor, axis: int) -> Tensor:
-    """Inserts zeros along an axis of atoms where `mask` (atoms,) is False."""
-    shape = (*x.shape[:axis], len(mask), *x.shape[axis + 1 :])
-    return x.new_zeros(shape).index_copy(axis, mask.nonzero()[:, 0], x)
 
 
 def _fill_added(

@@ -276,7 +276,7 @@ class AttentionMemory(Memory):
             return self.stack.norm(self.stack.one_pass(x, seen))
         for number, block in enumerate(self.stack.blocks):
             before = KeyValues(*state[2 * number : 2 * number + 2])
-            x = cast(Block, block).decode(x, state=before, encoding=seen)[0]
+            x = cast(Block, block).decode(x, before, seen)[0]
         return self.stack.norm(x)
 
     def step(self, x: Tensor, state: MemoryState, start: int) -> tuple[Tensor, MemoryState]:

@@ -205,17 +205,16 @@ def suggest_nodes(
     found = [rule for rule in rules if rule is not None]
     if not found:
         raise ValueError(f"no shells reach tol={tol:g} for 2 radius / width = {ratio:.3g}")
-    best = min(found, key=lambda rule: (rule.size, rule.error))
-    end, num_shells, radial = best.radial
+    _, error, degrees, (end, num_shells, radial) = min(found)
     options: dict[str, Any] = {
         "diameter": 2 * radius,
         "max_frequency": end / width,
         "num_shells": num_shells,
         "radial": radial,
-        "degrees": best.degrees,
+        "degrees": degrees,
     }
     by_name = {"nodes": "shells"} | {f"node_{name}": value for name, value in options.items()}
-    return _SuggestedNodes(ShellNodes(**options), best.error, by_name)
+    return _SuggestedNodes(ShellNodes(**options), error, by_name)
 
 
 class _Radial(NamedTuple):
@@ -232,15 +231,6 @@ class _Directions(NamedTuple):
     degree: int
     size: int  # number of nodes
     mask: Tensor  # (w, n), contribution of the shell to the mask of each width at each difference
-
-
-class _Rule(NamedTuple):
-    """Radii, degrees of the shells, total number of nodes, and error at the worst width."""
-
-    radial: _Radial
-    degrees: list[int]
-    size: int
-    error: float
 
 
 def _ball_pairs(ratio: float) -> tuple[Tensor, Tensor]:
@@ -271,10 +261,13 @@ def _radial_rules(ratio: float, widths: Tensor, tol: float) -> list[_Radial]:
     return [radial for _, radial in sorted(candidates)[:_MOST_RULES]]
 
 
-def _raise_degrees(ratio: float, widths: Tensor, tol: float, radial: _Radial) -> _Rule | None:
+def _raise_degrees(
+    ratio: float, widths: Tensor, tol: float, radial: _Radial
+) -> tuple[int, float, list[int], _Radial] | None:
     """Raises the degrees of shells until the error is at most `tol`; returns None if this fails.
 
     Each step changes the shell and the degree that remove the most error per additional node.
+    Returns the number of nodes, the error at the worst width, the degrees and the radii.
     """
     distance, weight = _ball_pairs(ratio)
     per_distance = 64
@@ -302,8 +295,7 @@ def _raise_degrees(ratio: float, widths: Tensor, tol: float, radial: _Radial) ->
         error = error + new.mask - chosen[shell].mask
         chosen[shell] = new
     largest = (error.square() @ weight).max().sqrt().item()
-    size = sum(rule.size for rule in chosen)
-    return _Rule(radial, [rule.degree for rule in chosen], size, largest)
+    return sum(rule.size for rule in chosen), largest, [rule.degree for rule in chosen], radial
 
 
 def _direction_choices(
