@@ -21,10 +21,10 @@ from molflt.attention.nodes.reciprocal import reciprocal_nodes
 from molflt.attention.numerics import at_least_float32, distances, fade, recomputed, uncompiled
 from molflt.attention.spectra import InversePower
 from molflt.graph.geometry import Geometry, _sum_by
-from molflt.graph.memory import expect_memory
 from molflt.graph.near import _all_pairs, sum_in_pieces
 from molflt.graph.neighbors import Neighbors, neighbor_list
 from molflt.graph.radial import softened
+from molflt.memory import expect_memory
 
 COULOMB = 14.399645  # eV Å, for two elementary charges
 _DEPTH = 4.0  # sharpness times cutoff; near terms fall below 1e-6 / r at the cutoff
