@@ -14,7 +14,7 @@ from molflt.attention.features.projections import (
 )
 from molflt.attention.nodes.base import Nodes
 from molflt.attention.numerics import randn64
-from molflt.attention.spectra import ShiftInvariant, Spectrum
+from molflt.attention.spectra import ShiftInvariant
 
 
 class GaussianNodes(Nodes):
@@ -118,19 +118,14 @@ class DensityNodes(Nodes):
 
     def __init__(self, density: ShiftInvariant, num_nodes: int = 16) -> None:
         super().__init__()
+        if not isinstance(density, ShiftInvariant):
+            raise ValueError(f"nodes='density' needs a kernel; got {type(density).__name__}")
         at_least_one(num_nodes=num_nodes)
         self.num_nodes = num_nodes
         self.dim = density.dim
         self._density = (density,)  # a tuple hides it from the registration of submodules
         self.unit = nn.Buffer(torch.empty(density.heads, num_nodes, density.dim))
         self.redraw_()
-
-    @classmethod
-    def sizes(cls, spectrum: Spectrum, num_nodes: int | None) -> dict[str, object]:
-        if not isinstance(spectrum, ShiftInvariant):
-            raise ValueError(f"nodes='density' needs a kernel; got {type(spectrum).__name__}")
-        count = {} if num_nodes is None else {"num_nodes": num_nodes}
-        return {"density": spectrum, **count}
 
     @torch.no_grad()
     def redraw_(self, generator: torch.Generator | None = None) -> None:

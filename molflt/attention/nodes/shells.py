@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from molflt.attention.checks import at_least_one, no_effect, one_of, positive
+from molflt.attention.checks import at_least_one, one_of, positive
 from molflt.attention.nodes.base import Nodes, hermitian
 from molflt.attention.numerics import gauss_rule, to_default
 from molflt.attention.spectra import Spectrum
@@ -126,11 +126,6 @@ class ShellNodes(Nodes):
 
     def sample(self, spectrum: Spectrum) -> tuple[Tensor, Tensor]:
         return self.xi, self.weights * hermitian(spectrum, self.xi)
-
-    @classmethod
-    def sizes(cls, spectrum: Spectrum, num_nodes: int | None) -> dict[str, object]:
-        no_effect("with nodes='shells'", num_nodes=num_nodes)
-        return {"dim": spectrum.dim}
 
 
 def shells(max_frequency: float, count: int, dim: int, radial: str) -> tuple[Tensor, Tensor]:
