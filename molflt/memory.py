@@ -7,6 +7,7 @@ from pathlib import Path
 
 # error messages from torch (CPU and CUDA), C++ and vesin
 _MESSAGES = re.compile(r"out of memory|not enough memory|allocate memory|bad_alloc", re.IGNORECASE)
+_SMALL = 2**26  # bytes; for smaller sizes, free memory is not measured, because this is slow
 _CGROUP, _GROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 
 
@@ -27,6 +28,14 @@ def within_memory(describe: Callable[[], str], advice: str) -> Iterator[None]:
             raise
         reason = " ".join(str(error).split())[:200] or "no details"
         raise ValueError(f"{describe()} does not fit into memory ({reason}); {advice}") from None
+
+
+def expect_memory(size: float, contents: str, advice: str) -> None:
+    """Raises MemoryError if `size` bytes, which the plural noun `contents` takes, are not free."""
+    free = available_memory() if size > _SMALL else None
+    if free is not None and size > free:
+        needed = f"{contents} take {size / 1e9:.1f} GB"
+        raise MemoryError(f"{needed}; {free / 1e9:.1f} GB are free; {advice}")
 
 
 def available_memory() -> int | None:

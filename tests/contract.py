@@ -23,6 +23,7 @@ from molflt.attention import (
     Stack,
     make_position,
 )
+from molflt.attention.checks import accepted
 from molflt.attention.encodings import Bias, Kernel, Toeplitz
 from molflt.attention.nodes.base import hermitian
 from molflt.attention.positions import SpectralPosition
@@ -533,7 +534,8 @@ def check_nodes(name: str, dim: int = 3) -> None:
     heads, count = (800, 8) if rule.random else (2, None)
     spectrum = Gaussian(heads, dim, length_range=(1.0, 1.0)).double()
     torch.nn.init.ones_(spectrum.amplitude)
-    nodes = rule(**rule.sizes(spectrum, count), **NODE_OPTIONS.get(name, {})).double()
+    sizes = accepted(rule, heads=heads, dim=dim, density=spectrum, num_nodes=count)
+    nodes = rule(**sizes, **NODE_OPTIONS.get(name, {})).double()
     nodes.redraw_(torch.Generator().manual_seed(0))
     z = points(7, dim)
     with torch.no_grad():

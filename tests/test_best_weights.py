@@ -9,7 +9,7 @@ from molflt.tasks.is2re import IS2RETask
 from molflt.tasks.language import LanguageTask
 from molflt.tasks.potential import PotentialTask, _Errors
 from molflt.tasks.sentences import SentenceTask
-from molflt.training.callbacks import _BestWeights
+from molflt.training.fit import _BestWeights
 from molflt.training.loop import _MetricsFile
 
 NAN = math.nan

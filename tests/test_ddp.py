@@ -17,7 +17,7 @@ from tiny_run import (
 )
 
 from molflt.graph import EnergyRegressor
-from molflt.training.callbacks import _LastCheckpoint
+from molflt.training.fit import _LastCheckpoint
 from molflt.training.loop import _LightningTask
 from molflt.training.run_folder import RunFolder
 

@@ -12,11 +12,12 @@ from torch import nn
 from torch_geometric.data import Batch
 
 import molflt.memory
+from molflt import memory
 from molflt.data.structures import open_dataset
 from molflt.data.structures.ase_fields import Converter
 from molflt.data.structures.store import write_store
 from molflt.evaluation.predictions import infer
-from molflt.graph import EnergyRegressor, memory, neighbors
+from molflt.graph import EnergyRegressor, neighbors
 from molflt.graph.geometry import Geometry
 
 FAILURES = {

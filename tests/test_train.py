@@ -36,9 +36,8 @@ from molflt.commands.cli import main
 from molflt.data.structures.store import StructureStore, write_store
 from molflt.graph.regressor import EnergyRegressor
 from molflt.tasks.is2re import IS2RETask, _displacement_error
-from molflt.training.callbacks import _Averages
 from molflt.training.checkpoint import load_run
-from molflt.training.fit import _warn_of_slow_average
+from molflt.training.fit import _Averages, _warn_of_slow_average
 from molflt.training.loop import _LightningTask
 from molflt.training.run_folder import best_of
 from molflt.training.start import dated_run

@@ -25,7 +25,7 @@ from molflt.attention.features import FEATURE_MAPS, PROJECTIONS, FeatureMap, Fea
 from molflt.attention.fnet import TOKEN_MIXERS
 from molflt.attention.layer import Attention
 from molflt.attention.nodes import NODES, Nodes
-from molflt.attention.nodes.suggest import suggest_nodes
+from molflt.attention.nodes.shells import suggest_nodes
 from molflt.attention.positions import POSITIONS, Position, make_position
 from molflt.attention.positions.base import MIXINGS
 from molflt.attention.spectra import SPECTRA, Spectrum

@@ -109,6 +109,12 @@ def from_options(
     return part(*arguments.args, **arguments.kwargs)
 
 
+def accepted(part: Callable[..., object], **options: object) -> dict[str, object]:
+    """Returns the options that a part takes as arguments."""
+    known = signature(part).parameters
+    return {name: value for name, value in options.items() if name in known}
+
+
 def tensors(**arguments: object) -> None:
     """Raises TypeError for the first argument that is neither a tensor nor None."""
     for name, value in arguments.items():

@@ -21,22 +21,8 @@ def convert_weights_(source: nn.Module, target: nn.Module) -> list[str]:
         target: module of the same architecture with a different attention mechanism, modified in
             place. The target keeps its random projections if the source does not have any.
     """
-    _refuse_other_logits(source, target)
-    source_weights, target_weights = source.state_dict(), target.state_dict()
-    shared = source_weights.keys() & target_weights.keys()
-    parameters = {name for name, _ in target.named_parameters()}
-    if not parameters.intersection(shared):
-        raise ValueError(
-            f"{type(source).__name__} and {type(target).__name__} do not share a parameter"
-        )
-    target.load_state_dict({name: source_weights[name] for name in shared}, strict=False)
-    return sorted(parameters.difference(shared))
-
-
-def _refuse_other_logits(source: nn.Module, target: nn.Module) -> None:
-    """Raises ValueError if the layers of the target would compute different logits."""
     modules = dict(source.named_modules())
-    for name, ours in target.named_modules():
+    for name, ours in target.named_modules():  # layers whose logits would differ
         theirs = modules.get(name)
         if not isinstance(ours, Scaling) or not isinstance(theirs, Scaling):
             continue
@@ -46,3 +32,12 @@ def _refuse_other_logits(source: nn.Module, target: nn.Module) -> None:
                 raise ValueError(f"{name}: {option}={old} in the source, {new} in the target")
         if theirs.log_temperature is not None and ours.log_temperature is None:
             raise ValueError(f"{name} of the source has a temperature; set learn_temperature=True")
+    source_weights, target_weights = source.state_dict(), target.state_dict()
+    shared = source_weights.keys() & target_weights.keys()
+    parameters = {name for name, _ in target.named_parameters()}
+    if not parameters.intersection(shared):
+        raise ValueError(
+            f"{type(source).__name__} and {type(target).__name__} do not share a parameter"
+        )
+    target.load_state_dict({name: source_weights[name] for name in shared}, strict=False)
+    return sorted(parameters.difference(shared))

@@ -11,8 +11,7 @@ from molflt.attention.features.base import Operand
 from molflt.attention.keys import check_mask, check_width, without_masked
 from molflt.attention.layer import Attention
 from molflt.attention.mixing.causal import DecodeState, KeyValues
-from molflt.attention.mixing.chunked import KeySums, key_sums, query_sums
-from molflt.attention.mixing.forms import softmax
+from molflt.attention.mixing.forms import KeySums, key_sums, query_sums, softmax
 from molflt.attention.stack import Block, Stack, StackState
 
 Memory = KeyValues | KeySums

@@ -14,8 +14,14 @@ from torch.nn import functional as F
 from molflt.attention.features import Features
 from molflt.attention.features.base import Columns, Operand
 from molflt.attention.mixing.causal import State, causal_linear
-from molflt.attention.mixing.chunked import chunk_size, linear_in_chunks
-from molflt.attention.mixing.forms import linear, linear_with_kernel, matrix_is_cheaper, quadratic
+from molflt.attention.mixing.forms import (
+    chunk_size,
+    linear,
+    linear_in_chunks,
+    linear_with_kernel,
+    matrix_is_cheaper,
+    quadratic,
+)
 from molflt.attention.mixing.mesh import MeshKernel, linear_with_mesh
 from molflt.attention.mixing.pairs import Pairs, SortedPairs, with_exact_pairs
 from molflt.attention.mixing.ragged import Ragged, Waves, ragged

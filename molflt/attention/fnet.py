@@ -107,8 +107,6 @@ class _LinearMixer(Mixer):
 
     mixing = "dense"
     takes_max_tokens = True
-    sequence_weight: Tensor
-    hidden_weight: Tensor
 
     def __init__(self, dim: int, max_tokens: int) -> None:
         super().__init__(dim)
@@ -118,8 +116,10 @@ class _LinearMixer(Mixer):
 
     def _make_weights(self) -> None:
         # As in the public FNet code, both are drawn from N(0, 0.02^2), without bias.
-        self.sequence_weight = nn.Parameter(0.02 * torch.randn(self.max_tokens, self.max_tokens))
-        self.hidden_weight = nn.Parameter(0.02 * torch.randn(self.dim, self.dim))
+        self.sequence_weight: Tensor = nn.Parameter(
+            0.02 * torch.randn(self.max_tokens, self.max_tokens)
+        )
+        self.hidden_weight: Tensor = nn.Parameter(0.02 * torch.randn(self.dim, self.dim))
 
     def mix(self, x: Tensor, key_mask: Tensor | None) -> Tensor:
         tokens = x.shape[1]
@@ -153,8 +153,8 @@ class _RandomMixer(_LinearMixer):
     mixing = "random"
 
     def _make_weights(self) -> None:
-        self.register_buffer("sequence_weight", torch.empty(self.max_tokens, self.max_tokens))
-        self.register_buffer("hidden_weight", torch.empty(self.dim, self.dim))
+        self.sequence_weight = nn.Buffer(torch.empty(self.max_tokens, self.max_tokens))
+        self.hidden_weight = nn.Buffer(torch.empty(self.dim, self.dim))
         self.redraw_()
 
     @torch.no_grad()

@@ -228,13 +228,20 @@ class Stack(Positioned):
                 f"expected at least one block and pass; got layers={len(blocks)}, {refinements=}"
             )
         attentions = [b.attention for b in blocks if isinstance(b.attention, Attention)]
-        _check_positions(attentions, position)
+        name = type(position).__name__
+        if position is not None and not attentions:
+            raise ValueError(f"{name} needs attention, which no block has; remove it")
+        for number, attention in enumerate(attentions):
+            if attention.position is not position:
+                raise ValueError(
+                    "Attention(position=...) and Stack.of(blocks, position) need the same object; "
+                    f"got {type(attention.position).__name__} in block {number}, and {name}"
+                )
+            attention.share_position()
         self.blocks = nn.ModuleList(blocks)
         self.dim = blocks[0].attention.dim
         self.position = position
         self.refinements = refinements
-        for attention in attentions:
-            attention.share_position()
         self.mixings = sorted({attention.mixing for attention in attentions})
         self._encoded_for = attentions[0].encoded_for if attentions else "linear"
         post, eps = blocks[-1].norm == "post", blocks[0].attention_norm.eps
@@ -311,19 +318,6 @@ class Stack(Positioned):
 
     def _blocks(self) -> list[Block]:
         return cast(list[Block], list(self.blocks))
-
-
-def _check_positions(attentions: Sequence[Attention], position: Position | None) -> None:
-    """Raises ValueError unless all attention layers can share an encoding of this position."""
-    name = type(position).__name__
-    if position is not None and not attentions:
-        raise ValueError(f"{name} needs attention, which no block has; remove it")
-    for number, attention in enumerate(attentions):
-        if attention.position is not position:
-            raise ValueError(
-                "Attention(position=...) and Stack.of(blocks, position) need the same object; got "
-                f"{type(attention.position).__name__} in block {number}, and {name}"
-            )
 
 
 def _count_mixers(

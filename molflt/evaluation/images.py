@@ -19,7 +19,7 @@ from molflt.evaluation import common
 from molflt.evaluation.results import Evaluation, Results, results_table, write_csv
 from molflt.image.classifier import ImageClassifier
 from molflt.memory import within_memory
-from molflt.sequence.pixels import LEVELS, PixelModel
+from molflt.sequence.language_model import LEVELS, PixelModel
 from molflt.tasks.images import ImageTask
 from molflt.training.config import Config
 

@@ -17,9 +17,9 @@ from molflt import plots
 from molflt.data.text.datamodule import PieceBlocks, TokenBlocks, read_blocks, read_pieces
 from molflt.evaluation import common
 from molflt.evaluation.results import Evaluation, Results, results_table
+from molflt.sequence.encoder import MaskedLanguageModel
 from molflt.sequence.heads import Head
 from molflt.sequence.language_model import LanguageModel
-from molflt.sequence.masked import MaskedLanguageModel
 from molflt.tasks.language import LanguageTask
 from molflt.tasks.masked import Draws, MaskedTask
 from molflt.training.config import Config

@@ -20,10 +20,9 @@ from molflt.evaluation.common import draw_encoding
 from molflt.evaluation.results import Evaluation, Results, align, write_csv
 from molflt.memory import within_memory
 from molflt.optimizers import functions as objectives
-from molflt.optimizers.coordinate import CoordinateOptimizer
+from molflt.optimizers.coordinate import AttentionMemory, CoordinateOptimizer
 from molflt.optimizers.functions import FAMILIES, HALF_WIDTH, Functions
 from molflt.optimizers.learned import LearnedOptimizer
-from molflt.optimizers.memories import AttentionMemory
 from molflt.optimizers.population import Populations
 from molflt.optimizers.population_model import PopulationModel
 from molflt.optimizers.problems import UNSEEN, Problem, image_problems

@@ -24,7 +24,7 @@ from molflt.evaluation import common
 from molflt.evaluation.results import Evaluation, Results, results_table, write_csv
 from molflt.files import warn
 from molflt.optional import require
-from molflt.sequence.classifier import SequenceClassifier
+from molflt.sequence.encoder import SequenceClassifier
 from molflt.training.config import Config
 
 _Array = NDArray[np.float64]

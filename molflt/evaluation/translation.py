@@ -16,8 +16,8 @@ from molflt.evaluation import common
 from molflt.evaluation.results import Evaluation, Results, results_table
 from molflt.files import write_atomically
 from molflt.optional import require
-from molflt.sequence.beam import beam_search
 from molflt.sequence.encoder_decoder import EncoderDecoder
+from molflt.sequence.generation import beam_search
 from molflt.tasks.translation import TranslationTask
 from molflt.training.config import Config
 

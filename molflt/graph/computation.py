@@ -14,13 +14,12 @@ from torch import Tensor, nn
 
 from molflt.attention import Attention
 from molflt.attention.positions.spectral import GraphNodes
-from molflt.graph.dense import DenseAtoms, places_of
+from molflt.graph.dense import DenseAtoms, SizeClass, places_of
 from molflt.graph.geometry import Atoms, Geometry, _starts
 from molflt.graph.near import NearPairs, _Terms
 from molflt.graph.neighbors import Neighbors, neighbor_list
 from molflt.graph.periodic import Auto, Images, OnMesh
 from molflt.graph.regressor import EnergyRegressor
-from molflt.graph.sizes import SizeClass
 
 if TYPE_CHECKING:
     from torch.export import ExportedProgram

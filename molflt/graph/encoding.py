@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from molflt.attention.checks import no_effect, one_of
+from molflt.attention.checks import no_effect, one_of, readable
 from molflt.attention.encodings import (
     TRITON,
     Bias,
@@ -27,16 +27,17 @@ from molflt.attention.positions.base import differences
 from molflt.attention.positions.multiplicative import MultiplicativePosition, NearField
 from molflt.attention.positions.spectral import FrequencyProjection, GraphNodes, SpectralPosition
 from molflt.attention.spectra import GaussianBasis
-from molflt.graph.dense import DenseAtoms, places_of
+from molflt.graph.dense import DenseAtoms, SizeClass, SizeClasses, places_of
 from molflt.graph.geometry import Geometry
-from molflt.graph.memory import expect_memory_of_nodes
 from molflt.graph.near import NearPairs, _bound, _Terms, in_pieces
 from molflt.graph.neighbors import Neighbors, neighbor_list
 from molflt.graph.periodic import Auto, Images, Near, OnMesh, Open, Reciprocal, make_periodic
-from molflt.graph.sizes import SizeClass, SizeClasses
+from molflt.memory import expect_memory
 
 _KernelFactors: TypeAlias = tuple[Tensor, Tensor]
 _NARROWEST = 0.2  # Å, narrowest Gaussian of the near field
+_WAVES_PER_PHASE = 4  # cosine and sine, of queries and of keys
+_WHILE_MADE = 1.5  # peak memory for computing waves of nodes, relative to their own memory
 GraphPositionName = Literal["none", "spectral", "multiplicative"]
 _GRAPH_POSITIONS = get_args(GraphPositionName)
 
@@ -169,7 +170,7 @@ class GraphEncoding(nn.Module):
         left_out = on_mesh if without_nodes is None else without_nodes
         nodes = self.periodic.nodes(geometry, self.position, left_out)
         if nodes is not None:
-            expect_memory_of_nodes(nodes.weights, geometry, self.position.spectrum.heads)
+            _expect_memory(nodes.weights, geometry, self.position.spectrum.heads)
         if self.near_field is None and without_nodes is None:
             return _Terms(nodes, on_mesh=on_mesh)
         if not self.periodic.lattice:
@@ -304,6 +305,22 @@ def _make_position(
 def _rounded(nodes: GraphNodes, positions: Tensor) -> GraphNodes:
     """Casts float64 nodes to the precision of the positions."""
     return GraphNodes(nodes.xi.to(positions), nodes.weights.to(positions))
+
+
+def _expect_memory(weights: Tensor, geometry: Geometry, heads: int) -> None:
+    """Raises MemoryError if waves of nodes exceed free CPU memory; `weights` is (graphs, nodes)."""
+    if not readable(weights):
+        return
+    nodes, atoms = (weights != 0).sum(dim=1), geometry.ptr.diff()
+    phases = nodes * atoms  # per graph, because classes of similar size have little padding
+    waves = _WAVES_PER_PHASE * int(phases.sum()) * heads
+    largest = int(phases.argmax()) if len(atoms) else 0
+    expect_memory(
+        _WHILE_MADE * waves * geometry.pos.element_size(),
+        f"{int(nodes[largest]):,} reciprocal nodes x {int(atoms[largest]):,} atoms x {heads} heads "
+        f"of the largest of {len(atoms)} structures, plus those of the others,",
+        "reduce max_frequency, or use periodic='mesh' (predict: --mesh-order 5)",
+    )
 
 
 def _make_near_field(heads: int, cutoff: float, position: str, exact: bool) -> NearField:

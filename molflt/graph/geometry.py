@@ -226,12 +226,14 @@ class Atoms(NamedTuple):
         whole("atomic_numbers", numbers, 1, MAX_ATOMIC_NUMBER, "elements")
         whole("tags", tags, min(Tag), max(Tag), "subsurface, surface, adsorbate; all 0 if unknown")
         dtype = at_least_float32(weight).dtype
-        charge = _charges(data, geometry, charged)
+        _numbers_of(data, geometry, "multiplicity", 1.0, "no model reads it")
+        why = None if charged else "only potentials with total_charge=True read it"
+        charge = _numbers_of(data, geometry, "charge", 0.0, why)
         geometry = geometry._replace(
             pos=pos.to(dtype),
             cell=geometry.cell.to(dtype),
             tags=tags.long(),
-            charge=None if charge is None else charge.to(dtype),
+            charge=charge.to(dtype) if charged and charge is not None else None,
         )
         return cls(geometry, numbers.long(), fixed.bool())
 
@@ -251,19 +253,13 @@ class Atoms(NamedTuple):
         return Atoms(remaining, self.numbers[mask], self.fixed[mask]), mask
 
 
-def _charges(data: "Data", geometry: Geometry, charged: bool) -> Tensor | None:
-    """Returns total charges (graphs,), in units of e, with 0 for NaN; None if unused or missing."""
-    multiplicity = _numbers_of(data, geometry, "multiplicity", unknown=1.0)
-    _expect_all(multiplicity, "multiplicity", 1.0, "no model reads it")
-    charge = _numbers_of(data, geometry, "charge", unknown=0.0)
-    if charged:
-        return charge
-    _expect_all(charge, "charge", 0.0, "only potentials with total_charge=True read it")
-    return None
+def _numbers_of(
+    data: "Data", geometry: Geometry, name: str, usual: float, why: str | None
+) -> Tensor | None:
+    """Returns numbers (graphs,), with the `usual` one for NaN; None if the data lack them.
 
-
-def _numbers_of(data: "Data", geometry: Geometry, name: str, unknown: float) -> Tensor | None:
-    """Returns numbers (graphs,), with `unknown` for NaN; None if the data lack them."""
+    Raises ValueError for unusual numbers without an effect; `why` is the reason, if there is one.
+    """
     if (values := data.get(name)) is None:
         return None
     values = torch.as_tensor(values, device=geometry.pos.device).reshape(-1)
@@ -271,17 +267,12 @@ def _numbers_of(data: "Data", geometry: Geometry, name: str, unknown: float) -> 
         raise ValueError(
             f"{name} must have shape ({geometry.graphs},), one per graph; got {tuple(values.shape)}"
         )
-    return torch.where(values.isnan(), unknown, values)
-
-
-def _expect_all(values: Tensor | None, name: str, expected: float, why: str) -> None:
-    """Raises ValueError for the first graph with another number, which has no effect."""
-    if values is None or is_traced():
-        return
-    differs = values != expected
-    if differs.any():
+    values = torch.where(values.isnan(), usual, values)
+    differs = values != usual
+    if why is not None and not is_traced() and bool(differs.any()):
         graph = int(differs.nonzero()[0])
         raise ValueError(
-            f"{name} of this model must be {expected:g}; got {float(values[graph]):g} of "
+            f"{name} of this model must be {usual:g}; got {float(values[graph]):g} of "
             f"{graph_name(graph, len(values))}; remove it, because {why}"
         )
+    return values

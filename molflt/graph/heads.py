@@ -46,8 +46,8 @@ class ElementEmbedding(nn.Embedding):
         self.described = descriptors
         if descriptors:
             table = elements.descriptors()
-            self.register_buffer("has_descriptors", table.isfinite().all(dim=1))
-            self.register_buffer("table", table.nan_to_num())
+            self.has_descriptors = nn.Buffer(table.isfinite().all(dim=1))
+            self.table = nn.Buffer(table.nan_to_num())
             self.waves = nn.Linear(table.shape[1], _WAVES)
             self.mix = nn.Linear(_WAVES, dim, bias=False)
             # Initial vectors have the size of random vectors; smaller vectors learn more slowly.
@@ -62,7 +62,7 @@ class ElementEmbedding(nn.Embedding):
             return super().forward(numbers)
         if readable(numbers):
             self.check(numbers)
-        described = self.mix(self.waves(self.get_buffer("table").to(self.weight)).sin())
+        described = self.mix(self.waves(self.table.to(self.weight)).sin())
         vectors = self.weight
         if self.training:
             vectors = vectors * (torch.rand(len(vectors), 1, device=vectors.device) >= _DROPPED)
@@ -70,7 +70,7 @@ class ElementEmbedding(nn.Embedding):
 
     def check(self, numbers: Tensor) -> None:
         """Raises ValueError for elements without descriptors, if descriptors are used."""
-        if self.described and (unknown := ~self.get_buffer("has_descriptors")[numbers]).any():
+        if self.described and (unknown := ~self.has_descriptors[numbers]).any():
             raise ValueError(
                 f"element {int(numbers[unknown][0])} does not have descriptors; expected other "
                 "elements; remove such structures, or train with --model.descriptors false"
@@ -79,7 +79,9 @@ class ElementEmbedding(nn.Embedding):
 
 def by_contact(model: nn.Module) -> tuple[bool, bool]:
     """Returns flags for slab and adsorbate atoms, True if they count by contact in all readouts."""
-    flags = [part.by_contact for part in model.modules() if isinstance(part, EnergyReadout)]
+    flags: list[Tensor] = [
+        part.by_contact for part in model.modules() if isinstance(part, EnergyReadout)
+    ]
     slab, adsorbate = torch.stack(flags).all(dim=0).tolist() if flags else (False, False)
     return slab, adsorbate
 
@@ -89,7 +91,7 @@ def undescribed(model: nn.Module) -> frozenset[int]:
     missing: set[int] = set()
     for part in model.modules():
         if isinstance(part, ElementEmbedding) and part.described:
-            missing.update((~part.get_buffer("has_descriptors")).nonzero().flatten().tolist())
+            missing.update((~part.has_descriptors).nonzero().flatten().tolist())
     return frozenset(missing - {0})
 
 
@@ -177,8 +179,6 @@ class EnergyReadout(nn.Module):
             weights, all atoms count fully.
     """
 
-    by_contact: Tensor
-
     def __init__(self, dim: int, atoms: ReadoutName = "all", cutoff: float = 5.0) -> None:
         super().__init__()
         one_of("readout", atoms, READOUTS)
@@ -186,7 +186,7 @@ class EnergyReadout(nn.Module):
         self.mlp = nn.Sequential(nn.Linear(dim, dim), nn.GELU(), nn.Linear(dim, 1))
         self.factor = nn.Embedding(len(Tag), 1)
         nn.init.constant_(self.factor.weight, 0.5 if self.sees_neighbors else 0.1)  # fewer atoms
-        self.register_buffer("by_contact", torch.tensor(READOUTS[atoms]))
+        self.by_contact = nn.Buffer(torch.tensor(READOUTS[atoms]))
 
     @torch.no_grad()
     def scale_(self, factor: float) -> None:

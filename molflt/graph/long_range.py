@@ -21,10 +21,10 @@ from molflt.attention.nodes.reciprocal import reciprocal_nodes
 from molflt.attention.numerics import at_least_float32, distances, fade, recomputed, uncompiled
 from molflt.attention.spectra import InversePower
 from molflt.graph.geometry import Geometry, _sum_by
-from molflt.graph.memory import expect_memory
 from molflt.graph.near import _all_pairs, sum_in_pieces
 from molflt.graph.neighbors import Neighbors, neighbor_list
 from molflt.graph.radial import softened
+from molflt.memory import expect_memory
 
 COULOMB = 14.399645  # eV Å, for two elementary charges
 _DEPTH = 4.0  # sharpness times cutoff; near terms fall below 1e-6 / r at the cutoff
@@ -94,8 +94,6 @@ class LongRange(nn.Module):
             interaction is bounded at distances below 0.1 Å.
     """
 
-    neutral: Tensor
-
     def __init__(
         self,
         dim: int,
@@ -127,7 +125,7 @@ class LongRange(nn.Module):
         with torch.no_grad():
             self.charge.weight.mul_(_CHARGE_SCALE)
         # stored with the weights; weights saved by earlier versions lack it and are not neutral
-        self.register_buffer("neutral", torch.tensor(neutral))
+        self.neutral = nn.Buffer(torch.tensor(neutral))
         self.share = ChargeShare(dim) if total_charge else None
 
     def charges(self, h: Tensor, geometry: Geometry, neighbors: Neighbors) -> Tensor:

@@ -14,7 +14,7 @@ from molflt.atoms import FARTHEST, LOWEST, lattice_heights, reduced_cell
 from molflt.attention.checks import graph_name
 from molflt.attention.numerics import distances, opaque, uncompiled
 from molflt.graph.geometry import Geometry
-from molflt.graph.memory import expect_memory
+from molflt.memory import expect_memory
 
 # vesin sorts atoms into cells. Beyond this number of cells, it scales all axes down and divides by
 # 0 if less than one cell remains along an axis.

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from molflt.atoms import MAX_ATOMIC_NUMBER, Tag
 from molflt.attention import Attention, Stack
@@ -106,11 +106,6 @@ class EnergyRegressor(Redrawn):
     added_later: tuple[str, ...] = ("element_energies", "readout.by_contact", "adds_baseline")
     of_data: tuple[str, ...] = (*_ENERGIES, "readout.by_contact", "adds_baseline")
     seen_by: ClassVar = {"trained_elements": "embedding.element.weight"}
-    energy_mean: Tensor
-    energy_std: Tensor
-    element_energies: Tensor
-    trained_elements: Tensor
-    adds_baseline: Tensor
 
     def __init__(
         self,
@@ -197,13 +192,13 @@ class EnergyRegressor(Redrawn):
         self.stack, self.readout = blocks, EnergyReadout(dim, readout, cutoff)
         self.sees_neighbors = self.embedding.sees_neighbors or self.readout.sees_neighbors
         self.position_head = PositionHead(dim, cutoff) if position_head else None
-        self.register_buffer("energy_mean", torch.zeros((), dtype=torch.float64))
-        self.register_buffer("energy_std", torch.ones((), dtype=torch.float64))
+        self.energy_mean = nn.Buffer(torch.zeros((), dtype=torch.float64))
+        self.energy_std = nn.Buffer(torch.ones((), dtype=torch.float64))
         by_element = torch.zeros(MAX_ATOMIC_NUMBER + 1, dtype=torch.float64)
-        self.register_buffer("element_energies", by_element)
+        self.element_energies = nn.Buffer(by_element)
         self.register_load_state_dict_pre_hook(_fill_added)
-        self.register_buffer("trained_elements", torch.zeros_like(by_element, dtype=torch.bool))
-        self.register_buffer("adds_baseline", torch.zeros((), dtype=torch.bool))
+        self.trained_elements = nn.Buffer(torch.zeros_like(by_element, dtype=torch.bool))
+        self.adds_baseline = nn.Buffer(torch.zeros((), dtype=torch.bool))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "EnergyRegressor":
         """Applies a function as in `torch.nn.Module`, but keeps the dtype of energy buffers."""
@@ -243,7 +238,9 @@ class EnergyRegressor(Redrawn):
             remaining, mask = atoms.without_subsurface()
             out = self._predict(remaining)
             for name in out.keys() - {"energy"}:
-                out[name] = _restore_omitted(out[name], mask, _ATOM_AXES.get(name, 0))
+                kept, axis = out[name], _ATOM_AXES.get(name, 0)
+                shape = (*kept.shape[:axis], len(mask), *kept.shape[axis + 1 :])
+                out[name] = kept.new_zeros(shape).index_copy(axis, mask.nonzero()[:, 0], kept)
         out["energy"] = out["energy"] + atoms.geometry.sum(references) + self.baseline(batch)
         if "adsorbate_energy" in out:
             out["adsorbate_energy"] = out["adsorbate_energy"] + references
@@ -322,12 +319,6 @@ class EnergyRegressor(Redrawn):
         near_field = None if self.encoding is None else self.encoding.near_field
         same_cutoff = near_field is not None and near_field.cutoff == self.neighbor_cutoff
         return neighbors if same_cutoff else None
-
-
-def _restore_omitted(x: Tensor, mask: Tensor, axis: int) -> Tensor:
-    """Inserts zeros along an axis of atoms where `mask` (atoms,) is False."""
-    shape = (*x.shape[:axis], len(mask), *x.shape[axis + 1 :])
-    return x.new_zeros(shape).index_copy(axis, mask.nonzero()[:, 0], x)
 
 
 def _fill_added(

@@ -64,8 +64,6 @@ class ImageClassifier(Redrawn):
     """
 
     of_data = ("image_mean", "image_std", "head.")
-    image_mean: Tensor
-    image_std: Tensor
 
     def __init__(
         self,
@@ -117,8 +115,8 @@ class ImageClassifier(Redrawn):
         self.absolute = absolute
         self.dropout = nn.Dropout(dropout)
         self.head = nn.Linear(dim, classes)
-        self.register_buffer("image_mean", torch.zeros(channels))
-        self.register_buffer("image_std", torch.ones(channels))
+        self.image_mean = nn.Buffer(torch.zeros(channels))
+        self.image_std = nn.Buffer(torch.ones(channels))
 
     def set_normalizer(self, mean: Sequence[float] | Tensor, std: Sequence[float] | Tensor) -> None:
         """Sets the mean and standard deviation that normalize images, each of shape (channels,)."""

@@ -65,7 +65,7 @@ class PopulationMask(SpectralPosition):
         super().__init__(spectrum, None)
         self.num_nodes = num_nodes
         log_width = spectrum.log_width.detach().double()
-        self.register_buffer("log_sigma", -log_width - math.log(2 * math.pi))
+        self.log_sigma = nn.Buffer(-log_width - math.log(2 * math.pi))
 
     def width(self, head_dim: int) -> int:
         return head_dim + 2 * self.num_nodes
@@ -78,7 +78,7 @@ class PopulationMask(SpectralPosition):
 
     def nodes_of(self, waves: Tensor) -> GraphNodes:
         """Computes nodes (batch, r, d) and weights from normal deviates `waves` (batch, r, d)."""
-        sigma = self.get_buffer("log_sigma").to(waves)
+        sigma = self.log_sigma.to(waves)
         each = torch.arange(len(sigma), device=waves.device)
         place = torch.arange(self.num_nodes, device=waves.device) % len(sigma)
         count = (place == each[:, None]).sum(dim=-1)  # 0 for some Gaussians if r is below T

@@ -8,8 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from molflt.optimizers.coordinate import CoordinateOptimizer
-from molflt.optimizers.memories import MemoryState
+from molflt.optimizers.coordinate import CoordinateOptimizer, MemoryState
 from molflt.optimizers.problems import Problem
 
 _FLOOR = 1e-3  # fraction of the first loss below which improvements have little weight

@@ -20,12 +20,10 @@ from molflt.evaluation.sentences import text_logits
 from molflt.evaluation.translation import translate
 from molflt.image.classifier import ImageClassifier
 from molflt.pretrained.base import Card, Pretrained
-from molflt.sequence.classifier import SequenceClassifier
+from molflt.sequence.encoder import MaskedLanguageModel, SequenceClassifier
 from molflt.sequence.encoder_decoder import EncoderDecoder
 from molflt.sequence.generation import sample
-from molflt.sequence.language_model import LanguageModel
-from molflt.sequence.masked import MaskedLanguageModel
-from molflt.sequence.pixels import START, PixelModel
+from molflt.sequence.language_model import START, LanguageModel, PixelModel
 
 IMAGES = 8  # default number of generated images
 

@@ -11,8 +11,7 @@ from molflt.metrics import Metric
 from molflt.tasks.base import Task
 
 if TYPE_CHECKING:
-    from molflt.sequence.language_model import LanguageModel
-    from molflt.sequence.pixels import PixelModel
+    from molflt.sequence.language_model import LanguageModel, PixelModel
 
 _Batch = tuple[Tensor, Tensor]
 

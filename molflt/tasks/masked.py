@@ -15,7 +15,7 @@ from molflt.tasks.language import perplexity
 
 if TYPE_CHECKING:
     from molflt.data.text.datamodule import PieceBlocks, TokenizedText
-    from molflt.sequence.masked import MaskedLanguageModel
+    from molflt.sequence.encoder import MaskedLanguageModel
 
 _Batch = tuple[Tensor, Tensor, Tensor]
 

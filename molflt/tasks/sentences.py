@@ -13,7 +13,7 @@ from molflt.metrics import Metric
 from molflt.tasks.base import Task
 
 if TYPE_CHECKING:
-    from molflt.sequence.classifier import SequenceClassifier
+    from molflt.sequence.encoder import SequenceClassifier
 
 _Batch = tuple[Tensor, Tensor, Tensor, Tensor]
 

@@ -22,7 +22,6 @@ from torch.utils.data import DataLoader
 from molflt.data.batches import BatchedData
 from molflt.files import csv_rows, csv_text, write_atomically
 from molflt.tasks.base import Task
-from molflt.training.checkpoint import Checkpoint
 from molflt.training.run_folder import RunFolder
 
 _COUNTED = ("loss", "batches", "size")  # sums over batches before those of the task
@@ -210,17 +209,14 @@ class _MetricsFile(Callback):
             self._totals = totals.to(pl_module.device)
             self._since -= self._restored["seconds"]
         if trainer.is_global_zero:
-            self._restore(trainer)
+            rows = self._rewind(trainer.global_step)
+            for logger in trainer.loggers:
+                if isinstance(logger, TensorBoardLogger):  # it has removed the rows of the step
+                    for row in rows:
+                        numbers = {name: float(cell) for name, cell in row.items() if cell}
+                        logger.log_metrics(numbers, step=int(numbers.pop("step")))
         if pl_module.task.validates_start and trainer.global_step == 0:
             self._write_validation(trainer, pl_module)
-
-    def _restore(self, trainer: pl.Trainer) -> None:
-        rows = self._rewind(trainer.global_step, _validation_due(self.folder.checkpoint))
-        for logger in trainer.loggers:
-            if isinstance(logger, TensorBoardLogger):  # it has removed the rows of the step
-                for row in rows:
-                    numbers = {name: float(cell) for name, cell in row.items() if cell}
-                    logger.log_metrics(numbers, step=int(numbers.pop("step")))
 
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
@@ -236,16 +232,18 @@ class _MetricsFile(Callback):
         """Restores the sums, which earlier versions did not save."""
         self._restored = state_dict
 
-    def _rewind(self, step: int, validates: bool) -> list[dict[str, str]]:
+    def _rewind(self, step: int) -> list[dict[str, str]]:
         """Removes rows that will be written again; returns the other rows of the last step."""
-
-        def is_repeated(row: dict[str, str]) -> bool:
-            # Only training rows have a learning rate. Early stopping writes one of sums it saves.
-            return bool(self._restored) if row["lr"] else validates
-
+        validates = False  # again, if the checkpoint was saved before the end of a validation
+        if self.folder.checkpoint is not None:
+            loops = self.folder.checkpoint["loops"]["fit_loop"]
+            progress = loops["epoch_loop.val_loop.batch_progress"]["total"]
+            validates = progress["processed"] < progress["ready"]
         rows = self._read() if step > 0 else []
         earlier = [row for number, row in rows if number < step]
-        last = [row for number, row in rows if number == step and not is_repeated(row)]
+        # Only training rows have a learning rate. Early stopping writes one of sums it saves.
+        last = [row for number, row in rows if number == step]
+        last = [row for row in last if not (self._restored if row["lr"] else validates)]
         write_atomically(self.path, csv_text(earlier + last, self.columns).encode())
         return last
 
@@ -325,11 +323,3 @@ class _MetricsFile(Callback):
         if trainer.should_stop and self._totals is not None:  # early stopping
             # the sums are kept, because training may resume with more patience
             self._log_training(trainer, pl_module, self._totals)
-
-
-def _validation_due(checkpoint: Checkpoint | None) -> bool:
-    """Returns True if a checkpoint was saved before the end of a validation."""
-    if checkpoint is None:
-        return False
-    progress = checkpoint["loops"]["fit_loop"]["epoch_loop.val_loop.batch_progress"]["total"]
-    return bool(progress["processed"] < progress["ready"])

@@ -54,14 +54,14 @@ RECIPES: dict[str, Recipe] = {
         "molflt.evaluation.language:evaluate",
     ),
     "masked_language": Recipe(
-        "molflt.sequence.masked:MaskedLanguageModel",
+        "molflt.sequence.encoder:MaskedLanguageModel",
         "molflt.data.text.datamodule:TokenizedText",
         "molflt.tasks.masked:MaskedTask",
         "molflt.evaluation.language:evaluate_masked",
         relatives=("sentences",),
     ),
     "sentences": Recipe(
-        "molflt.sequence.classifier:SequenceClassifier",
+        "molflt.sequence.encoder:SequenceClassifier",
         "molflt.data.text.sentences:SentenceData",
         "molflt.tasks.sentences:SentenceTask",
         "molflt.evaluation.sentences:evaluate",
@@ -80,7 +80,7 @@ RECIPES: dict[str, Recipe] = {
         "molflt.evaluation.images:evaluate",
     ),
     "image_generation": Recipe(
-        "molflt.sequence.pixels:PixelModel",
+        "molflt.sequence.language_model:PixelModel",
         "molflt.data.images.datamodule:PixelData",
         "molflt.tasks.language:PixelTask",
         "molflt.evaluation.images:evaluate_pixels",

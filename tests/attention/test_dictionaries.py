@@ -8,6 +8,7 @@ from scipy.special import gammainc
 from torch import Tensor
 
 from molflt.attention import FEATURE_MAPS, NODES, PROJECTIONS, SPECTRA, TOKEN_MIXERS, make_position
+from molflt.attention.checks import accepted
 from molflt.attention.decoder import Decoder
 from molflt.attention.spectra import Gaussian, InversePower, ShiftInvariant
 from molflt.attention.spectra.inverse_power import POWERS
@@ -41,7 +42,9 @@ REDRAWN = {
     **{f"map {name}": lambda make=make: make(8, 2) for name, make in FEATURE_MAPS.items()},
     **{f"rows {name}": lambda make=make: make(2, 20, 7) for name, make in PROJECTIONS.items()},
     **{
-        f"nodes {name}": lambda rule=rule: rule(**rule.sizes(Gaussian(2), 8))
+        f"nodes {name}": lambda rule=rule: rule(
+            **accepted(rule, heads=2, density=Gaussian(2), num_nodes=8)
+        )
         for name, rule in NODES.items()
         if rule.random
     },

@@ -4,7 +4,7 @@ import torch
 from contract import EXACT, HEADS, Combination
 
 from molflt.attention import FEATURE_MAPS, Attention, CrossAttention, Features, make_position
-from molflt.attention.mixing import causal, chunked
+from molflt.attention.mixing import causal, forms
 from molflt.attention.mixing.causal import causal_linear
 from molflt.attention.mixing.forms import linear, quadratic
 from molflt.attention.mixing.sums import Sums
@@ -229,9 +229,9 @@ def test_floor_is_that_of_the_sum_in_every_form(feature_map, monkeypatch):
     cross = CrossAttention(DIM, HEADS, feature_map=feature_map, floor=floor).double()
     cross.load_state_dict(linear.state_dict())
     torch.testing.assert_close(cross.recall(x, cross.remember(x)), expected, **EXACT)
-    monkeypatch.setattr(chunked, "_LONG", 0)
-    monkeypatch.setattr(chunked, "_LEAST", 5)
-    monkeypatch.setattr(chunked, "_AT_ONCE", 1)
+    monkeypatch.setattr(forms, "_LONG", 0)
+    monkeypatch.setattr(forms, "_LEAST", 5)
+    monkeypatch.setattr(forms, "_AT_ONCE", 1)
     torch.testing.assert_close(linear(x), expected, **EXACT)
 
 

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch_geometric.utils import to_dense_batch
 
-from molflt.graph import GraphAttention, sizes
+from molflt.graph import GraphAttention, dense
 
 
 @pytest.mark.parametrize("kind", ALL, ids=str)
@@ -239,7 +239,7 @@ def test_classes_are_the_padded_batch(kind, monkeypatch):
     layer, graphs = kind.build(), [*mixed(), graph("slab", 9), graph("crystal", 12)]
     found = []
     for start in (torch.inf, 0):
-        monkeypatch.setattr(sizes, "_START", {"cpu": start})
+        monkeypatch.setattr(dense, "_START", {"cpu": start})
         found.append(with_gradients(layer, graphs))
     for one, other in zip(*found, strict=True):
         scale = max(1.0, float(other.nan_to_num().abs().max()))

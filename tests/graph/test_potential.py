@@ -282,12 +282,12 @@ def test_nodes_and_pairs_in_pieces_are_the_same(monkeypatch, atoms):
 
 def test_pairs_of_large_molecules_are_limited_before_allocation(monkeypatch):
     model, atoms = potential(long_range=[1], far_field=False), data(ethanol())
-    monkeypatch.setattr("molflt.graph.memory._SMALL", 0)
+    monkeypatch.setattr("molflt.memory._SMALL", 0)
     monkeypatch.setattr("molflt.graph.neighbors.expect_memory", lambda *_: None)
-    monkeypatch.setattr("molflt.graph.memory.available_memory", lambda: 200 * 9**2 - 1)
+    monkeypatch.setattr("molflt.memory.available_memory", lambda: 200 * 9**2 - 1)
     with pytest.raises(MemoryError, match=r"pairs of up to 9 atoms .* set pbc"):
         model(atoms)
-    monkeypatch.setattr("molflt.graph.memory.available_memory", lambda: 200 * 9**2)
+    monkeypatch.setattr("molflt.memory.available_memory", lambda: 200 * 9**2)
     model(atoms)
 
 

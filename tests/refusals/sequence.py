@@ -13,8 +13,7 @@ from molflt.sequence import (
     TokenEncoder,
     sample,
 )
-from molflt.sequence.beam import beam_search
-from molflt.sequence.generation import _choose
+from molflt.sequence.generation import _choose, beam_search
 from molflt.sequence.published import options_of
 from refusals import refused
 

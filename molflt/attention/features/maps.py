@@ -62,10 +62,9 @@ class _Favor2020Features(_TrigonometricFeatures):
 
     paper = "2006.03555, eqs. 5-12"
     per_row = 1
-    phase: Tensor
 
     def _make_parameters(self, rows: int, projection: str) -> None:
-        self.register_buffer("phase", torch.empty(self.heads, 1, rows))
+        self.phase = nn.Buffer(torch.empty(self.heads, 1, rows))
         self._draw_phase()
 
     def redraw_(self, generator: torch.Generator | None = None) -> None:

@@ -11,7 +11,8 @@ from molflt.attention.spectra import Spectrum
 class Nodes(nn.Module):
     """Base class for rules with nodes xi_s and weights c_s: integral g ~= sum_s c_s g(xi_s).
 
-    A new rule overrides `forward` and is registered in `NODES`.
+    A new rule overrides `forward` and is registered in `NODES`. Its constructor may take the heads
+    and the dim of a spectrum, the spectrum itself as `density`, and `num_nodes`.
     """
 
     paper: ClassVar[str] = ""  #: source of the rule
@@ -31,12 +32,6 @@ class Nodes(nn.Module):
 
     def redraw_(self, generator: torch.Generator | None = None) -> None:
         """Draws new nodes in place; use the same seed on every rank."""
-
-    @classmethod
-    def sizes(cls, spectrum: Spectrum, num_nodes: int | None) -> dict[str, object]:
-        """Returns the constructor arguments that follow from the spectrum and `num_nodes`."""
-        count = {} if num_nodes is None else {"num_nodes": num_nodes}
-        return {"heads": spectrum.heads, "dim": spectrum.dim, **count}
 
     def check(self, spectrum: Spectrum) -> None:
         """Raises ValueError if these nodes cannot sample the spectrum."""

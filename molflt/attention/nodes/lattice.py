@@ -76,7 +76,12 @@ def _largest(x: Tensor, graph: Tensor, graphs: int) -> Tensor:
 
 def _sorted_rows(cell: Tensor, pbc: Tensor) -> tuple[Tensor, Tensor]:
     """Returns periodic lattice vectors, then unit normals (b, 3, 3), and a mask of the vectors."""
-    cell = _reduced(at_least_float32(cell), pbc)  # cross products of skewed cells lose digits
+    # Gauss reduction, because cross products of skewed cells lose digits
+    cell = at_least_float32(cell).masked_fill(~pbc[..., None], 0.0)
+    combination, dependent = _gauss_reduction(cell.detach().double())
+    # Elementwise products and sums leave a reduced cell bitwise unchanged.
+    cell = (combination.to(cell.dtype)[..., None] * cell[:, None]).sum(dim=2)
+    cell = cell.masked_fill(dependent[..., None], 0.0)
     order = (~pbc).to(torch.uint8).argsort(dim=1, stable=True)
     cell = cell.gather(1, order[..., None].expand(-1, -1, 3))
     periodic = pbc.gather(1, order)
@@ -95,15 +100,6 @@ def _sorted_rows(cell: Tensor, pbc: Tensor) -> tuple[Tensor, Tensor]:
     if not torch.compiler.is_compiling():
         _check_rows(rows.detach(), periodic)
     return rows, periodic
-
-
-def _reduced(cell: Tensor, pbc: Tensor) -> Tensor:
-    """Shortens lattice vectors by Gauss reduction; sets the rows of nonperiodic axes to 0."""
-    rows = cell.masked_fill(~pbc[..., None], 0.0)
-    combination, dependent = _gauss_reduction(rows.detach().double())
-    # Elementwise products and sums leave a reduced cell bitwise unchanged.
-    reduced = (combination.to(rows.dtype)[..., None] * rows[:, None]).sum(dim=2)
-    return reduced.masked_fill(dependent[..., None], 0.0)
 
 
 @opaque(lambda cell: (torch.empty_like(cell), cell.new_empty(cell.shape[:2], dtype=torch.bool)))

@@ -14,7 +14,7 @@ from molflt.attention.features.projections import (
 )
 from molflt.attention.nodes.base import Nodes
 from molflt.attention.numerics import randn64
-from molflt.attention.spectra import ShiftInvariant, Spectrum
+from molflt.attention.spectra import ShiftInvariant
 
 
 class GaussianNodes(Nodes):
@@ -37,8 +37,6 @@ class GaussianNodes(Nodes):
 
     paper: ClassVar[str] = "2302.01925v1, eq. 5"
     random: ClassVar[bool] = True
-    eps: Tensor
-    log_sigma: Tensor
 
     def __init__(
         self,
@@ -54,11 +52,8 @@ class GaussianNodes(Nodes):
         self.num_nodes = num_nodes
         self.dim = dim
         log_sigma = torch.full((heads,), math.log(sigma))
-        if learn_sigma:
-            self.log_sigma = nn.Parameter(log_sigma)
-        else:
-            self.register_buffer("log_sigma", log_sigma)
-        self.register_buffer("eps", torch.empty(heads, num_nodes, dim))
+        self.log_sigma = nn.Parameter(log_sigma) if learn_sigma else nn.Buffer(log_sigma)
+        self.eps = nn.Buffer(torch.empty(heads, num_nodes, dim))
         self.redraw_()
 
     def _draw(self, generator: torch.Generator | None) -> Tensor:
@@ -120,23 +115,17 @@ class DensityNodes(Nodes):
 
     paper: ClassVar[str] = "2302.01925v1, eq. 7"
     random: ClassVar[bool] = True
-    unit: Tensor
 
     def __init__(self, density: ShiftInvariant, num_nodes: int = 16) -> None:
         super().__init__()
+        if not isinstance(density, ShiftInvariant):
+            raise ValueError(f"nodes='density' needs a kernel; got {type(density).__name__}")
         at_least_one(num_nodes=num_nodes)
         self.num_nodes = num_nodes
         self.dim = density.dim
         self._density = (density,)  # a tuple hides it from the registration of submodules
-        self.register_buffer("unit", torch.empty(density.heads, num_nodes, density.dim))
+        self.unit = nn.Buffer(torch.empty(density.heads, num_nodes, density.dim))
         self.redraw_()
-
-    @classmethod
-    def sizes(cls, spectrum: Spectrum, num_nodes: int | None) -> dict[str, object]:
-        if not isinstance(spectrum, ShiftInvariant):
-            raise ValueError(f"nodes='density' needs a kernel; got {type(spectrum).__name__}")
-        count = {} if num_nodes is None else {"num_nodes": num_nodes}
-        return {"density": spectrum, **count}
 
     @torch.no_grad()
     def redraw_(self, generator: torch.Generator | None = None) -> None:

@@ -1,10 +1,9 @@
 """Relative positional encodings; `make_position` passes the options of models to them."""
 
-import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Literal
 
-from molflt.attention.checks import from_options, no_effect, one_of
+from molflt.attention.checks import accepted, from_options, no_effect, one_of
 from molflt.attention.positions.base import Position
 from molflt.attention.positions.gaussian_bias import GaussianBias
 from molflt.attention.positions.grid import BucketedPosition, LowRankPosition, ToeplitzPosition
@@ -35,8 +34,7 @@ else:
 
 def known_options(name: str, **options: object) -> dict[str, object]:
     """Returns those options that the encoding `name` takes; {} if the name is unknown."""
-    known = inspect.signature(POSITIONS[name]).parameters if name in POSITIONS else {}
-    return {key: value for key, value in options.items() if key in known}
+    return accepted(POSITIONS[name], **options) if name in POSITIONS else {}
 
 
 def make_position(

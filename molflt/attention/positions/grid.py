@@ -186,8 +186,6 @@ class LowRankPosition(ToeplitzPosition):
     grid = False
     floor = 1e-4  # smallest norm of a column; balancing divides by it
 
-    probe: Tensor
-
     def __init__(
         self, heads: int, max_tokens: int = 512, rank: int = 32, std: float = 0.02
     ) -> None:
@@ -196,7 +194,7 @@ class LowRankPosition(ToeplitzPosition):
         if rank > max_tokens:
             raise ValueError(f"rank must be at most max_tokens={max_tokens}; got {rank=}")
         self.rank = rank
-        self.register_buffer("probe", torch.randn(max_tokens, rank))
+        self.probe = nn.Buffer(torch.randn(max_tokens, rank))
 
     def width(self, head_dim: int) -> int:
         return head_dim + self.rank

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from molflt.attention.checks import from_options, no_effect, one_of
+from molflt.attention.checks import accepted, from_options, no_effect, one_of
 from molflt.attention.encodings import Bias, Encoding, Factors
 from molflt.attention.features.base import NUM_FEATURES, Projected
 from molflt.attention.nodes import NODES, Nodes, ShellNodes
@@ -89,12 +89,13 @@ class SpectralPosition(Position):
         family = SPECTRA[spectrum]
         name = nodes or family.nodes
         one_of("nodes", name, NODES)
+        if not accepted(NODES[name], num_nodes=num_nodes):
+            no_effect(f"with nodes={name!r}", num_nodes=num_nodes)
         own: dict[str, Any] = {key: options.pop(key) for key in cls.own_options if key in options}
         node_options = {key: options.pop(key) for key in [*options] if key.startswith("node_")}
         if family.on_shells:  # the shells are built first
             if name != "shells":
                 raise ValueError(f"spectrum={spectrum!r} needs nodes='shells'; got {name!r}")
-            no_effect("with nodes='shells'", num_nodes=num_nodes)
             shells = from_options(ShellNodes, node_options, "node_", dim=dim, normalized=True)
             g = from_options(family, options, heads=heads, dim=dim, radii=shells.shell_radius)
             return cls(g, shells, **own)
@@ -103,7 +104,9 @@ class SpectralPosition(Position):
             why = "for softmax, which uses the exact mask, or where nodes come with each batch"
             no_effect(why, nodes=nodes, num_nodes=num_nodes, **node_options)
             node_options = {}
-        rule = from_options(NODES[name], node_options, "node_", **NODES[name].sizes(g, num_nodes))
+        count = {} if num_nodes is None else {"num_nodes": num_nodes}
+        sizes = accepted(NODES[name], heads=heads, dim=dim, density=g, **count)
+        rule = from_options(NODES[name], node_options, "node_", **sizes)
         # Other weights have the same values for a seed with and without nodes: all are drawn.
         return cls(g, rule if sampled else None, **own)
 
@@ -221,13 +224,10 @@ class FrequencyProjection(nn.Module):
     LENGTH = 100.0  # Å, standard deviation of u
     BEND = 30.0  # Å, standard deviation of v and w; breaks linear relations among lattice vectors
 
-    vectors: Tensor  # (3, heads, m, l): u, v, w
-    turns: Tensor  # (heads, m): b
-
     def __init__(self, heads: int, num_features: int = NUM_FEATURES, dim: int = 3) -> None:
         super().__init__()
-        self.register_buffer("vectors", torch.empty(3, heads, num_features, dim))
-        self.register_buffer("turns", torch.empty(heads, num_features))
+        self.vectors = nn.Buffer(torch.empty(3, heads, num_features, dim))  # u, v, w
+        self.turns = nn.Buffer(torch.empty(heads, num_features))  # b
         self.redraw_()
 
     @torch.no_grad()

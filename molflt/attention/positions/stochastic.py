@@ -42,8 +42,6 @@ class _StochasticPosition(Position):
     weighs = False
     paper = "2105.08399"
     redraws = True
-    noise: Tensor
-    gate_noise: Tensor
 
     def __init__(
         self,
@@ -58,11 +56,11 @@ class _StochasticPosition(Position):
         self.heads = heads
         self.head_dim = head_dim
         self.num_realizations = num_realizations
-        self.register_buffer("noise", torch.empty(noise_shape))
+        self.noise = nn.Buffer(torch.empty(noise_shape))
         self.gate: nn.Parameter | None = None
         if gated:
             self.gate = nn.Parameter(torch.randn(heads, head_dim))
-            self.register_buffer("gate_noise", torch.empty(heads, head_dim, num_realizations))
+            self.gate_noise = nn.Buffer(torch.empty(heads, head_dim, num_realizations))
         self.redraw_()
 
     def width(self, head_dim: int) -> int:

@@ -27,14 +27,13 @@ class ShellWeights(Spectrum):
     nodes: ClassVar[str] = "shells"
     isotropic: ClassVar[bool] = True
     on_shells: ClassVar[bool] = True
-    radius: Tensor
 
     def __init__(self, heads: int, radii: Tensor, dim: int = 3, amplitude: float = 0.1) -> None:
         super().__init__(heads, dim)
         if dim not in (1, 3):
             raise ValueError(f"dim must be 1 or 3, for which the mask is known; got {dim}")
         self.amplitude = nn.Parameter(amplitude * torch.randn(heads, len(radii)))
-        self.register_buffer("radius", radii.clone())
+        self.radius = nn.Buffer(radii.clone())
 
     def spectrum(self, xi: Tensor) -> Tensor:
         edges = 0.5 * (self.radius[1:] + self.radius[:-1])
