@@ -1,7 +1,5 @@
 """`torch.optim.Optimizer` that applies a learned optimizer to any model."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Problems for learned optimizers: small random ones for training, and different ones for tests."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """Unrolled optimization of problems, used to train learned optimizers."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """Base class for tasks: loss, metrics, optimizer and learning rate schedule."""
 
-from __future__ import annotations
-
 import copy
 import math
 from abc import ABC, abstractmethod

@@ -7,8 +7,6 @@ An exported model is a safetensors file whose header describes the model and its
 config.json is a copy of the header for readers and the Hugging Face Hub.
 """
 
-from __future__ import annotations
-
 import hashlib
 import io
 import json

@@ -1,7 +1,5 @@
 """Run options, and functions that read config.yaml."""
 
-from __future__ import annotations
-
 import os
 from argparse import ArgumentError
 from collections.abc import Mapping

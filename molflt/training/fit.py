@@ -1,7 +1,5 @@
 """Training loop based on Lightning's Trainer, its callbacks, and optional loggers."""
 
-from __future__ import annotations
-
 import hashlib
 import logging
 import math

@@ -1,7 +1,5 @@
 """Initial weights of a run (``--init``): read, loaded into the model, recorded and printed."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import warnings

@@ -3,8 +3,6 @@
 Ranges are intervals: [0, 1) contains 0 but not 1.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping
 

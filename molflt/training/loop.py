@@ -1,7 +1,5 @@
 """The Lightning module of a task, its checkpoints, and the callback that writes metrics.csv."""
 
-from __future__ import annotations
-
 import csv
 import math
 import time

@@ -1,7 +1,5 @@
 """Run folder: configuration, checkpoints, provenance and results, and checks of resumed runs."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import importlib.metadata

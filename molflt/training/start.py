@@ -1,7 +1,5 @@
 """Command line of ``molflt train``; defaults come from the run or the weights that it names."""
 
-from __future__ import annotations
-
 import contextlib
 import glob
 import os

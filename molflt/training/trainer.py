@@ -1,7 +1,5 @@
 """Training loop options: the `trainer` group of a configuration."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 from dataclasses import dataclass

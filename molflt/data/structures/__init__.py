@@ -4,8 +4,6 @@
 structure, and :func:`molflt.data.structures.store.write_store` writes the compact store.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from itertools import groupby
 from pathlib import Path
