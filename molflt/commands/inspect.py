@@ -32,8 +32,7 @@ def inspect(
     folder of shards counts as one file.
 
     Args:
-        path: OC20 LMDB file or folder, compact store, or a file that ASE reads; or a folder of
-            these.
+        path: files that ASE reads, compact stores, OC20 LMDBs, a folder of them, or patterns.
         json: print one JSON object instead of YAML, with at least systems, atoms_total,
             with_labels, elements, energies_look_like and warnings; for a folder, with the keys
             path, splits (one object for each split) and others (names of other files). The YAML

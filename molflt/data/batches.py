@@ -246,8 +246,12 @@ class BatchedData(Generic[_Items]):
 def _outlast_signals(_: int) -> None:
     """Lets a worker end only with its parent, which saves its state after signals to a run."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if hasattr(signal, "sigwaitinfo"):  # on Linux
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1})
+    if hasattr(signal, "alarm"):  # not on Windows
+        for signum in (signal.SIGHUP, signal.SIGUSR1):
+            signal.signal(signum, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, lambda *_: signal.alarm(60))  # Python may also have sent it
+    if hasattr(signal, "sigwaitinfo"):  # on Linux, to know the sender
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         threading.Thread(target=_await_parent, daemon=True).start()
 
 

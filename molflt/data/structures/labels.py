@@ -105,7 +105,7 @@ def label_faults(
     """Describes invalid labels by index: missing labels, and implausible adsorption energies.
 
     Args:
-        energies: y_relaxed in eV, of shape (systems,); NaN if missing.
+        energies: labels in eV, of shape (systems,); NaN if missing.
         natoms: number of atoms in each system, of shape (systems,).
         required: treat missing labels as invalid.
         at_pos: True for single-point energies and other quantities, which have no limit.
