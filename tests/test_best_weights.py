@@ -117,8 +117,9 @@ def test_sums_of_an_earlier_version_have_fewer_fields(tmp_path):
     """Checkpoints between two rows of the table contain these sums."""
     task, folder = object.__new__(PotentialTask), SimpleNamespace(path=tmp_path)
     table_of = _MetricsFile(task, folder, 50)
-    table_of._restore = lambda trainer: None
     table_of.load_state_dict({"totals": [7.0] * 11, "seconds": 1.0})
     module = SimpleNamespace(task=task, device=torch.device("cpu"))
-    table_of.on_train_start(SimpleNamespace(is_global_zero=True), module)
+    table_of._rewind = lambda step: []
+    trainer = SimpleNamespace(is_global_zero=True, global_step=1, loggers=[])
+    table_of.on_train_start(trainer, module)
     assert table_of._totals.tolist() == [7.0] * 11 + [0.0]

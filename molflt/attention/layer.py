@@ -278,7 +278,8 @@ class Attention(Positioned):
         vectors as values, and takes O(N^2) memory.
         """
         heads, encoding = self._prepare(x, positions, **inputs)
-        value = torch.eye(heads.key.shape[2]).to(heads.key).expand(*heads.key.shape[:2], -1, -1)
+        eye = torch.eye(heads.key.shape[2], dtype=heads.key.dtype, device=heads.key.device)
+        value = eye.expand(*heads.key.shape[:2], -1, -1)
         return self._mix(heads._replace(value=value), encoding, keep_all=True)[0]
 
     def sums(self, x: Tensor, positions: Tensor | None = None, **inputs: Unpack[_Inputs]) -> Sums:
