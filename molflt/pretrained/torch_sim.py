@@ -58,7 +58,7 @@ class TorchSimModel(ModelInterface):
         if charge is None and self.model.charge_share is not None:
             raise ValueError(
                 "total_charge=True needs the charge of each system, in e; got None; pass "
-                "system_extras_map={'charge': 'charge'} to torch_sim.io.atoms_to_state"
+                "system_extras_map={'charge': 'charge'} to atoms_to_state of torch-sim 0.5 or newer"
             )
         present = set(state.atomic_numbers.unique().tolist())
         self._calculator._warn_of_elements(present, "state")
