@@ -13,7 +13,7 @@ __all__ = ["CHECKS", "Row", "certify"]
 
 
 class Row(NamedTuple):
-    """Result of a check: passed, FAILED, not supported or n/a. The error may be NaN."""
+    """Largest error of a check, in `unit` (may be NaN): passed, FAILED, not supported or n/a."""
 
     check: str
     error: float

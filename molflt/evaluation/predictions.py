@@ -93,7 +93,7 @@ class Predictions:
 
     @property
     def spread(self) -> NDArray[np.float64]:
-        """Returns the standard deviation over the members of an ensemble for each system, in eV."""
+        """Returns the sample standard deviation over the members for each system, in eV."""
         return self.members.std(axis=1, ddof=1)
 
     @property

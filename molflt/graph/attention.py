@@ -36,7 +36,8 @@ class GraphAttention(Redrawn):
             it. With None and a position, periodic structures are rejected. Without tags, "images"
             uses images of all atoms along all periodic axes.
         position_options, image_cutoff, max_frequency: see `EnergyRegressor`.
-        mesh_order, near_field, near_exact: see `EnergyRegressor`.
+        mesh_order, near_exact: see `EnergyRegressor`.
+        near_field: see `EnergyRegressor`; None (the default) and 0 omit the near field.
         mixing, feature_map, num_features: see `EnergyRegressor`.
         attention: further arguments of `molflt.attention.Attention`: projection, normalize_qk,
             normalize, floor, dropout. With normalize="unmasked", outputs for crystals depend on the

@@ -52,7 +52,8 @@ class GraphEncoding(nn.Module):
         position_options: further arguments of the position (see `SpectralPosition.build`):
             spectrum, nodes, num_nodes, arguments of the spectrum and, after `node_`, of the nodes.
         periodic: name as in `EnergyRegressor`, or a scheme of `molflt.graph.periodic`.
-        near_field, near_exact, mixing, feature_map, num_features: see `EnergyRegressor`.
+        near_field: see `EnergyRegressor`; None (the default) and 0 omit the near field.
+        near_exact, mixing, feature_map, num_features: see `EnergyRegressor`.
         scheme: image_cutoff, max_frequency or mesh_order; see `EnergyRegressor`.
     """
 

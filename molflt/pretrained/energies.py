@@ -59,7 +59,7 @@ class Prediction(NamedTuple):
     """half the width of the 68 % interval, in eV; None without a calibrated ensemble, and for new
     elements that the calibration does not cover"""
     spread: float | None = None
-    """standard deviation over the members of an ensemble, in eV; None for one model"""
+    """sample standard deviation over the members of an ensemble, in eV; None for one model"""
     relaxed: Atoms | None = None
     """estimate of the relaxed structure, subject to its constraints; None if constraints cannot be
     met, if the model was trained without relaxed positions, and for compiled models"""
