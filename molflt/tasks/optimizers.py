@@ -42,7 +42,7 @@ class _OptimizerSums(NamedTuple):
 
 
 class OptimizerTask(Task[Tensor, object]):
-    """Mean of log(f / f_0) over steps and problems, in truncated unrolls.
+    """Mean of log(f / f_0 + 0.001) over steps and problems, in truncated unrolls.
 
     A batch contains the seeds (batch,) of problems. Each problem is first optimized for a random
     number of steps, drawn log-uniformly from 0 to `burn_in`, and then for `unroll` steps that
