@@ -32,9 +32,12 @@ from torch_geometric.data import Batch
 import molflt
 from molflt import Calculator
 from molflt.commands.cli import main
+from molflt.data.structures import open_dataset
 from molflt.data.structures.ase_fields import Converter
-from molflt.data.structures.base import to_atoms
+from molflt.data.structures.base import ANY_TAGS, to_atoms
 from molflt.data.structures.molecules import adsorbates
+from molflt.data.structures.potential_data import SinglePoints
+from molflt.evaluation.potentials import infer_points
 from molflt.evaluation.relaxation import adwt, position_error, relax_atoms
 from molflt.graph import Potential
 from molflt.tasks.potential import PotentialTask
@@ -84,6 +87,14 @@ def test_initial_weights_keep_their_forces(potential_run, tmp_path):
     assert error == pytest.approx(found["force_mae_meV_per_A"], rel=1e-5)
 
 
+def test_initial_weights_from_energies_keep_their_unit():
+    """Without forces in training, this unit is 1 eV/Å."""
+    data = Mock(datasets={}, force_scale=Mock(return_value=3.0))
+    for model, unit in ((random_potential(), 1.0), (Potential(16, 2, layers=1), 3.0)):
+        PotentialTask(model, references="none").prepare(data)
+        assert float(model.energy_std) == unit
+
+
 def test_energies_worse_than_references_give_a_warning(potential_run, tmp_path, capsys):
     """One large step leads to such energies."""
     words = ("--trainer.max_steps=1", "--task.lr=0.5", "--model.radial_basis=8")
@@ -91,6 +102,17 @@ def test_energies_worse_than_references_give_a_warning(potential_run, tmp_path, 
     for run, worse in ((tmp_path / "run", True), (potential_run, False)):
         said = printed(capsys, "evaluate", run, "--device=cpu", "--out", tmp_path / "out")
         assert ("task.energy_weight" in said.err) is worse and "missing splits" not in said.out
+
+
+def test_targets_are_the_energies_of_the_loss(tmp_path):
+    """A file may contain other energies, which are not labels of a potential."""
+    frames = argon(3, 0)
+    for number, atoms in enumerate(frames):
+        atoms.calc, atoms.info = None, {"REF_energy": -5.0 - number, "y_relaxed": 1.0}
+    ase.io.write(tmp_path / "a.extxyz", frames)
+    points = SinglePoints(open_dataset(tmp_path / "a.extxyz", reading=ANY_TAGS))
+    energies = infer_points(random_potential().eval(), points, 2, "frames", None).energies
+    assert energies.target.tolist() == [-5, -6, -7]
 
 
 def test_evaluation_names_structures_outside_of_training(potential_run, tmp_path, capsys):
@@ -372,6 +394,16 @@ def test_stress_of_a_slab_with_slab_stress():
     alone.calc = atoms.calc
     with pytest.raises(PropertyNotImplementedError):  # no volume
         alone.get_stress()
+
+
+def test_results_on_another_device(capsys):
+    """Structures stay on the CPU, where atoms that coincide are found."""
+    found, alone = calculator(), Atoms("H2", [[0, 0, 0], [0, 0, 0.05]])
+    out = found.model(Batch.from_data_list([Converter().record(alone)]))
+    on_device = Mock(energy_std=torch.zeros((), device="meta"), return_value=out)
+    found.model, found._warned_elements = on_device, {1}
+    assert found.get_potential_energy(alone) == float(out["energy"])
+    assert on_device.call_args[0][0].pos.is_meta and "closer than 0.1" in capsys.readouterr().err
 
 
 def test_total_charge():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -181,8 +182,9 @@ def infer_points(
         forces.append(pair.double().cpu().numpy())
         elements.append(batch.atomic_numbers[known].cpu().numpy())
 
+    energies = infer(model, dataset, batch_size, name, domain, on_batch=add)
     return Points(
-        infer(model, dataset, batch_size, name, domain, on_batch=add),
+        replace(energies, target=dataset.y_relaxed),  # y_relaxed of records may differ
         force_mae,
         PotentialTask.sums(*totals).metrics(),
         np.concatenate(elements),

@@ -132,7 +132,7 @@ class Calculator(AseCalculator):
             charge=torch.from_numpy(np.array([total_charge(given) or 0.0])),
         )
         with within_memory(lambda: f"{len(given):,} atoms", "use fewer, or dtype='float32'"):
-            out = self.model(data.to(self.model.energy_std.device))
+            out = self.model(copy.copy(data).to(self.model.energy_std.device))
         energy = float(out["energy"][0])
         forces = out["forces"].double().cpu().numpy()
         if not (np.isfinite(energy) and np.isfinite(forces).all()):

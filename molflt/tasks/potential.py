@@ -137,7 +137,8 @@ class PotentialTask(OfStructures, Task["Batch", "PotentialData"]):
             data.expect_forces()
         self.store_references(data, self.references)
         scale = self.model.get_buffer("energy_std")
-        if scale == 1:  # otherwise it was set by initial weights
+        is_new = not any(getattr(self.model, "trained_elements", ()))
+        if scale == 1 and is_new:  # otherwise it was set by initial weights
             scale.fill_(data.force_scale())
 
     def ranking(self, metrics: Mapping[str, float]) -> list[str]:
