@@ -298,6 +298,8 @@ def _prepared(slab: Atoms, name: str) -> Atoms:
     whole = slab.copy()
     whole.positions -= turns[:, None] * slab.cell.array[2]
     whole.pbc = True
+    ase_fields.drop_labels_(whole, moved=True)
+    whole.arrays.pop("pos_relaxed", None)  # unknown with an adsorbate
     heights, fixed = whole.positions @ Tiles(whole).up, ase_fields.fixed_atoms(whole)
     if not fixed.any():
         lower = FixAtoms(mask=heights < (heights.min() + heights.max()) / 2 - 0.1)

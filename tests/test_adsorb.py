@@ -7,7 +7,7 @@ import pytest
 from ase import Atoms
 from ase.build import bcc110, fcc100, fcc110, fcc111, fcc211, graphene, hcp0001, molecule, surface
 from ase.calculators.emt import EMT
-from ase.constraints import FixAtoms, FixedPlane
+from ase.constraints import FixAtoms, FixBondLengths, FixedPlane
 from ase.data import covalent_radii
 from ase.formula import Formula
 from ase.io import read, write
@@ -186,6 +186,15 @@ def test_tags_and_charge_of_a_slab_are_kept(tags: list[int]) -> None:
     assert [*one.get_tags()] == [*tags, 2, 2] and one.info["charge"] == 2
 
 
+def test_labels_of_a_slab_do_not_describe_its_placements() -> None:
+    slab = fcc111("Cu", (2, 2, 3), vacuum=6)
+    for name in ("pos_relaxed", "REF_forces", "other"):
+        slab.set_array(name, slab.positions)
+    one = placements(slab, "CO")[0]
+    assert one.arrays.keys() & {"pos_relaxed", "REF_forces", "other"} == {"other"}
+    assert {"pos_relaxed", "REF_forces"} < slab.arrays.keys()
+
+
 def test_cutting_rhombohedral_crystals() -> None:
     """Miller indices refer to the cubic cell only for primitive cells of fcc and bcc."""
     fcc, other = (Atoms("Ni", cell=3 * [2.5] + 3 * [angle], pbc=True) for angle in (60, 60.9))
@@ -270,11 +279,15 @@ def test_slabs_keep_their_order_and_folder(tmp_path: Path, monkeypatch, capsys) 
     slabs, out = [tmp_path / metal / "slab.traj" for metal in ("Ru", "Cu")], tmp_path / "o.traj"
     for slab in slabs:
         slab.parent.mkdir()
-        write(slab, fcc111(slab.parent.name, (2, 2, 3), a=3.8, vacuum=8))
+        clean = fcc111(slab.parent.name, (2, 2, 3), a=3.8, vacuum=8)
+        clean.set_constraint(FixBondLengths([(8, 9)]))  # ASE cannot repeat it
+        write(slab, clean)
     words = ["adsorb", *map(str, slabs), "O", "--best=1", "--steps=1", f"--out={out}"]
     told = printed(capsys, *words, "--relax=ase.calculators.emt:EMT", status=3).err
     assert "No EMT-potential for Ru" in told
-    assert [one.info["slab"] for one in read(out, ":")] == [f"{slab} 0" for slab in slabs]
+    found = read(out, ":")
+    assert [one.info["slab"] for one in found] == [f"{slab} 0" for slab in slabs]
+    assert isinstance(found[0].constraints[0], FixBondLengths)
     assert [title.split("\n")[0] for title in drawn] == ["Ru/slab.traj 0", "Cu/slab.traj 0"]
 
 

@@ -15,6 +15,7 @@ import molflt
 from molflt.commands.cli import main
 from molflt.commands.compare import _marked, standard_error
 from molflt.data.structures.store import write_store
+from molflt.evaluation.results import write_csv
 from molflt.tasks.is2re import IS2RETask
 from molflt.training.checkpoint import load_run
 
@@ -101,6 +102,14 @@ def test_complete_run(runs, capsys) -> None:
     assert page.words["th"][place : place + 15] == names
     for row in rows[:15]:
         assert f"{float(row['error_eV']):+.3f}" in page.words["td"]
+
+
+def test_the_worst_predictions_have_textual_sids(runs, tmp_path) -> None:
+    run = Path(shutil.copytree(runs / "narrow", tmp_path / "run"))
+    rows = [{**row, "name": f"ag-{i}"} for i, row in enumerate(table(run / "predictions.csv"))]
+    write_csv(run / "predictions.csv", rows)
+    worst = max(rows, key=lambda row: abs(float(row["error_eV"])))
+    assert worst["name"] in Page(page_of(run)).words["td"]
 
 
 def changed(name: str, old: str, new: str) -> Callable[[Path], None]:

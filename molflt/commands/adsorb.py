@@ -81,7 +81,7 @@ def adsorb(
     for ending in (out.suffix, ".csv", ".png"):
         expect_writable(out.with_suffix(ending), molecule, *files_of([*filter(exists, slabs)]))
     by_name = _slabs(slabs, facet, layers or 4, vacuum or 15.0)
-    repeated = {name: slab.repeat((*repeat, 1)) for name, slab in by_name.items()}
+    repeated = by_name if (*repeat,) == (1, 1) else _repeated(by_name, repeat)
     model = load(run, device)
     if not isinstance(model, EnergyPredictor):
         raise ValueError(f"{run}: expected an energy model; got recipe {model.trained.recipe}")
@@ -115,6 +115,16 @@ def adsorb(
     if failed := [result.why for result in relaxed if not result.converged]:
         warn(f"{out}: {len(failed)} of {len(frames)} relaxations did not converge: {failed[0]}")
     return 3 if failed else 0
+
+
+def _repeated(slabs: dict[str, Atoms], repeat: tuple[int, int]) -> dict[str, Atoms]:
+    try:
+        return {name: slab.repeat((*repeat, 1)) for name, slab in slabs.items()}
+    except NotImplementedError:
+        raise ValueError(
+            f"--repeat {repeat[0]} {repeat[1]}: expected constraints on single atoms; got others, "
+            "which ASE cannot repeat, such as bond lengths; remove them"
+        ) from None
 
 
 def _ranked_by_slab(

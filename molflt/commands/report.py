@@ -204,7 +204,8 @@ def _worst(page: Page) -> list[_Part]:
         name = row["formula"] if "formula" in row else f"{row['adsorbate']} on {row['slab']}"
         cells = (f"{error:{form}}", f"{label:.3f}", f"{energy:.3f}")
         if math.isfinite(error):
-            lines.append((abs(error), [name, *cells, row["natoms"], row["sid"], row["split"]]))
+            sid = row.get("name") or row["sid"]  # a textual sid is a name
+            lines.append((abs(error), [name, *cells, row["natoms"], sid, row["split"]]))
     lines.sort(key=lambda line: -line[0])
     worst = [cells for _, cells in lines[:_WORST]]
     head = ("structure", f"{quantity} / {unit}", "label / eV", "prediction / eV")

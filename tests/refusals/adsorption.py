@@ -4,7 +4,7 @@ from typing import Any
 from ase import Atoms
 from ase.build import fcc111, molecule
 from ase.cluster import Octahedron
-from ase.constraints import FixAtoms
+from ase.constraints import FixAtoms, FixBondLengths
 from ase.io import write
 
 from molflt.adsorption import cut, placements
@@ -41,6 +41,12 @@ def charged(folder: Path) -> None:
     write(folder / "ion.extxyz", ion)
 
 
+def linked(folder: Path) -> None:
+    atoms = slab()
+    atoms.set_constraint(FixBondLengths([(0, 1)]))
+    write(folder / "linked.traj", atoms)
+
+
 EMPTY = writes("own.cif", "data_own\n")
 CHAIN = Atoms("CH2", [[0, 0, 0], [0, 0.6, 0.9], [0, 0.6, -0.9]], cell=[1.4, 9, 9], pbc=True)
 CLUSTER = Octahedron("Cu", 2)
@@ -72,6 +78,10 @@ ROWS = [
             lambda folder: write(folder / "top.extxyz", slab(fixed=4)),
         ),
         *("top.extxyz 0", "free atoms", "fixed", Refused),
+    ),
+    Refusal(
+        command("adsorb {folder}/linked.traj O --repeat 2 1 --out {folder}/o.traj", linked),
+        *("--repeat 2 1", "single atoms", "others", Refused),
     ),
     Refusal(placed(molecule("CO"), molecule("NO")), "own.extxyz", "one molecule", "2"),
     Refusal(lambda own: (EMPTY(own), placements(slab(), own / "own.cif")), "own.cif", "molecule"),

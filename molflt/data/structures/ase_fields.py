@@ -202,9 +202,10 @@ def constraints_of(atoms: Atoms) -> tuple[NDArray[np.bool_], set[str]]:
 
 
 def text_sid(entries: Mapping[str, Any] | Data) -> str | None:
-    """Returns the sid among named values if the sid is non-numeric text; otherwise None."""
+    """Returns the sid among named values if it is text, such as "007"; None for "7" and numbers."""
     sid = entries.get("sid")
-    return sid if isinstance(sid, str) and not re.fullmatch(r"\s*[+-]?[0-9]+\s*", sid) else None
+    number = r"0|-?[1-9][0-9]{0,17}"  # in the only form that a 64-bit integer keeps
+    return sid if isinstance(sid, str) and not re.fullmatch(number, sid) else None
 
 
 def total_charge(atoms: Atoms) -> float | None:
