@@ -22,8 +22,8 @@ from molflt.data.text.vocabulary import Vocabulary
 from molflt.evaluation import translation
 from molflt.evaluation.common import vocabulary_of
 from molflt.evaluation.sentences import official
-from molflt.sequence import EncoderDecoder, SequenceClassifier
-from molflt.tasks.masked import Draws, hide, swap_parts
+from molflt.sequence import EncoderDecoder, MaskedLanguageModel, SequenceClassifier
+from molflt.tasks.masked import Draws, MaskedTask, hide, swap_parts
 from molflt.tasks.sentences import SentenceTask
 from molflt.training.checkpoint import load_run
 
@@ -156,6 +156,19 @@ def test_half_of_the_pairs_get_another_second_part() -> None:
     assert not seen[8, 5] and label[8] == 1
     one = swap_parts(tokens[:1], types[:1], there[:1], torch.zeros(1))
     assert torch.equal(one[0], tokens[:1]) and one[2].item() == 0  # nothing to swap with
+
+
+def test_a_single_sequence_does_not_count_as_a_pair() -> None:
+    """Its second part is not exchanged, and a constant answer would always be correct."""
+    sizes = {"dim": 8, "heads": 2, "layers": 1, "ffn_dim": 8, "max_length": 6}
+    model = MaskedLanguageModel(40, next_sentence=True, **sizes).eval()
+    model.set_special(4, [0, 1, 2, 3])
+    tokens, types = torch.randint(5, 40, (2, 6)), torch.tensor([0, 0, 0, 1, 1, 1]).expand(2, -1)
+    batch = tokens, types, torch.ones(2, 6, dtype=torch.bool)
+    task = MaskedTask(model, mask_rate=0.9)
+    assert task.validation_sums(batch).pairs == 2
+    one = task.validation_sums(tuple(part[:1] for part in batch))
+    assert one.gaps > 0 and "next_sentence_percent" not in one.metrics()
 
 
 def test_masked_words_are_predicted(tmp_path, capsys) -> None:

@@ -152,10 +152,10 @@ def evaluate_masked(
         which: see `molflt.evaluation.common.named_sources`.
 
     Returns:
-        Per split: perplexity, accuracy_percent, next_sentence_percent if the model predicts it, and
-        gaps (the number of gaps). For proteins, also residue_perplexity and
-        residue_accuracy_percent, computed with the mask token in every gap; residues (the number of
-        gaps); and unigram_perplexity and unigram_accuracy_percent.
+        Per split: perplexity, accuracy_percent, next_sentence_percent if the model predicts it (of
+        batches of several sequences), and gaps (the number of gaps). For proteins, also
+        residue_perplexity and residue_accuracy_percent, computed with the mask token in every gap;
+        residues (the number of gaps); and unigram_perplexity and unigram_accuracy_percent.
     """
     tokenizer, options = common.tokenizer_of(run), config["data"]
     read = partial(read_pieces, tokenizer=tokenizer, length=options["length"])

@@ -9,6 +9,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from molflt import plots
+from molflt.attention.checks import no_effect
 from molflt.data.text.datamodule import padded_rows
 from molflt.data.text.parallel import Pairs, paired, read_parallel
 from molflt.data.text.tokenizer import Tokenizer
@@ -49,6 +50,8 @@ def evaluate(
         Per split: bleu, chrf, perplexity, pairs (the number of pairs) and length_ratio (length of
         the translations relative to that of the references).
     """
+    if beam == 1 and length_penalty != 1:
+        no_effect("with a beam of 1", length_penalty=length_penalty)
     tokenizer, options = common.tokenizer_of(run), config["data"]
     languages = options["source"], options["target"]
     lowercase = tokenizer.ignores_case

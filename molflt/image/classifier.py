@@ -213,6 +213,6 @@ def _refuse_misfits(position: Position | None, pool: str, absolute: str, scale: 
 
 def _sinusoids(side: int, dim: int) -> Tensor:
     """Returns sines and cosines of row and column indices (arXiv:1706.03762, section 3.5)."""
-    line = sinusoids(torch.arange(side, device="cpu"), dim // 2)
+    line = sinusoids(torch.arange(side, device="cpu"), (dim + 1) // 2)
     axes = line.repeat_interleave(side, dim=0), line.repeat(side, 1)
-    return torch.cat(axes, dim=-1)[None]
+    return torch.cat(axes, dim=-1)[None, :, :dim]

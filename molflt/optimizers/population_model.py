@@ -208,6 +208,7 @@ class PopulationModel(Redrawn):
         out = self.head(x).to(state.position)
         heads = out[..., : -len(_START)].softmax(dim=-1)
         w = torch.einsum("bih,bhij->bij", heads, weights.to(heads))
+        w = w / w.sum(dim=-1, keepdim=True)  # 1 only to the precision of the weights
         return state._replace(position=self._moved(state, w, out[..., -len(_START) :], noise))
 
     @staticmethod

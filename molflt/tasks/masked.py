@@ -133,7 +133,8 @@ class MaskedTask(Task[_Batch, "TokenizedText"]):
         if model.next_sentence is not None:
             logits = model.follows(hidden)
             loss = loss + F.cross_entropy(logits.float(), label)
-            pairs = (logits.argmax(dim=1) == label).sum(), torch.tensor(len(label))
+            if len(label) > 1:  # a single sequence keeps its second part
+                pairs = (logits.argmax(dim=1) == label).sum(), torch.tensor(len(label))
         nats = -log_p.detach().double().sum()
         return loss, _GapSums(nats, right, torch.tensor(len(log_p)), *pairs)
 

@@ -79,6 +79,13 @@ def test_sinusoids_are_those_of_rows_and_columns() -> None:
     assert not (waves[1] == waves[3]).all()
 
 
+@pytest.mark.parametrize("dim", [15, 18])
+def test_sinusoids_of_odd_widths(dim: int) -> None:
+    """The width of a model, or of an axis, can be odd."""
+    assert model(dim=dim, heads=3, absolute="sinusoidal")(images()).shape == (3, 5)
+    assert _sinusoids(3, dim)[0].unique(dim=0).shape == (9, dim)
+
+
 @pytest.mark.parametrize("name", ["none", "spectral", "bucketed"])
 def test_class_token(name: str) -> None:
     net = model(pool="token", position=name, position_options=OPTIONS.get(name))

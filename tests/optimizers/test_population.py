@@ -84,6 +84,20 @@ def test_commutes_with_motions_of_space_and_permutations(kind: str) -> None:
     torch.testing.assert_close(walked(model, scale=0.01) * 100, plain, **close)
 
 
+@torch.no_grad()
+def test_the_origin_does_not_limit_the_precision_of_converged_populations() -> None:
+    """Weights in single precision, whose sums over members are rounded, do not move the mean."""
+    model = made().float()
+    position, waves = 1e-6 * normal(1, MEMBERS, D), normal(1, model.waves, D, seed=2)
+    still = Noise(torch.zeros(1, MEMBERS, MEMBERS).double(), torch.zeros_like(position))
+    values = position.square().sum(dim=-1)
+    plain, far = (
+        model(model.start(position + shift, waves), values, still).position
+        for shift in (0.0, 100.0)
+    )
+    torch.testing.assert_close(far - 100, plain, rtol=0, atol=1e-9)
+
+
 def test_noise_has_the_covariance_that_attention_sees() -> None:
     """J = dx_i / d(noise) has J J' = c^2 sum_j w_ij (p_j - m_i)(p_j - m_i)'."""
     best = normal(1, MEMBERS, D)

@@ -9,6 +9,7 @@ from molflt.data.structures.in_memory import StructuresInMemory
 from molflt.evaluation.calibration import Calibration
 from molflt.evaluation.common import named_sources
 from molflt.evaluation.predictions import infer
+from molflt.evaluation.translation import evaluate
 from molflt.graph import EnergyRegressor
 from molflt.metrics import locality
 from refusals import Refusal, refused
@@ -48,6 +49,10 @@ ROWS = [
     Refusal(lambda folder: merge(folder / "missing" / "e.csv"), "e.csv", "--shard", "no shards"),
     refused(lambda: of_charged(101), "charge", "must be 0", "1 of sid 101"),
     refused(lambda: named_sources(DATA, ["val"], Path("x")), "--splits", "--data", "both"),
+    refused(
+        lambda: evaluate(Path(), None, {}, Path(), beam=1, length_penalty=2.0),
+        *("length_penalty", "a beam of 1", "2.0"),
+    ),
     refused(lambda: locality(EYE, APART, fraction=10), "fraction", "(0, 1]", "10"),
     local(2 * EYE, APART, "sum to 1", "2.0"),
     local(EYE, APART + np.diag([np.inf, 0, 0]), "unmasked", "0.0"),

@@ -167,6 +167,6 @@ def _real(positions: Tensor) -> Tensor:
 def sinusoids(index: Tensor, dim: int) -> Tensor:
     """Returns sinusoidal encodings (arXiv:1706.03762, section 3.5): (n,) -> float64 (n, dim)."""
     # In float32, the phase at position 10^4 would have only 3 digits.
-    half = torch.arange(dim // 2, dtype=torch.float64, device=index.device)
+    half = torch.arange((dim + 1) // 2, dtype=torch.float64, device=index.device)
     phase = index.double()[:, None] * torch.pow(10000.0, -2 * half / dim)
-    return torch.cat((phase.sin(), phase.cos()), dim=-1)
+    return torch.cat((phase.sin(), phase.cos()), dim=-1)[:, :dim]
