@@ -35,6 +35,8 @@ _FRAGMENTS: dict[str, tuple[Any, ...]] = {  # name in ase.build.molecule, and H 
     "HCOO": ("HCOOH", 3),
     "COOH": ("HCOOH", 4),
     "OOH": ("H2O2", 3),
+    "CH2": ("CH2_s3B1d",),
+    "H2S": ("SH2",),
 }
 _PAIR = 2.6  # largest distance, in Å, of atoms that bind side by side, such as the two O in HCOO
 

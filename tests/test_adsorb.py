@@ -145,7 +145,9 @@ def test_atoms_that_fit_through_a_hole_rest_at_the_site() -> None:
         assert one.positions[-1, 2] > sheet.positions[:, 2].max()
 
 
-@pytest.mark.parametrize("name", ["CHO", "COH", "CHOH", "CH2OH", "HCOO", "COOH", "OOH"])
+@pytest.mark.parametrize(
+    "name", ["CHO", "COH", "CHOH", "CH2OH", "HCOO", "COOH", "OOH", "CH2", "H2S"]
+)
 def test_fragments_have_the_bonds_of_their_name(name: str) -> None:
     hydroxyl, found = name.endswith("OH"), named(name)
     near = found.get_all_distances() < 1.6
