@@ -106,6 +106,20 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
+def test_another_process_waits_for_the_files_of_the_first(tmp_path, monkeypatch):
+    """Those of an interrupted start, such as its tokenizer, are not used."""
+    first, second = (RunFolder(tmp_path) for _ in range(2))
+    second.writes = False
+    for name in ("versions.json", "tokenizer.json", "config.yaml"):
+        (tmp_path / name).write_text("{}")
+    first.provenance["config"] = {"seed": 1}
+    files = {"tokenizer.json": b"learned"}
+    with first.held(False), second.held(False), monkeypatch.context() as patched:
+        patched.setattr("time.sleep", lambda _: first.write(files))
+        second.await_files()
+    assert (tmp_path / "tokenizer.json").read_bytes() == b"learned"
+
+
 def test_a_killed_rank_ends_the_others_and_torchrun_resumes_exactly(both, tmp_path):
     """Two processes with two batches each also take the steps of one process with four batches.
 
@@ -136,6 +150,34 @@ def test_a_killed_rank_ends_the_others_and_torchrun_resumes_exactly(both, tmp_pa
         assert torch.allclose(expected[name], tensor, rtol=0, atol=1e-6), name
     moved = [(expected[name].double() - start_of[name].double()).abs().max() for name in start_of]
     assert max(moved) > 1e-3
+
+
+OBSERVED = """
+import contextlib, os
+from lightning.fabric.strategies.launchers.subprocess_script import _ChildProcessObserver
+from molflt.training.run_folder import RunFolder
+
+_ChildProcessObserver.__init__.__defaults__ = (0.01,)  # s; how often it looks for ended processes
+draw = RunFolder.draw_curve
+
+def draw_after_the_others(self, metrics):
+    with contextlib.suppress(ChildProcessError):
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)
+    draw(self, metrics)
+
+RunFolder.draw_curve = draw_after_the_others
+"""
+
+
+def test_a_signal_stops_all_processes_with_a_curve_and_a_hint(shared_data, tmp_path):
+    """Lightning kills a process if those that it started have ended with an error."""
+    run, script = tmp_path / "run", KILLED.replace("SIGKILL", "SIGTERM").replace('"1"', '"0"')
+    (tmp_path / "train.py").write_text(OBSERVED + script)
+    words = ["--trainer.devices=2", "--trainer.max_steps=9", "--trainer.log_every=1"]
+    words = arguments(shared_data, run, *words)
+    done = python(tmp_path / "train.py", "train", *words, status=128 + signal.SIGTERM)
+    assert f"at step 6; to continue: molflt train --resume {run}" in done.stderr
+    assert (run / "curve.png").is_file() and not (run / ".lock").exists()
 
 
 def test_ranks_share_trained_elements():

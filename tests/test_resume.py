@@ -31,8 +31,10 @@ from tiny_run import (
     process,
     resume,
     start,
+    structures,
     table,
     weights,
+    write_splits,
 )
 
 import molflt.files
@@ -208,6 +210,20 @@ def test_the_number_of_steps_may_be_raised(shared_data, tmp_path):
     # the schedule of 14 steps: the learning rate of the last one is 1/12 of the peak, not 0
     rates = {row["step"]: row["lr"] for row in table(run / "metrics.csv", "lr")}
     assert float(rates["14"]) == pytest.approx(3e-4 / 12)
+
+
+def test_a_checkpoint_before_the_first_step_resumes(tmp_path):
+    """The validation of the initial weights, which a baseline makes meaningful, is kept."""
+    parts = [list(structures(8)), list(structures(8, 1, 1000))]
+    for record in (*parts[0], *parts[1]):
+        record.y_baseline = record.y_relaxed + 0.1
+    data = write_splits(tmp_path / "data", train=parts[0], val_id=parts[1])
+    words = ["--data.baseline_key=y_baseline", "--trainer.max_steps=1"]
+    assert start(data, tmp_path / "whole", *words) == 0
+    with at_step(0, power_cut), pytest.raises(RuntimeError, match="power cut"):
+        start(data, tmp_path / "run", *words)
+    assert last_state(tmp_path / "run")["global_step"] == 0
+    assert_resumes(tmp_path / "run", tmp_path / "whole")
 
 
 def test_resuming_a_finished_run_changes_nothing(whole):

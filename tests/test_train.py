@@ -332,6 +332,18 @@ def test_patience_ends_a_training_without_improvement(stopped):
     assert validated["val_mae_eV"] and trained["train_loss"] and step % 50
 
 
+def test_the_validation_that_stops_a_run_may_be_repeated(data, stopped, tmp_path):
+    """The row of the last steps contains their learning rate and gradient, also when resumed."""
+    run, step = tmp_path / "run", steps_of(stopped, "val_mae_eV")[-1]
+    with at_step(step, power_cut, "validation_step"), pytest.raises(RuntimeError):
+        start(data, run, *PATIENT, *WORSE)
+    assert resume(run) == 0
+    rows = [table(folder / "metrics.csv") for folder in (run, stopped)]
+    for row in (*rows[0], *rows[1]):
+        del row["atoms_per_s"]
+    assert rows[0] == rows[1]
+
+
 def test_more_patience_resumes_to_the_bit(data, stopped, tmp_path, capsys):
     run = shutil.copytree(stopped, tmp_path / "run")
     text = error_of(capsys, "train", f"--resume={run}", "--trainer.max_steps=50")
@@ -345,12 +357,14 @@ def test_more_patience_resumes_to_the_bit(data, stopped, tmp_path, capsys):
         assert logged(run, column) == logged(tmp_path / "whole", column)
 
 
-def test_tensorboard_has_every_row_once_after_resuming(data, tmp_path):
+def test_tensorboard_has_every_row_once_after_interruptions(data, tmp_path):
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     run = tmp_path / "run"
     words = ["--trainer.val_every=2", "--trainer.log_every=2", "--trainer.logger=tensorboard"]
+    with at_step(1, power_cut), pytest.raises(RuntimeError, match="power cut"):
+        start(data, run, *words[::2], "--trainer.log_every=1")  # starts again from step 0
     start(data, run, *words, "--trainer.max_steps=4")
     resume(run, "--trainer.max_steps=8")
     with at_step(13, power_cut), pytest.raises(RuntimeError, match="power cut"):

@@ -104,7 +104,6 @@ def fit(
                 raise KeyboardInterrupt from stop
             raise
         except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
-            _stop_others(trainer)
             if ddp and _LOST.search(str(error)) and not isinstance(error, ValueError):
                 resume = f"to resume: molflt train --resume {shlex.quote(str(folder.path))}"
                 raise ChildProcessError(
@@ -112,6 +111,8 @@ def fit(
                     f"message; {resume if folder.last.is_file() else 'start the run again'}"
                 ) from error
             raise
+        finally:
+            _stop_others(trainer)
     return None
 
 
@@ -154,8 +155,9 @@ def _loggers(name: LoggerName, folder: RunFolder) -> Iterator[list[Logger]]:
         yield []
     elif name == "tensorboard":
         # The step of the checkpoint is also purged, because its validation may be repeated. If it
-        # is not repeated, its rows are logged again from metrics.csv.
-        step = None if folder.checkpoint is None else folder.checkpoint["global_step"]
+        # is not repeated, its rows are logged again from metrics.csv. A new run purges all steps of
+        # an interrupted start.
+        step = 0 if folder.checkpoint is None else folder.checkpoint["global_step"]
         logger = TensorBoardLogger(folder.path, name="", version="tensorboard", purge_step=step)
         logger.log_hyperparams(dict(folder.provenance["config"]))
         yield [logger]

@@ -206,6 +206,8 @@ class _MetricsFile(Callback):
                 totals[: len(saved)] = torch.tensor(saved, dtype=torch.float64)
             self._totals = totals.to(pl_module.device)
             self._since -= self._restored["seconds"]
+            if last := self._restored.get("last"):  # not saved by earlier versions
+                pl_module.last_lr, pl_module.gradient_norm = last
         if trainer.is_global_zero:
             rows = self._rewind(trainer.global_step)
             for logger in trainer.loggers:
@@ -213,7 +215,7 @@ class _MetricsFile(Callback):
                     for row in rows:
                         numbers = {name: float(cell) for name, cell in row.items() if cell}
                         logger.log_metrics(numbers, step=int(numbers.pop("step")))
-        if pl_module.task.validates_start and trainer.global_step == 0:
+        if pl_module.task.validates_start and self.folder.checkpoint is None:
             self._write_validation(trainer, pl_module)
 
     def on_save_checkpoint(
@@ -223,7 +225,8 @@ class _MetricsFile(Callback):
         if self._totals is not None:
             totals = trainer.strategy.reduce(self._totals.clone(), reduce_op="sum")
             seconds = time.perf_counter() - self._since
-            state = {"totals": totals.tolist(), "seconds": seconds}
+            last = pl_module.last_lr, pl_module.gradient_norm
+            state = {"totals": totals.tolist(), "seconds": seconds, "last": last}
             checkpoint["callbacks"][self.state_key] = state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -237,7 +240,7 @@ class _MetricsFile(Callback):
             loops = self.folder.checkpoint["loops"]["fit_loop"]
             progress = loops["epoch_loop.val_loop.batch_progress"]["total"]
             validates = progress["processed"] < progress["ready"]
-        rows = self._read() if step > 0 else []
+        rows = [] if self.folder.checkpoint is None else self._read()
         earlier = [row for number, row in rows if number < step]
         # Only training rows have a learning rate. Early stopping writes one of sums it saves.
         last = [row for number, row in rows if number == step]

@@ -133,13 +133,24 @@ class RunFolder:
         weights = self.path.glob("checkpoints/*.safetensors")
         # weights from step 0 are saved before the first checkpoint
         unexpected = [path for path in weights if read_header(path).get("step") != "0"]
-        if not (self.path / _VERSIONS).exists():
-            unexpected += self.path.glob("config.yaml")  # not written by a run
+        interrupted = (self.path / _VERSIONS).exists()  # an earlier start of a run
+        if not interrupted:
+            unexpected += self.path.glob("config.yaml")
         if unexpected:
             raise FileExistsError(
                 f"{unexpected[0]}: exists without last.ckpt, from which a run is resumed; expected "
                 "an empty or new folder; choose another --run, or move the file"
             )
+        for name in (*KEPT, INIT_RECORD, "config.yaml") if interrupted else ():
+            (self.path / name).unlink(missing_ok=True)  # perhaps of other data or weights
+
+    def await_files(self) -> None:
+        """Waits until the first process has called `write`, for at most half an hour."""
+        deadline = time.monotonic() + 1800  # as for groups of processes in torch.distributed
+        while not (self.path / "config.yaml").is_file():
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{self.path}: the first process has not written config.yaml")
+            time.sleep(0.1)
 
     def check_config(self, config: Config) -> None:
         """Stores the configuration; raises ValueError if it would change steps of a resumed run.
@@ -262,9 +273,6 @@ class RunFolder:
             return
         if self.checkpoint is None:
             path = self.path / _VERSIONS  # written first: marks config.yaml as written by a run
-            if path.exists():  # by an interrupted start, perhaps with other data or weights
-                for name in {*KEPT, INIT_RECORD} - data_files.keys():
-                    (self.path / name).unlink(missing_ok=True)
             write_atomically(path, (json.dumps(_versions(), indent=2) + "\n").encode())
         for name, content in data_files.items():
             path = self.path / name
