@@ -107,7 +107,7 @@ sys.exit(main(sys.argv[1:]))
 
 
 def test_another_process_waits_for_the_files_of_the_first(tmp_path, monkeypatch):
-    """Those of an interrupted start, such as its tokenizer, are not used."""
+    """The tokenizer of an interrupted start is not used."""
     first, second = (RunFolder(tmp_path) for _ in range(2))
     second.writes = False
     for name in ("versions.json", "tokenizer.json", "config.yaml"):

@@ -76,8 +76,8 @@ def _train(folder: RunFolder, config: Config) -> int:
     parts = Recipe.of(config)
     batches = parts.load("data")(**config["data"])
     batches.seed = config["seed"]
+    folder.await_files()
     if folder.checkpoint is not None or not folder.writes:
-        folder.await_files()
         batches.kept = folder.path
     init = None if folder.checkpoint is not None else config["init"]
     source = None if init is None else read_initial_weights(str(init))

@@ -141,13 +141,17 @@ class RunFolder:
                 f"{unexpected[0]}: exists without last.ckpt, from which a run is resumed; expected "
                 "an empty or new folder; choose another --run, or move the file"
             )
-        for name in (*KEPT, INIT_RECORD, "config.yaml") if interrupted else ():
-            (self.path / name).unlink(missing_ok=True)  # perhaps of other data or weights
+        if interrupted:  # perhaps with other data or weights
+            for name in (*KEPT, INIT_RECORD, "config.yaml"):
+                (self.path / name).unlink(missing_ok=True)
 
     def await_files(self) -> None:
-        """Waits until the first process has called `write`, for at most half an hour."""
+        """Waits until the first process has called `write`, for at most half an hour.
+
+        The first process, and processes of a resumed run, do not wait.
+        """
         deadline = time.monotonic() + 1800  # as for groups of processes in torch.distributed
-        while not (self.path / "config.yaml").is_file():
+        while not (self.writes or self.checkpoint or (self.path / "config.yaml").is_file()):
             if time.monotonic() > deadline:
                 raise TimeoutError(f"{self.path}: the first process has not written config.yaml")
             time.sleep(0.1)
