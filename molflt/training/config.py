@@ -3,6 +3,7 @@
 import os
 from argparse import ArgumentError
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from types import NoneType
 from typing import Any, Literal, TypedDict, get_args
@@ -67,11 +68,16 @@ def add_options(parser: ArgumentParser, recipe: str) -> None:
     parser.add_class_arguments(TrainerOptions, "trainer")
 
 
+@cache  # takes 0.1 s
+def _parser(recipe: str) -> ArgumentParser:
+    parser = ArgumentParser(exit_on_error=False)
+    add_options(parser, recipe)
+    return parser
+
+
 def defaults(recipe: str) -> dict[str, Any]:
     """Returns the defaults of all options of a recipe, nested as in config.yaml."""
-    parser = ArgumentParser()
-    add_options(parser, recipe)
-    return parser.get_defaults().as_dict()
+    return _parser(recipe).get_defaults().as_dict()
 
 
 def check_values(parser: ArgumentParser, config: Namespace) -> None:
@@ -90,8 +96,7 @@ def read_config(run: Path) -> Config:
         raise FileNotFoundError(f"{path}: no such file; expected the folder of a training run")
     content = read_yaml(path)
     try:
-        parser = ArgumentParser(exit_on_error=False)
-        add_options(parser, str(content.get("recipe", DEFAULT)))
+        parser = _parser(str(content.get("recipe", DEFAULT)))
         config = parser.parse_object(content)
         check_values(parser, config)
     except (ArgumentError, ValueError, TypeError, AttributeError, KeyError) as error:
