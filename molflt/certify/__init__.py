@@ -6,8 +6,7 @@ from typing import Any, NamedTuple
 
 from ase.calculators.calculator import PropertyNotImplementedError
 
-from molflt.certify.case import Case, one_line, quiet
-from molflt.certify.checks import CHECKS
+from molflt.certify.checks import CHECKS, Case, one_line, quiet
 
 __all__ = ["CHECKS", "Row", "certify"]
 

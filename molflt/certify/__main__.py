@@ -9,7 +9,7 @@ import sys
 from functools import partial
 
 from molflt import certify as checks
-from molflt.certify.case import one_line
+from molflt.certify.checks import one_line
 
 
 def main(words: list[str] | None = None) -> int:

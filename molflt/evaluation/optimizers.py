@@ -23,8 +23,7 @@ from molflt.optimizers import functions as objectives
 from molflt.optimizers.coordinate import AttentionMemory, CoordinateOptimizer
 from molflt.optimizers.functions import FAMILIES, HALF_WIDTH, Functions
 from molflt.optimizers.learned import LearnedOptimizer
-from molflt.optimizers.population import Populations
-from molflt.optimizers.population_model import PopulationModel
+from molflt.optimizers.population import PopulationModel, Populations
 from molflt.optimizers.problems import UNSEEN, Problem, image_problems
 from molflt.optional import require
 from molflt.tasks.optimizers import SMALLEST

@@ -16,8 +16,7 @@ from molflt.attention import Attention
 from molflt.attention.positions.spectral import GraphNodes
 from molflt.graph.dense import DenseAtoms, SizeClass, places_of
 from molflt.graph.geometry import Atoms, Geometry, _starts
-from molflt.graph.near import NearPairs, _Terms
-from molflt.graph.neighbors import Neighbors, neighbor_list
+from molflt.graph.neighbors import NearPairs, Neighbors, _Terms, neighbor_list
 from molflt.graph.periodic import Auto, Images, OnMesh
 from molflt.graph.regressor import EnergyRegressor
 

@@ -29,8 +29,7 @@ from molflt.attention.positions.spectral import FrequencyProjection, GraphNodes,
 from molflt.attention.spectra import GaussianBasis
 from molflt.graph.dense import DenseAtoms, SizeClass, SizeClasses, places_of
 from molflt.graph.geometry import Geometry
-from molflt.graph.near import NearPairs, _bound, _Terms, in_pieces
-from molflt.graph.neighbors import Neighbors, neighbor_list
+from molflt.graph.neighbors import NearPairs, Neighbors, _bound, _Terms, in_pieces, neighbor_list
 from molflt.graph.periodic import Auto, Images, Near, OnMesh, Open, Reciprocal, make_periodic
 from molflt.memory import expect_memory
 

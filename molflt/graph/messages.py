@@ -8,8 +8,7 @@ from torch import Tensor, nn
 
 from molflt.graph.dense import atom_mask, padded, places_of
 from molflt.graph.geometry import Geometry, _sum_by
-from molflt.graph.near import in_pieces
-from molflt.graph.neighbors import Neighbors
+from molflt.graph.neighbors import Neighbors, in_pieces
 from molflt.graph.radial import radial_waves, softened
 
 _NUM_BASIS = 8

@@ -2,7 +2,6 @@
 
 from molflt.optimizers.coordinate import CoordinateOptimizer
 from molflt.optimizers.learned import LearnedOptimizer
-from molflt.optimizers.population import PopulationOptimizer
-from molflt.optimizers.population_model import PopulationModel
+from molflt.optimizers.population import PopulationModel, PopulationOptimizer
 
 __all__ = ["CoordinateOptimizer", "LearnedOptimizer", "PopulationModel", "PopulationOptimizer"]

@@ -10,15 +10,13 @@ from torch import Tensor, nn
 from molflt.data.optimizers import ProblemData, generator_of
 from molflt.metrics import Metric
 from molflt.optimizers.functions import FAMILIES, Functions
-from molflt.optimizers.population import MEMBERS, Populations
-from molflt.optimizers.population_model import PopulationState
+from molflt.optimizers.population import MEMBERS, PopulationModel, Populations, PopulationState
 from molflt.optimizers.problems import draw_problem
 from molflt.optimizers.unroll import Unrolled, unroll
 from molflt.tasks.base import Task
 
 if TYPE_CHECKING:
     from molflt.optimizers.coordinate import CoordinateOptimizer
-    from molflt.optimizers.population_model import PopulationModel
 
 SMALLEST = 1e-12
 """Lower bound on best values, below which they are rounding errors."""
@@ -122,7 +120,7 @@ class PopulationTask(Task[Tensor, ProblemData]):
     values and positions within windows of `window` generations (truncated backpropagation).
 
     Args:
-        model: `molflt.optimizers.population_model.PopulationModel`.
+        model: `molflt.optimizers.population.PopulationModel`.
         members: number of members of a population.
         generations: number of generations in an unroll.
         window: number of generations between truncations of the gradient.

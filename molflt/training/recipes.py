@@ -92,7 +92,7 @@ RECIPES: dict[str, Recipe] = {
         "molflt.evaluation.optimizers:evaluate",
     ),
     "population_optimizer": Recipe(
-        "molflt.optimizers.population_model:PopulationModel",
+        "molflt.optimizers.population:PopulationModel",
         "molflt.data.optimizers:ProblemData",
         "molflt.tasks.optimizers:PopulationTask",
         "molflt.evaluation.optimizers:evaluate_population",

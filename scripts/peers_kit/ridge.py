@@ -10,7 +10,7 @@ from torch_geometric.data import Data
 from molflt.atoms import Tag
 from molflt.data.structures import Structures
 from molflt.graph import PBCRadiusGraph
-from molflt.graph.elements import descriptors as elements_in_numbers
+from molflt.graph.heads import element_descriptors
 
 _Array = NDArray[np.float64]
 
@@ -60,7 +60,7 @@ def descriptors(data: Data, elements: list[int]) -> _Array:
 @cache
 def _properties() -> _Array:
     """Returns the properties of each element; unknown values are 0."""
-    return np.nan_to_num(elements_in_numbers().numpy().astype(float))
+    return np.nan_to_num(element_descriptors().numpy().astype(float))
 
 
 def _adsorbate(data: Data) -> NDArray[np.bool_]:

@@ -6,11 +6,10 @@ from contract import EXACT
 from graph.test_regressor import structure
 from torch_geometric.data import Batch
 
-from molflt.graph import EnergyRegressor, near
+from molflt.graph import EnergyRegressor, neighbors
 from molflt.graph import messages as messages_module
-from molflt.graph.elements import descriptors, period_and_group
 from molflt.graph.geometry import Geometry
-from molflt.graph.heads import ElementEmbedding
+from molflt.graph.heads import ElementEmbedding, element_descriptors, period_and_group
 from molflt.graph.messages import EquivariantMessages
 from molflt.graph.neighbors import Neighbors, neighbor_list
 from molflt.graph.radial import radial_waves
@@ -98,8 +97,8 @@ def test_matrices_sum_as_pairs_do_and_as_pieces_of_them(monkeypatch):
     of_matrices = both()
     monkeypatch.setattr(messages_module, "_SPARSEST", 0)
     of_pairs = both()
-    monkeypatch.setattr(near, "_MANY", 4)
-    monkeypatch.setattr(near, "_PIECE", 5)
+    monkeypatch.setattr(neighbors, "_MANY", 4)
+    monkeypatch.setattr(neighbors, "_PIECE", 5)
     for found in (of_pairs, both()):
         torch.testing.assert_close(found, of_matrices, rtol=1e-10, atol=1e-10)
 
@@ -123,7 +122,7 @@ def test_messages_of_adsorbates_leave_out_pairs_of_slab_atoms():
 
 
 def test_descriptors_are_standardized_and_of_all_elements_that_bind():
-    table = descriptors()
+    table = element_descriptors()
     assert table.shape == (119, 8)
     unknown = table.isnan().any(dim=1).nonzero()[:, 0].tolist()
     assert unknown == [0, 2, 10, 18, *range(104, 119)]

@@ -372,6 +372,6 @@ def test_many_pairs_and_pieces_change_nothing(near, monkeypatch):
     whole = found()
     monkeypatch.setattr("molflt.attention.mixing.mesh._CHANNELS", 10)
     monkeypatch.setattr("molflt.attention.mixing.pairs._MANY", 8)
-    monkeypatch.setattr("molflt.graph.near._MANY", 8)
-    monkeypatch.setattr("molflt.graph.near._PIECE", 50)
+    monkeypatch.setattr("molflt.graph.neighbors._MANY", 8)
+    monkeypatch.setattr("molflt.graph.neighbors._PIECE", 50)
     close(found(), whole)

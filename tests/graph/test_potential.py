@@ -274,8 +274,8 @@ def test_nodes_and_pairs_in_pieces_are_the_same(monkeypatch, atoms):
     monkeypatch.setattr(
         InversePower, "smooth", lambda law, x: pieces.append(len(x)) or smooth(law, x)
     )
-    monkeypatch.setattr("molflt.graph.near._MANY", 8)
-    monkeypatch.setattr("molflt.graph.near._PIECE", 10)
+    monkeypatch.setattr("molflt.graph.neighbors._MANY", 8)
+    monkeypatch.setattr("molflt.graph.neighbors._PIECE", 10)
     torch.testing.assert_close(found(), whole, rtol=1e-11, atol=1e-12)
     assert max(pieces) == 10
 

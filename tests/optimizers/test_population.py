@@ -9,11 +9,11 @@ from molflt.attention.numerics import haar_rotation
 from molflt.attention.spectra import GaussianBasis
 from molflt.data.optimizers import generator_of
 from molflt.optimizers.functions import FAMILIES, UNSEEN, Functions
-from molflt.optimizers.population import PopulationOptimizer
-from molflt.optimizers.population_model import (
+from molflt.optimizers.population import (
     Noise,
     PopulationMask,
     PopulationModel,
+    PopulationOptimizer,
     PopulationState,
 )
 from molflt.tasks.optimizers import PopulationTask

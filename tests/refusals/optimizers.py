@@ -6,7 +6,7 @@ from torch import nn
 from molflt.data.optimizers import generator_of
 from molflt.optimizers import CoordinateOptimizer, LearnedOptimizer, PopulationOptimizer
 from molflt.optimizers.functions import Functions
-from molflt.optimizers.population_model import PopulationModel
+from molflt.optimizers.population import PopulationModel
 from refusals import Refusal, refused
 
 COORDINATE: list[tuple[dict[str, Any], str, str, str]] = [
