@@ -2,7 +2,6 @@
 
 import copy
 import inspect
-import itertools
 import math
 from typing import TYPE_CHECKING, ClassVar, Literal
 
@@ -20,14 +19,13 @@ from molflt.attention.positions.multiplicative import MultiplicativePosition
 from molflt.attention.positions.spectral import GraphNodes, SpectralPosition
 from molflt.attention.spectra import SPECTRA
 from molflt.graph.dense import DenseAtoms, padded, places_of
-from molflt.graph.geometry import Geometry
-from molflt.graph.neighbors import expect_lattice, images_are_far
+from molflt.graph.geometry import Geometry, _starts
+from molflt.graph.neighbors import _neighbors, expect_lattice, images_are_far
 
 _FADE = 1.0  # distance before the cutoff, in Å, over which an image fades out
 _MOST_PAIRED = 1000  # all pairs are computed in molecules with up to this number of atoms
 _MOST_BY_NODES = 1000  # `Auto` uses a mesh if atoms and vectors both exceed this number
 _ALONE = 200.0  # Å of vacuum beyond which the kernel of an image is below 1e-8
-_NEAREST = [step for step in itertools.product((-1, 0, 1), repeat=3) if any(step)]
 
 
 class Open:
@@ -182,41 +180,22 @@ def _images(
 
     Returns indices of atoms (graphs, images), cells (graphs, images, 3), and the mask of images.
     """
-    graphs, size = mask.shape
+    if in_plane:  # for three periodic axes, the surface is along a and b
+        pbc = pbc & ~(pbc.all(dim=1, keepdim=True) & (torch.arange(3, device=mask.device) == 2))
+    ptr = _starts(mask.sum(dim=1))
+    (center, neighbor), step, graph = _neighbors(positions[mask], cell, pbc, ptr, cutoff)
+    kept = centers[mask][center] & sources[mask][neighbor] & (step != 0).any(dim=1)
     if in_plane:
-        steps = torch.as_tensor(_NEAREST, device=mask.device)
-        normal = pbc.all(dim=1, keepdim=True) & (torch.arange(3, device=mask.device) == 2)
-        pbc = pbc & ~normal  # for three periodic axes, the surface is along a and b
-        steps = steps[((steps == 0) | pbc[:, None]).all(dim=-1).any(dim=0)]
-    else:
-        steps = _steps(positions, mask, cell, pbc, cutoff)
-    shifts = steps.to(positions.dtype) @ cell  # [g, k, 3]
-    # Open axes have no images.
-    allowed = ((steps == 0) | pbc.view(graphs, 1, 3)).all(dim=-1)  # [g, k]
-    images = (positions[:, None] + shifts[:, :, None]).flatten(1, 2)  # [g, k n, 3]
-    exact = "donot_use_mm_for_euclid_dist"  # matrix products would lose half of the digits
-    distance = torch.cdist(images, positions, compute_mode=exact)
-    near = ((distance < cutoff) & centers[:, None]).any(dim=-1)
-    selected = near & (allowed[:, :, None] & sources[:, None]).flatten(1)
-    count = int(selected.sum(dim=1).max()) if selected.numel() else 0
-    # indices in [k n], those of selected images first
-    order = torch.argsort((~selected).to(torch.uint8), dim=1, stable=True)[:, :count]
-    size = max(size, 1)
-    return order % size, steps[order // size].to(positions.dtype), selected.gather(1, order)
-
-
-def _steps(positions: Tensor, mask: Tensor, cell: Tensor, pbc: Tensor, cutoff: float) -> Tensor:
-    """Returns int64 steps (n, 3) to the other cells that may contain atoms within the cutoff."""
-    inverse = torch.linalg.pinv(cell)  # norms of columns: 1 / height of the cell
-    fractional = positions @ inverse
-    padding = ~mask[..., None]
-    upper = fractional.masked_fill(padding, -torch.inf).amax(dim=1)
-    span = upper - fractional.masked_fill(padding, torch.inf).amin(dim=1)
-    reach = span.clamp(min=0.0) + cutoff * inverse.norm(dim=1)
-    most = (reach * pbc).amax(dim=0).floor().long().tolist()
-    axes = [torch.arange(-n, n + 1, device=cell.device) for n in most]
-    steps = torch.cartesian_prod(*axes).view(-1, 3)
-    return steps[(steps != 0).any(dim=1)]
+        kept = kept & (step.abs() <= 1).all(dim=1)
+    atom = mask.nonzero()[neighbor, 1:]
+    # an image may be near several atoms
+    found = torch.cat((graph[:, None], step, atom), dim=1)[kept].unique(dim=0)
+    counts = torch.bincount(found[:, 0], minlength=len(mask))
+    place = torch.arange(max(counts.tolist(), default=0), device=mask.device)
+    exists = place < counts[:, None]
+    index, steps = exists.long(), positions.new_zeros(*exists.shape, 3)
+    index[exists], steps[exists] = found[:, 4], found[:, 1:4].to(steps.dtype)
+    return index, steps, exists
 
 
 class Reciprocal(Open):
