@@ -13,9 +13,9 @@ from molflt.data.structures.records import make_record
 
 
 def record(slab: str, adsorbate: str = "", tags: bool = True, pbc=(1, 1, 1), **more):
-    """Returns atoms in a row, slab atoms first; each symbol is one letter."""
+    """Returns bonded atoms in a row, slab atoms first; each symbol is one letter."""
     numbers = [{"H": 1, "C": 6, "N": 7, "O": 8, "K": 19}[one] for one in slab + adsorbate]
-    pos = np.arange(3 * len(numbers)).reshape(-1, 3) * 0.5
+    pos = np.arange(3 * len(numbers)).reshape(-1, 3) * 0.22
     own = [1] * len(slab) + [2] * len(adsorbate)
     return make_record(
         pos=pos, atomic_numbers=numbers, cell=np.diag([8, 8, 20]) if any(pbc) else None, pbc=pbc,
@@ -37,7 +37,7 @@ def test_domain_summarizes_the_data() -> None:
     assert own["slab_atoms"] == [4, 5] and own["adsorbate_atoms"] == [2, 3]
     assert own["periodic"] == ["xyz"] and own["kind"] == "adsorption"
     assert own["energy_eV"] == [-1.0, 0.5] and own["relaxed"] == own["untagged"] == 0
-    assert TRAINED.describe() == "2 systems of K with H, O; 6 to 8 atoms, 2 to 3 of them adsorbate"
+    assert TRAINED.describe() == "2 systems of K with H, O; 6 to 8 atoms, 2 to 3 per adsorbate"
 
 
 @pytest.mark.parametrize(
@@ -47,9 +47,10 @@ def test_domain_summarizes_the_data() -> None:
         (record("KKKKN", "HO"), ["N not in training"]),
         (record("KKKKO", "HO"), ["O in the slab, in training only in adsorbates"]),
         (record("KKK", "HO"), ["atoms: 5, trained on 6 to 8"]),
-        (record("KKKK", "HHHO"), ["adsorbate atoms: 4, trained on 2 to 3"]),
+        (record("KKKK", "HOOO"), ["adsorbate atoms: 4, trained on 2 to 3"]),
+        (record("KKKK", "HH"), ["adsorbate atoms: 1, trained on 2 to 3"]),  # not bonded
         (record("KKKKKK"), ["no adsorbate (tag 2)"]),
-        (record("", "HHOOOH"), ["no slab (tags 0 and 1)", "adsorbate atoms: 6, trained on 2 to 3"]),
+        (record("", "HOOOOO"), ["no slab (tags 0 and 1)", "adsorbate atoms: 6, trained on 2 to 3"]),
         (record("KKKK", "HO", tags=False), ["no tags, unlike the training data"]),
         (record("KKKK", "HO", pbc=(1, 1, 0)),
          ["periodic along x, y, trained on periodic along x, y, z"]),
