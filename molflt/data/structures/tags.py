@@ -75,7 +75,8 @@ def guess_tags(record: Data, share: tuple[float, float] | None = None) -> Guess:
     if not atoms.open_axes:
         return Guess(unknown, "no vacuum")
     if len(atoms.open_axes) > 1:
-        return Guess(unknown, "no slab (vacuum along more than one axis)")
+        why = "vacuum along more" if atoms.pbc.sum() > 1 else "not periodic along more"
+        return Guess(unknown, f"no slab ({why} than one axis)")
     adsorbate = atoms.adsorbate()
     if adsorbate.all():
         return Guess(unknown, "no slab")
