@@ -3,6 +3,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from ase.build import add_adsorbate, fcc111
 from tiny_run import write_data
 
 from molflt.data.structures import open_dataset
@@ -75,6 +76,22 @@ def test_domains_without_tags_take_structures_without_tags() -> None:
     assert [own.outside(one) for one in records] == [[], [], []]
     assert own.outside(record("CCCC", "OK")) == []  # C was seen without tags
     assert own.untagged == 1 and own.to_json()["periodic"] == ["", "xyz"]
+
+
+def test_the_axis_of_the_vacuum_is_not_compared() -> None:
+    atoms = fcc111("Cu", (2, 2, 2), vacuum=6.0, periodic=True)
+    add_adsorbate(atoms, "O", 1.2)
+    crystal, slab, other, cluster = (
+        make_record(
+            pos=atoms.positions, atomic_numbers=atoms.numbers, cell=atoms.cell.array, pbc=pbc,
+            tags=[1] * 8 + [2],
+        )
+        for pbc in ((1, 1, 1), (1, 1, 0), (1, 0, 1), (0, 0, 0))
+    )  # fmt: skip
+    own = domain(crystal)
+    assert own.outside(slab) == domain(slab).outside(crystal) == []
+    assert own.outside(other) and own.outside(cluster)
+    assert own.without_tags().outside(slab)  # long-range energies depend on it
 
 
 def test_the_share_of_surface_atoms_is_compared() -> None:

@@ -16,7 +16,7 @@ from molflt.atoms import MAX_ATOMIC_NUMBER, Tag, symbol
 from molflt.data.structures.base import Structures, with_bar
 from molflt.data.structures.labels import EnergyKind, energy_kind
 from molflt.data.structures.molecules import adsorbates, touches_image
-from molflt.data.structures.tags import guess_tags, heights_agree, sides_agree
+from molflt.data.structures.tags import guess_tags, heights_agree, open_axes, sides_agree
 from molflt.files import read_json, shown
 
 if TYPE_CHECKING:
@@ -110,7 +110,7 @@ class Domain:
                 adsorbate += _adsorbate_sizes(record)
             if len(slab_numbers):
                 surface.append(_surface_share(record))
-            periodic.add(_axes(record))
+            periodic.add(_axes(record.pbc[0]))
             relaxed += not bool(torch.isnan(record.pos_relaxed).any())
             look(record)
         natoms, energies = dataset.natoms, dataset.y_relaxed
@@ -235,10 +235,22 @@ class Domain:
             sizes["tags"] = "no tags, unlike the training data"
         elif not len(untagged):
             sizes |= self._beyond_parts(record, len(slab), len(adsorbate))
-        if _axes(record) not in self.periodic:
+        if not self._has_axes(record):
             kinds = " or ".join(map(_along, sorted(self.periodic)))
-            sizes["periodic"] = f"{_along(_axes(record))}, trained on {kinds}"
+            sizes["periodic"] = f"{_along(_axes(record.pbc[0]))}, trained on {kinds}"
         return differences | {(aspect, ""): text for aspect, text in sizes.items()}
+
+    def _has_axes(self, record: Data) -> bool:
+        """Returns True if the periodic axes occur in training, except along the vacuum of a slab.
+
+        Images beyond the vacuum change adsorption energies by less than 1 meV.
+        """
+        pbc = record.pbc[0].clone()
+        if _axes(pbc) in self.periodic or self.adsorbate_atoms is None:
+            return _axes(pbc) in self.periodic
+        axes = open_axes(record)
+        pbc[axes] ^= True
+        return len(axes) == 1 and _axes(pbc) in self.periodic
 
     def _beyond_parts(self, record: Data, slab: int, adsorbate: int) -> dict[str, str]:
         """Describes unusual numbers of `slab` and `adsorbate` atoms and shares of the surface."""
@@ -356,8 +368,8 @@ def _surface_share(record: Data) -> float:
     return float((slab == Tag.SURFACE).float().mean())
 
 
-def _axes(record: Data) -> str:
-    return "".join(axis for axis, on in zip("xyz", record.pbc[0].tolist(), strict=True) if on)
+def _axes(pbc: Tensor) -> str:
+    return "".join(axis for axis, on in zip("xyz", pbc.tolist(), strict=True) if on)
 
 
 def _along(axes: str) -> str:

@@ -88,9 +88,9 @@ def guess_tags(record: Data, share: tuple[float, float] | None = None) -> Guess:
     return Guess(tags, atoms.described(tags))
 
 
-def has_vacuum(record: Data) -> bool:
-    """Returns False for crystals, which have neither an open axis nor a wide gap."""
-    return bool(_Atoms(record, bonds=False).open_axes)
+def open_axes(record: Data) -> list[int]:
+    """Returns the axes that are not periodic or along which there is vacuum; [] for crystals."""
+    return _Atoms(record, bonds=False).open_axes
 
 
 class _Atoms:
