@@ -313,6 +313,14 @@ def test_tags_are_required_and_can_be_guessed() -> None:
         model.predict(plain, force=True)
 
 
+def test_adsorbates_out_of_reach_of_the_slab_are_reported() -> None:
+    near, far = methanol(tags=True), methanol(tags=True)
+    far.positions[far.get_tags() == 0, 2] += 4.5
+    found = molflt.load().predict([near, far], tags="ase")
+    assert ["out of reach" in str(one.outside) for one in found] == [False, True]
+    assert found[1].energy == 0
+
+
 def test_layers_that_look_like_tags_are_refused() -> None:
     thin = fcc111("Cu", (3, 4, 2), vacuum=8.0, periodic=True)
     add_adsorbate(thin, molecule("CH3OH"), 2.0, "ontop")  # the layers look like OC20's tags

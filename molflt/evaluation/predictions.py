@@ -309,6 +309,8 @@ def _row(
     if _ADSORBATES in by_atom:
         labels, atomic = adsorbates(record)[adsorbed], by_atom.pop(_ADSORBATES)[adsorbed]
         by_adsorbate = tuple(np.bincount(labels, atomic).tolist())
+        if domain is not None and domain.zero[1] and 0.0 in by_adsorbate and not adsorbed.all():
+            reasons.append("adsorbate out of reach of the slab, with an energy of 0")
     slab = numbers[~adsorbed] if adsorbed.any() else numbers[:0]
     return {
         "sid": int(record.sid),

@@ -3,6 +3,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from ase.build import add_adsorbate, fcc111
 from tiny_run import write_data
 
 from molflt.data.structures import open_dataset
@@ -13,9 +14,9 @@ from molflt.data.structures.records import make_record
 
 
 def record(slab: str, adsorbate: str = "", tags: bool = True, pbc=(1, 1, 1), **more):
-    """Returns atoms in a row, slab atoms first; each symbol is one letter."""
+    """Returns bonded atoms in a row, slab atoms first; each symbol is one letter."""
     numbers = [{"H": 1, "C": 6, "N": 7, "O": 8, "K": 19}[one] for one in slab + adsorbate]
-    pos = np.arange(3 * len(numbers)).reshape(-1, 3) * 0.5
+    pos = np.arange(3 * len(numbers)).reshape(-1, 3) * 0.22
     own = [1] * len(slab) + [2] * len(adsorbate)
     return make_record(
         pos=pos, atomic_numbers=numbers, cell=np.diag([8, 8, 20]) if any(pbc) else None, pbc=pbc,
@@ -37,7 +38,7 @@ def test_domain_summarizes_the_data() -> None:
     assert own["slab_atoms"] == [4, 5] and own["adsorbate_atoms"] == [2, 3]
     assert own["periodic"] == ["xyz"] and own["kind"] == "adsorption"
     assert own["energy_eV"] == [-1.0, 0.5] and own["relaxed"] == own["untagged"] == 0
-    assert TRAINED.describe() == "2 systems of K with H, O; 6 to 8 atoms, 2 to 3 of them adsorbate"
+    assert TRAINED.describe() == "2 systems of K with H, O; 6 to 8 atoms, 2 to 3 per adsorbate"
 
 
 @pytest.mark.parametrize(
@@ -47,9 +48,10 @@ def test_domain_summarizes_the_data() -> None:
         (record("KKKKN", "HO"), ["N not in training"]),
         (record("KKKKO", "HO"), ["O in the slab, in training only in adsorbates"]),
         (record("KKK", "HO"), ["atoms: 5, trained on 6 to 8"]),
-        (record("KKKK", "HHHO"), ["adsorbate atoms: 4, trained on 2 to 3"]),
+        (record("KKKK", "HOOO"), ["adsorbate atoms: 4, trained on 2 to 3"]),
+        (record("KKKK", "HH"), ["adsorbate atoms: 1, trained on 2 to 3"]),  # not bonded
         (record("KKKKKK"), ["no adsorbate (tag 2)"]),
-        (record("", "HHOOOH"), ["no slab (tags 0 and 1)", "adsorbate atoms: 6, trained on 2 to 3"]),
+        (record("", "HOOOOO"), ["no slab (tags 0 and 1)", "adsorbate atoms: 6, trained on 2 to 3"]),
         (record("KKKK", "HO", tags=False), ["no tags, unlike the training data"]),
         (record("KKKK", "HO", pbc=(1, 1, 0)),
          ["periodic along x, y, trained on periodic along x, y, z"]),
@@ -74,6 +76,22 @@ def test_domains_without_tags_take_structures_without_tags() -> None:
     assert [own.outside(one) for one in records] == [[], [], []]
     assert own.outside(record("CCCC", "OK")) == []  # C was seen without tags
     assert own.untagged == 1 and own.to_json()["periodic"] == ["", "xyz"]
+
+
+def test_the_axis_of_the_vacuum_is_not_compared() -> None:
+    atoms = fcc111("Cu", (2, 2, 2), vacuum=6.0, periodic=True)
+    add_adsorbate(atoms, "O", 1.2)
+    crystal, slab, other, cluster = (
+        make_record(
+            pos=atoms.positions, atomic_numbers=atoms.numbers, cell=atoms.cell.array, pbc=pbc,
+            tags=[1] * 8 + [2],
+        )
+        for pbc in ((1, 1, 1), (1, 1, 0), (1, 0, 1), (0, 0, 0))
+    )  # fmt: skip
+    own = domain(crystal)
+    assert own.outside(slab) == domain(slab).outside(crystal) == []
+    assert own.outside(other) and own.outside(cluster)
+    assert own.without_tags().outside(slab)  # long-range energies depend on it
 
 
 def test_the_share_of_surface_atoms_is_compared() -> None:

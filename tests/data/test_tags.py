@@ -169,8 +169,8 @@ def test_free_atoms_of_a_slab_are_its_surface() -> None:
     ("atoms", "why"),
     [
         (bulk("Cu", cubic=True), "no vacuum"),
-        (molecule("CH3OH"), "no slab"),
-        (Atoms("CO", [[4, 4, 4], [4, 4, 5.1]], cell=[12, 12, 12], pbc=True), "no slab"),
+        (molecule("CH3OH"), "no slab (not periodic"),
+        (Atoms("CO", [[4, 4, 4], [4, 4, 5.1]], cell=[12, 12, 12], pbc=True), "no slab (vacuum"),
         (SLAB, "no adsorbate"),
     ],
 )

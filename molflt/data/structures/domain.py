@@ -15,8 +15,8 @@ from torch import Tensor
 from molflt.atoms import MAX_ATOMIC_NUMBER, Tag, symbol
 from molflt.data.structures.base import Structures, with_bar
 from molflt.data.structures.labels import EnergyKind, energy_kind
-from molflt.data.structures.molecules import touches_image
-from molflt.data.structures.tags import guess_tags, heights_agree, sides_agree
+from molflt.data.structures.molecules import adsorbates, touches_image
+from molflt.data.structures.tags import guess_tags, heights_agree, open_axes, sides_agree
 from molflt.files import read_json, shown
 
 if TYPE_CHECKING:
@@ -61,8 +61,8 @@ class Domain:
         systems: number of systems.
         elements: atomic numbers, separately for each part of the structure.
         atoms: smallest and largest number of atoms in a structure.
-        adsorbate_atoms: smallest and largest number of atoms with tag 2 in structures with tags;
-            None if no structure has tags.
+        adsorbate_atoms: smallest and largest number of atoms of an adsorbate, connected atoms with
+            tag 2, in structures with tags; None if no structure has tags.
         slab_atoms: smallest and largest number of atoms with tags 0 and 1 in these structures.
         untagged: number of structures without tags.
         periodic: kinds of periodic boundaries, such as "xyz" or "xy"; "" if no axis is periodic.
@@ -102,15 +102,15 @@ class Domain:
         relaxed = 0
         for record in with_bar(dataset, "reading structures"):
             parts = _parts(record)
-            slab_numbers, adsorbate_numbers, untagged = parts
+            slab_numbers, _, untagged = parts
             for row, numbers in zip(present, parts, strict=True):
                 row[numbers] = True
             if not len(untagged):
                 slab.append(len(slab_numbers))
-                adsorbate.append(len(adsorbate_numbers))
+                adsorbate += _adsorbate_sizes(record)
             if len(slab_numbers):
                 surface.append(_surface_share(record))
-            periodic.add(_axes(record))
+            periodic.add(_axes(record.pbc[0]))
             relaxed += not bool(torch.isnan(record.pos_relaxed).any())
             look(record)
         natoms, energies = dataset.natoms, dataset.y_relaxed
@@ -235,10 +235,22 @@ class Domain:
             sizes["tags"] = "no tags, unlike the training data"
         elif not len(untagged):
             sizes |= self._beyond_parts(record, len(slab), len(adsorbate))
-        if _axes(record) not in self.periodic:
+        if not self._has_axes(record):
             kinds = " or ".join(map(_along, sorted(self.periodic)))
-            sizes["periodic"] = f"{_along(_axes(record))}, trained on {kinds}"
+            sizes["periodic"] = f"{_along(_axes(record.pbc[0]))}, trained on {kinds}"
         return differences | {(aspect, ""): text for aspect, text in sizes.items()}
+
+    def _has_axes(self, record: Data) -> bool:
+        """Returns True if the periodic axes occur in training, except along the vacuum of a slab.
+
+        Images beyond the vacuum change adsorption energies by less than 1 meV.
+        """
+        pbc = record.pbc[0].clone()
+        if _axes(pbc) in self.periodic or self.adsorbate_atoms is None:
+            return _axes(pbc) in self.periodic
+        axes = open_axes(record)
+        pbc[axes] ^= True
+        return len(axes) == 1 and _axes(pbc) in self.periodic
 
     def _beyond_parts(self, record: Data, slab: int, adsorbate: int) -> dict[str, str]:
         """Describes unusual numbers of `slab` and `adsorbate` atoms and shares of the surface."""
@@ -250,10 +262,11 @@ class Domain:
         ):
             if count == 0 and not is_zero and (known is None or known[0] > 0):
                 sizes[part] = "" if known is None else part
-        known = self.adsorbate_atoms
-        if adsorbate and not (known and known[0] <= adsorbate <= known[1]):
-            text = f"adsorbate atoms: {adsorbate}, trained on {_span(known)}" if known else ""
-            sizes["size of adsorbate"] = text
+        least, most = known = self.adsorbate_atoms or (1, 0)
+        beyond = [f"{n}" for n in _adsorbate_sizes(record) if n and not least <= n <= most]
+        if beyond:
+            text = f"adsorbate atoms: {', '.join(dict.fromkeys(beyond))}, trained on {_span(known)}"
+            sizes["size of adsorbate"] = text if self.adsorbate_atoms else ""
         if slab and adsorbate and self.surface is not None:
             share, (low, high) = _surface_share(record), self.surface
             if not low - _ROUNDED <= share <= high + _ROUNDED:
@@ -271,7 +284,7 @@ class Domain:
             elements = f"{elements} and {untagged} without tags" if elements else untagged
         sizes = f"{_span(self.atoms)} atoms"
         if self.adsorbate_atoms is not None and self.adsorbate_atoms[1]:
-            sizes += f", {_span(self.adsorbate_atoms)} of them adsorbate"
+            sizes += f", {_span(self.adsorbate_atoms)} per adsorbate"
         text = f"{self.systems:,} systems of {elements}; {sizes}"
         initial = [domain.describe() for domain in self.initial]
         return "; from weights trained on ".join([text, *initial])
@@ -344,13 +357,19 @@ def _parts(record: Data) -> tuple[Tensor, Tensor, Tensor]:
     return numbers[tags != Tag.ADSORBATE], numbers[tags == Tag.ADSORBATE], none
 
 
+def _adsorbate_sizes(record: Data) -> list[int]:
+    """Returns the number of atoms of each adsorbate; [0] for a clean slab."""
+    labels = adsorbates(record)
+    return np.bincount(labels[labels >= 0], minlength=1).tolist()
+
+
 def _surface_share(record: Data) -> float:
     slab = record.tags[record.tags != Tag.ADSORBATE]
     return float((slab == Tag.SURFACE).float().mean())
 
 
-def _axes(record: Data) -> str:
-    return "".join(axis for axis, on in zip("xyz", record.pbc[0].tolist(), strict=True) if on)
+def _axes(pbc: Tensor) -> str:
+    return "".join(axis for axis, on in zip("xyz", pbc.tolist(), strict=True) if on)
 
 
 def _along(axes: str) -> str:

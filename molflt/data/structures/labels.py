@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from molflt.atoms import MAX_ATOMIC_NUMBER, Tag, symbol
 from molflt.data.structures.base import Structures, with_bar
 from molflt.data.structures.molecules import adsorbates
-from molflt.data.structures.tags import has_vacuum
+from molflt.data.structures.tags import open_axes
 from molflt.files import shown
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ def most_adsorption(record: Data) -> float:
     """
     if not abs(float(record.y_relaxed)) > MOST_ADSORPTION:  # also for NaN
         return MOST_ADSORPTION
-    if not record.tags.any() and not has_vacuum(record):
+    if not record.tags.any() and not open_axes(record):
         return float("inf")
     upper_bound = MOST_ADSORPTION * max(1, int((record.tags == Tag.ADSORBATE).sum()))
     if abs(float(record.y_relaxed)) > upper_bound:

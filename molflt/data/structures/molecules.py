@@ -26,11 +26,19 @@ def adsorbates(record: Data) -> _Numbers:
 
     Adsorbates are connected atoms with tag 2, numbered in the order of their first atoms.
     """
+    from ase.data import covalent_radii
+    from scipy.spatial.distance import cdist
+
     atoms = np.flatnonzero(record.tags.numpy() == Tag.ADSORBATE)
     labels = np.full(len(record.tags), -1)
     if len(atoms):
-        i, j, _ = _bonds(*_subset(record, atoms))
+        numbers, pos, *lattice = _subset(record, atoms)
+        radii = BOND * covalent_radii[numbers]
+        i, j = np.nonzero(cdist(pos, pos) < np.add.outer(radii, radii))
         labels[atoms] = connected(i, j, len(atoms))
+        if labels.max() > 0:  # there may be bonds across the boundary, which take longer to find
+            i, j, _ = _bonds(numbers, pos, *lattice)
+            labels[atoms] = connected(i, j, len(atoms))
     return labels
 
 

@@ -75,7 +75,8 @@ def guess_tags(record: Data, share: tuple[float, float] | None = None) -> Guess:
     if not atoms.open_axes:
         return Guess(unknown, "no vacuum")
     if len(atoms.open_axes) > 1:
-        return Guess(unknown, "no slab (vacuum along more than one axis)")
+        why = "vacuum along more" if atoms.pbc.sum() > 1 else "not periodic along more"
+        return Guess(unknown, f"no slab ({why} than one axis)")
     adsorbate = atoms.adsorbate()
     if adsorbate.all():
         return Guess(unknown, "no slab")
@@ -87,9 +88,9 @@ def guess_tags(record: Data, share: tuple[float, float] | None = None) -> Guess:
     return Guess(tags, atoms.described(tags))
 
 
-def has_vacuum(record: Data) -> bool:
-    """Returns False for crystals, which have neither an open axis nor a wide gap."""
-    return bool(_Atoms(record, bonds=False).open_axes)
+def open_axes(record: Data) -> list[int]:
+    """Returns the axes that are not periodic or along which there is vacuum; [] for crystals."""
+    return _Atoms(record, bonds=False).open_axes
 
 
 class _Atoms:
