@@ -1,24 +1,19 @@
 """Source for structures in memory, created with ASE or PyG."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import Any, TypeGuard
 
 import numpy as np
 import torch
 
+from molflt.atoms import Atoms, Data
 from molflt.data.structures.ase_fields import Converter, charge_in, text_sid
 from molflt.data.structures.ase_labels import Entries
 from molflt.data.structures.base import AS_IT_IS, LoadedStructures, Reading
 from molflt.data.structures.records import make_record
-
-if TYPE_CHECKING:
-    from ase import Atoms
-    from torch_geometric.data import Data
 
 _EXPECTED = "expected ase.Atoms, PyG Data or Batch, a list of them, or a data set of Data"
 

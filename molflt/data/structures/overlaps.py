@@ -1,20 +1,14 @@
 """Coinciding atoms and equal structures, and a survey that collects them from a data set."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Sequence
 from itertools import product
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from molflt.atoms import reduced_cell
+from molflt.atoms import Data, reduced_cell
 from molflt.data.structures.tags import slab_has_one_tag
-
-if TYPE_CHECKING:
-    from torch_geometric.data import Data
 
 TOO_NEAR = 0.1
 """Distance, in Å, below which atoms count as coinciding. The shortest bond (H2) is 0.74 Å long."""

@@ -1,14 +1,12 @@
 """Summary of a source of structures: counts, elements, tags, labels and warnings."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from molflt.atoms import MAX_ATOMIC_NUMBER, Tag, symbol
+from molflt.atoms import MAX_ATOMIC_NUMBER, Data, Tag, symbol
 from molflt.data.structures import AS_IT_IS, Reading, open_dataset
 from molflt.data.structures.ase_labels import named_options
 from molflt.data.structures.convert import one_pass
@@ -23,9 +21,6 @@ from molflt.data.structures.labels import (
 from molflt.data.structures.overlaps import Survey, equal_structures, overlaps_of
 from molflt.data.structures.sources import Paths, named
 from molflt.data.structures.tags import one_tagged
-
-if TYPE_CHECKING:
-    from torch_geometric.data import Data
 
 Purpose = Literal["potential", "is2re"]
 _Labels = dict[str, np.ndarray]
