@@ -210,7 +210,6 @@ def _row_of_lmdb(file: LmdbFile, number: int) -> Atoms:
 
 
 def _of_row(row: Any) -> Atoms:
-    """Converts an `ase.db.row.AtomsRow`."""
     atoms: Atoms = row.toatoms(add_additional_information=True)
     pairs = atoms.info.get("key_value_pairs", {})
     pairs |= {key: vars(row)[key] for key in pairs}  # ASE replaces `charge` by a sum over atoms
@@ -296,7 +295,6 @@ def _columns(comment: str) -> str:
 
 
 def _cif_block(block: Any) -> Atoms:
-    """Reads an `ase.io.cif.CIFBlock`."""
     from ase.data import atomic_numbers
 
     names = block.get("_atom_site_type_symbol") or block.get("_atom_site_label") or []
