@@ -1,10 +1,16 @@
 """Constants and cells shared by data and models."""
 
 from enum import IntEnum
-from typing import SupportsIndex
+from typing import TYPE_CHECKING, Any, SupportsIndex
 
 import numpy as np
 from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from ase import Atoms
+    from torch_geometric.data import Batch, Data
+else:  # for annotations only: reading signatures must not load these packages
+    Atoms = Batch = Data = Any
 
 _Array = NDArray[np.float64]
 MAX_ATOMIC_NUMBER = 118
@@ -28,7 +34,7 @@ class Tag(IntEnum):
 
 def symbol(number: SupportsIndex) -> str:
     """Returns the symbol of an element."""
-    from ase.data import chemical_symbols  # deferred, because reading signatures must not load ASE
+    from ase.data import chemical_symbols
 
     return str(chemical_symbols[number])
 

@@ -27,11 +27,11 @@ from tiny_run import (
 import molflt
 from molflt.commands import baseline
 from molflt.commands.cli import main
+from molflt.commands.inspect import summarize
 from molflt.data.structures import open_dataset
 from molflt.data.structures.base import Reading, to_atoms
 from molflt.data.structures.domain import domain_of
 from molflt.data.structures.store import BASELINE, write_store
-from molflt.data.structures.summary import summarize
 from molflt.evaluation.ensemble import load_ensemble
 from molflt.graph import EnergyRegressor
 from molflt.lock import FolderLock

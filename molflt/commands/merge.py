@@ -8,7 +8,7 @@ import csv
 import hashlib
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from itertools import islice, zip_longest
 from pathlib import Path
 from typing import Any
@@ -28,23 +28,20 @@ _NOTED = re.compile(r' molflt_index=(\d+)( molflt_file=.*?)? molflt_shard="([^"]
 _Row = dict[str, object]
 
 
-def noted(rows: int, total: int, made: Mapping[str, object]) -> dict[str, object]:
-    """Returns the column that is added to each row of a shard, as {name: text}.
+def noted(model: nn.Module, dataset: Structures, rows: int, **options: object) -> dict[str, object]:
+    """Returns the column that is added to each of the `rows` rows of a shard, as {name: text}.
 
-    `made` is a result of `made_of`.
+    The text also contains what all shards must share: `options`, and digests of model and data.
     """
-    return {_COLUMN: "; ".join([f"{rows} of {total}", *(f"{k} {made[k]}" for k in made)])}
-
-
-def made_of(model: nn.Module, dataset: Structures, **options: object) -> dict[str, object]:
-    """Returns values that all shards must share: `options`, and digests of model and data."""
     members = getattr(model, "members", [model])
     weights = hashlib.sha256("".join(sorted(map(digest_of, members))).encode())
     data = hashlib.sha256(dataset.natoms.astype("<i8").tobytes())  # without skipped structures
     for file in (part for path in dataset.files for part in shards_in(path) or [path]):
         with open(file, "rb") as opened:
             data.update(hashlib.file_digest(opened, "sha256").digest())
-    return {"weights": weights.hexdigest()[:16], "data": data.hexdigest()[:16], **options}
+    made = {"weights": weights.hexdigest()[:16], "data": data.hexdigest()[:16], **options}
+    entries = (f"{name} {value}" for name, value in made.items())
+    return {_COLUMN: "; ".join([f"{rows} of {len(dataset)}", *entries])}
 
 
 def _frames(text: str) -> list[_Row]:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from molflt.commands.merge import ENDINGS, made_of, noted
+from molflt.commands.merge import ENDINGS, noted
 from molflt.commands.options import refuse_idle
 from molflt.data.batches import Shard
 from molflt.data.images.files import read_images
@@ -127,11 +127,11 @@ def predict(
     calibrated = model.calibration(calibration)
     note: dict[str, object] = {}
     if part is not None and out is not None:
-        origin = made_of(model.model, dataset, mesh_order=mesh_order, compiled=compiled)
-        origin |= {"batch_size": batch_size, "tags": reading.tags}
-        origin |= {"calibration": calibrated.label} if calibrated else {}
+        options: dict[str, object] = {"mesh_order": mesh_order, "compiled": compiled}
+        options |= {"batch_size": batch_size, "tags": reading.tags}
+        options |= {"calibration": calibrated.label} if calibrated else {}
         indices = part.indices(dataset.natoms, batch_size)
-        note = noted(len(indices), len(dataset), origin)
+        note = noted(model.model, dataset, len(indices), **options)
         dataset, out = Part(dataset, indices), part.path(out)
     name = files[0].name if len(files) == 1 else f"{len(files)} files"
     _predict_energies(model, dataset, name, batch_size, force, calibrated, note, out)

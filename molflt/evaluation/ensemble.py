@@ -5,20 +5,17 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from molflt.atoms import Batch
 from molflt.data.structures.base import Structures
 from molflt.data.structures.data_set import DataSet
 from molflt.graph.heads import by_contact
 from molflt.training.checkpoint import load_run
 from molflt.training.config import Config, read_config
-
-if TYPE_CHECKING:
-    from torch_geometric.data import Batch
 
 ENSEMBLE = "ensemble"
 """Name of the subfolder of the first run that contains the files of the ensemble."""

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from molflt.atoms import Tag, symbol
+from molflt.atoms import Batch, Data, Tag, symbol
 from molflt.data.batches import SizeBucketedBatchSampler
 from molflt.data.structures import AS_IT_IS, Reading, Structures, open_dataset
 from molflt.data.structures.domain import Domain
@@ -35,9 +35,6 @@ from molflt.graph.periodic import Auto
 from molflt.graph.potential import Potential
 from molflt.graph.regressor import EnergyRegressor
 from molflt.memory import within_memory
-
-if TYPE_CHECKING:
-    from torch_geometric.data import Batch, Data
 
 UNKNOWN = "unknown"  # adsorbate and slab of a structure without tags
 _ADSORBATES = "adsorbate_energy"  # output of the model

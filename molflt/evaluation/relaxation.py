@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Mapping
 from math import nan
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -19,14 +19,12 @@ from ase.io import write
 from ase.units import GPa
 from numpy.typing import NDArray
 
+from molflt.atoms import Data
 from molflt.data.structures import Structures
 from molflt.data.structures.base import to_atoms
 from molflt.evaluation.predictions import Predictions
 from molflt.evaluation.results import Results, results_table
 from molflt.files import atomically
-
-if TYPE_CHECKING:
-    from torch_geometric.data import Data
 
 OptimizerName = Literal["lbfgs", "bfgs", "fire"]
 _LARGEST_STEP = 0.1  # Å per atom; with ASE's default, 0.2, atoms may leave the learned region

@@ -4,12 +4,12 @@
 
 import copy
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from molflt.atoms import Tag
+from molflt.atoms import Data, Tag
 from molflt.attention.checks import no_effect
 from molflt.attention.features import FEATURE_MAPS, FeatureMapName
 from molflt.graph.encoding import GraphPositionName
@@ -18,9 +18,6 @@ from molflt.graph.long_range import ChargeShare, LongRange, dipole
 from molflt.graph.neighbors import Neighbors
 from molflt.graph.periodic import PeriodicName, Reciprocal
 from molflt.graph.regressor import EnergyRegressor
-
-if TYPE_CHECKING:
-    from torch_geometric.data import Data
 
 _CHARGE_UNIT = 10.0  # scale of tokens per e; shares of 0.1 e are common
 # smooth feature maps whose products, and thus normalizers, are positive

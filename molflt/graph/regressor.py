@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from molflt.atoms import MAX_ATOMIC_NUMBER, Tag
+from molflt.atoms import MAX_ATOMIC_NUMBER, Data, Tag
 from molflt.attention import Attention, Stack
 from molflt.attention.checks import known_names, no_effect, not_negative, positive
 from molflt.attention.features import FeatureMapName
@@ -19,9 +19,6 @@ from molflt.graph.geometry import Atoms, Geometry
 from molflt.graph.heads import AtomEmbedding, EnergyReadout, MessagePairs, PositionHead, ReadoutName
 from molflt.graph.neighbors import Neighbors, neighbor_list
 from molflt.graph.periodic import Near, Open, PeriodicName
-
-if TYPE_CHECKING:
-    from torch_geometric.data import Data
 
 _MAX_MOVE = 1.0  # Å; training diverges with unbounded moves
 _ENERGIES = ("energy_mean", "energy_std", "element_energies")  # buffers in float64

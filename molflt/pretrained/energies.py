@@ -9,13 +9,14 @@ import shutil
 import tempfile
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeGuard, cast, overload
+from typing import Any, Literal, NamedTuple, TypeGuard, cast, overload
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import nn
 
+from molflt.atoms import Atoms, Data
 from molflt.data.structures import Structures, source_of
 from molflt.data.structures.base import ANY_TAGS, Reading, Tags
 from molflt.data.structures.domain import DOMAIN, Domain
@@ -39,10 +40,6 @@ from molflt.graph.geometry import Geometry
 from molflt.graph.mesh import use_mesh_
 from molflt.graph.potential import Potential
 from molflt.pretrained.base import Card, Pretrained, Trained
-
-if TYPE_CHECKING:
-    from ase import Atoms
-    from torch_geometric.data import Data
 
 _PACKAGE, _RECORD = "energies.pt2", "energies.json"
 _AGAIN = "export the run again, with --compiled true"

@@ -1,27 +1,22 @@
 """Conversion of ASE structures to records: checks, constraints, charge, and unused fields."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, get_args
+from typing import Any, get_args
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from molflt.atoms import Atoms, Data
 from molflt.data.structures.ase_labels import Entries, LabelReader
 from molflt.data.structures.base import AS_IT_IS, AnyTags, Reading
 from molflt.data.structures.records import make_record
 from molflt.data.structures.tags import layers_as_tags, tags_look_like
 from molflt.files import shown, warn
-
-if TYPE_CHECKING:
-    from ase import Atoms
-    from torch_geometric.data import Data
 
 _NEAR_ONE = 1e-3  # tolerance of occupancies
 _DENSEST = 1.0  # Å^3 per atom; metallic hydrogen at 500 GPa has 1.3

@@ -1,7 +1,5 @@
 """Structures from files that ASE reads, limited to formats whose readers do not run code."""
 
-from __future__ import annotations
-
 import lzma
 import re
 import sqlite3
@@ -14,21 +12,17 @@ from functools import partial
 from io import StringIO
 from itertools import islice
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
 
 import numpy as np
 
+from molflt.atoms import Atoms
 from molflt.data.structures.ase_fields import Converter, text_sid
 from molflt.data.structures.ase_labels import Entries
 from molflt.data.structures.ase_text import check_text
 from molflt.data.structures.base import LoadedStructures, Reading
 from molflt.data.structures.lmdb_file import LmdbFile
 from molflt.files import opened, shown, without_packing
-
-if TYPE_CHECKING:
-    from ase import Atoms
-    from ase.db.row import AtomsRow
-    from ase.io.cif import CIFBlock
 
 _DATABASES = {".db": "db", ".json": "json", ".aselmdb": "aselmdb"}
 # Extension -> name of the format in ASE
@@ -55,7 +49,7 @@ _XYZ_KEYS = {name.lower(): name for name in ("Lattice", "pbc", "Properties")} | 
 _CELLS = ("cell", "unit_cell", "unitcell", "box", "lattice_vectors", "cell_vectors")
 _NOT_ANGSTROM = re.compile(r"(?<![/\w])(cell\(|(bohr|fractional|atomic_unit|nm)\b)", re.I)
 
-_Loads = Iterator[tuple[int, "Callable[[], Atoms]"]]  # number of a structure, function to read it
+_Loads = Iterator[tuple[int, Callable[[], Atoms]]]  # number of a structure, function to read it
 
 
 class AseStructures(LoadedStructures):
@@ -215,7 +209,7 @@ def _row_of_lmdb(file: LmdbFile, number: int) -> Atoms:
     return _of_row(AtomsRow(fields | {"id": number}))
 
 
-def _of_row(row: AtomsRow) -> Atoms:
+def _of_row(row: Any) -> Atoms:
     atoms: Atoms = row.toatoms(add_additional_information=True)
     pairs = atoms.info.get("key_value_pairs", {})
     pairs |= {key: vars(row)[key] for key in pairs}  # ASE replaces `charge` by a sum over atoms
@@ -300,7 +294,7 @@ def _columns(comment: str) -> str:
     return columns
 
 
-def _cif_block(block: CIFBlock) -> Atoms:
+def _cif_block(block: Any) -> Atoms:
     from ase.data import atomic_numbers
 
     names = block.get("_atom_site_type_symbol") or block.get("_atom_site_label") or []

@@ -1,20 +1,16 @@
 """Labels of ASE structures: which entry of a source is read as which label."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from numbers import Integral, Real
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 
+from molflt.atoms import Atoms
 from molflt.data.structures.base import Reading
 from molflt.files import shown
-
-if TYPE_CHECKING:
-    from ase import Atoms
 
 # Label -> field of `Reading` with the name of its entry, and the names that are tried by default
 _LABELS = {
@@ -40,7 +36,7 @@ class Entries(NamedTuple):
     results: Mapping[str, Any]  # stored by a calculator
 
     @classmethod
-    def of(cls, atoms: Atoms) -> Entries:
+    def of(cls, atoms: Atoms) -> Self:
         info = {name: value for name, value in atoms.info.items() if isinstance(name, str)}
         for inner in ("data", "key_value_pairs"):
             if isinstance(value := info.get(inner), Mapping):

@@ -1,17 +1,12 @@
 """Augmentation of training structures: rotation, interpolation and repetition."""
 
-from __future__ import annotations
-
 import math
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from molflt.atoms import Tag
-
-if TYPE_CHECKING:
-    from torch_geometric.data import Batch
+from molflt.atoms import Batch, Tag
 
 
 def random_orthogonal(count: int, about: Literal["z", "all"]) -> Tensor:

@@ -7,17 +7,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple, TypeVar
+from typing import ClassVar, Literal, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
-from molflt.atoms import MAX_ATOMIC_NUMBER, Tag
-
-if TYPE_CHECKING:
-    from ase import Atoms
-    from torch_geometric.data import Data
+from molflt.atoms import MAX_ATOMIC_NUMBER, Atoms, Data, Tag
 
 _Item = TypeVar("_Item")
 
@@ -90,7 +86,7 @@ def with_bar(items: Iterable[_Item], title: str) -> Iterable[_Item]:
     return tqdm(items, desc=title, delay=5, leave=False, disable=None)
 
 
-class Structures(Dataset["Data"], ABC):
+class Structures(Dataset[Data], ABC):
     """Base class for data sets of structures at one path; worker processes can share them.
 
     A new source needs a subclass with `kind`, `suffixes`, ``__init__(path, skip_bad)``, ``len()``,

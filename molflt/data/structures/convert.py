@@ -1,15 +1,13 @@
 """Conversion of any source of structures to a compact store."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 from tqdm import tqdm
 
+from molflt.atoms import Data
 from molflt.data.structures import Reading, Structures, open_dataset
 from molflt.data.structures.base import Tags, grouped
 from molflt.data.structures.force_units import MOST_FRAMES, unit_fault
@@ -19,9 +17,6 @@ from molflt.data.structures.sources import Paths, files_of, is_one_source, is_sa
 from molflt.data.structures.splits import SPLITS_IN_ORDER
 from molflt.data.structures.store import BASELINE, write_store
 from molflt.files import expect_ending, expect_writable, readable_size, warn
-
-if TYPE_CHECKING:
-    from torch_geometric.data import Data
 
 
 def convert(

@@ -1,10 +1,8 @@
 """Data sets: folders with a file for each split, or single files that are split at random."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import NamedTuple, cast
+from typing import NamedTuple, Self, cast
 
 import numpy as np
 
@@ -35,7 +33,7 @@ class DataSet(NamedTuple):
     """`reading` of the training run, which sources without such options ignore"""
 
     @classmethod
-    def of_run(cls, data: Mapping[str, object], seed: int) -> DataSet:
+    def of_run(cls, data: Mapping[str, object], seed: int) -> Self:
         """Returns the data set of a run; `seed` is the split seed of runs from version 0.1."""
         reading = Reading(**{name: data[name] for name in Reading._fields if name in data})  # type: ignore[arg-type]
         return cls(

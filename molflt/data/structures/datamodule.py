@@ -1,8 +1,5 @@
 """Batches of structures for training and validation."""
 
-# No `from __future__ import annotations`: jsonargparse would import everything below
-# TYPE_CHECKING, PyG included, to read annotations that are strings.
-
 import hashlib
 import warnings
 from collections.abc import Mapping
@@ -10,11 +7,11 @@ from dataclasses import replace
 from functools import cached_property, partial
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from molflt.atoms import symbol
+from molflt.atoms import Batch, Data, symbol
 from molflt.data.batches import BatchedData, Fingerprint
 from molflt.data.structures import Reading, Structures
 from molflt.data.structures.base import Tags, with_bar
@@ -38,9 +35,6 @@ from molflt.data.structures.parts import without
 from molflt.data.structures.store import StructureStore
 from molflt.data.structures.tags import one_tagged
 from molflt.files import is_first_process
-
-if TYPE_CHECKING:
-    from torch_geometric.data import Batch, Data
 
 
 class _Surveyed(NamedTuple):
@@ -371,7 +365,7 @@ class IS2REData(BatchedData[Structures]):
         return fit
 
     @staticmethod
-    def collate(items: list["Data"]) -> "Batch":
+    def collate(items: list[Data]) -> Batch:
         from torch_geometric.data import Batch
 
         return Batch.from_data_list(items)

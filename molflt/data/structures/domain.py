@@ -6,21 +6,18 @@ import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from molflt.atoms import MAX_ATOMIC_NUMBER, Tag, symbol
+from molflt.atoms import MAX_ATOMIC_NUMBER, Data, Tag, symbol
 from molflt.data.structures.base import Structures, with_bar
 from molflt.data.structures.labels import EnergyKind, energy_kind
 from molflt.data.structures.molecules import adsorbates, touches_image
 from molflt.data.structures.tags import guess_tags, heights_agree, open_axes, sides_agree
 from molflt.files import read_json, shown
-
-if TYPE_CHECKING:
-    from torch_geometric.data import Data
 
 DOMAIN = "domain.json"
 """name of the file in the folder of a run"""

@@ -1,19 +1,15 @@
 """Sanity checks on the units and signs of energies, forces and stress, based on their values."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from molflt.atoms import Data
 from molflt.data.structures.labels import point_fault
-
-if TYPE_CHECKING:
-    from torch_geometric.data import Data
 
 _Array = NDArray[np.float64]
 

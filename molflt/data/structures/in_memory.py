@@ -1,24 +1,19 @@
 """Source for structures in memory, created with ASE or PyG."""
 
-from __future__ import annotations
-
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import Any, TypeGuard
 
 import numpy as np
 import torch
 
+from molflt.atoms import Atoms, Data
 from molflt.data.structures.ase_fields import Converter, charge_in, text_sid
 from molflt.data.structures.ase_labels import Entries
 from molflt.data.structures.base import AS_IT_IS, LoadedStructures, Reading
 from molflt.data.structures.records import make_record
-
-if TYPE_CHECKING:
-    from ase import Atoms
-    from torch_geometric.data import Data
 
 _EXPECTED = "expected ase.Atoms, PyG Data or Batch, a list of them, or a data set of Data"
 
@@ -42,14 +37,14 @@ class StructuresInMemory(LoadedStructures):
         converter = Converter(reading._replace(for_prediction=True, keep_atoms=True))
         for index, structure in enumerate(self.given):
             where = f"{self.path}: structure {index}"
+            make: Callable[..., Data]
             if is_atoms(structure):
-                self.add(where, partial(converter.record, structure, index))
-                name = text_sid(Entries.of(structure).info)
+                make, name = converter.record, text_sid(Entries.of(structure).info)
             elif _is_data(structure):
-                self.add(where, partial(_record, structure, index))
-                name = text_sid(structure)
+                make, name = _record, text_sid(structure)
             else:
                 raise TypeError(f"{where}: {_EXPECTED}; got {type(structure).__name__}")
+            self.add(where, partial(make, structure, index))
             if name is not None:
                 self.names[index] = name
         converter.warn(str(self.path))
@@ -66,18 +61,14 @@ def is_one(given: object) -> bool:
 
 def _flat(given: object) -> Iterable[object]:
     """Yields the structures in a structure, batch or sequence of both."""
-    if is_one(given):
-        yield given
-    elif hasattr(given, "to_data_list"):
-        yield from _unbatched(given)
+    if is_atoms(given) or _is_data(given):
+        given = [given]
     elif isinstance(given, str | bytes | np.ndarray | torch.Tensor | Mapping) or not (
         hasattr(given, "__len__") and hasattr(given, "__getitem__")
     ):
         raise TypeError(f"structures: {_EXPECTED}; got {type(given).__name__}")
-    else:
-        for i in range(len(given)):
-            item = given[i]
-            yield from _unbatched(item) if hasattr(item, "to_data_list") else [item]
+    for item in map(given.__getitem__, range(len(given))):
+        yield from _unbatched(item) if hasattr(item, "to_data_list") else [item]
 
 
 def _unbatched(batch: Any) -> list[Data]:

@@ -1,22 +1,17 @@
 """Energy kinds, invalid labels, and reference energies of elements."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from molflt.atoms import MAX_ATOMIC_NUMBER, Tag, symbol
+from molflt.atoms import MAX_ATOMIC_NUMBER, Data, Tag, symbol
 from molflt.data.structures.base import Structures, with_bar
 from molflt.data.structures.molecules import adsorbates
 from molflt.data.structures.tags import open_axes
 from molflt.files import shown
-
-if TYPE_CHECKING:
-    from torch_geometric.data import Data
 
 EnergyKind = Literal["adsorption", "total", "unknown"]
 

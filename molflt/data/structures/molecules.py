@@ -1,16 +1,11 @@
 """Molecules on slabs: connected atoms, and bonds to periodic images."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from molflt.atoms import Tag, lattice_heights
-
-if TYPE_CHECKING:
-    from torch_geometric.data import Data
+from molflt.atoms import Data, Tag, lattice_heights
 
 NONMETALS = (1, 6, 7, 8, 9, 15, 16, 17, 35, 53)  # H C N O F P S Cl Br I
 BOND = 1.25  # length of the longest bond, relative to the sum of covalent radii

@@ -3,8 +3,6 @@
 For names on an allow-list, Python's unpickler receives inert objects from this module.
 """
 
-from __future__ import annotations
-
 import io
 import itertools
 import math
@@ -16,19 +14,17 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias, cast
+from typing import Any, TypeAlias, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from molflt.atoms import Data
 from molflt.data.structures.ase_fields import charge_in
 from molflt.data.structures.base import Structures, locate, with_bar
 from molflt.data.structures.lmdb_file import LmdbFile
 from molflt.data.structures.records import make_record
-
-if TYPE_CHECKING:
-    from torch_geometric.data import Data
 
 _Storage: TypeAlias = tuple[str, np.ndarray]  # kind and values of tensors
 _Field: TypeAlias = Tensor | np.number | np.bool_ | int | float | str

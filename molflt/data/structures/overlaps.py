@@ -1,20 +1,14 @@
 """Coinciding atoms and equal structures, and a survey that collects them from a data set."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Sequence
 from itertools import product
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from molflt.atoms import reduced_cell
+from molflt.atoms import Data, reduced_cell
 from molflt.data.structures.tags import slab_has_one_tag
-
-if TYPE_CHECKING:
-    from torch_geometric.data import Data
 
 TOO_NEAR = 0.1
 """Distance, in Å, below which atoms count as coinciding. The shortest bond (H2) is 0.74 Å long."""
@@ -57,9 +51,10 @@ def atoms_coincide(record: Data) -> bool:
     Atoms are sorted into bins twice as wide as `TOO_NEAR`, in eight grids shifted by half a bin.
     Atoms within this distance share a bin in at least one grid. The time is linear in atoms.
     """
+    from ase.geometry import complete_cell
+
     pos, axes = record.pos.double().numpy(), record.pbc[0].numpy()
-    reduced = reduced_cell(record.cell.double().numpy(), record.pbc.numpy())[0][0]
-    basis = _basis(reduced, axes)
+    basis = complete_cell(reduced_cell(record.cell.double().numpy(), record.pbc.numpy())[0][0])
     inverse = np.linalg.inv(basis)
     bins = 1 / np.linalg.norm(inverse, axis=0) / (2 * TOO_NEAR)  # plane spacing over bin width
     bins[axes] = np.floor(bins[axes])
@@ -80,19 +75,21 @@ def fingerprint(record: Data) -> NDArray[np.float64]:
     waves over the atoms; and sums of peaks, for crystals whose waves cancel. They do not depend on
     the order of atoms or on the choice of periodic images.
     """
+    from ase.geometry import complete_cell
+
     numbers, axes = record.atomic_numbers.numpy(), record.pbc[0].numpy()
     content = np.sort(numbers).tobytes() + axes.tobytes()
     if charge := float(record.charge.nan_to_num()):
         content += np.float64(charge).tobytes()
     digest = hashlib.blake2b(content, digest_size=6).digest()
-    cell = record.cell[0].double().numpy()
-    coordinates = record.pos.double().numpy() @ np.linalg.inv(_basis(cell, axes))
+    lattice = np.where(axes[:, None], record.cell[0].double().numpy(), 0.0)
+    coordinates = record.pos.double().numpy() @ np.linalg.inv(complete_cell(lattice))
     phases = 2 * np.pi * np.where(axes, coordinates, coordinates / _LENGTH)  # (atoms, 3)
     weights = np.sqrt(numbers / numbers.sum())
     waves = weights @ np.exp(1j * phases @ _WAVES.T)  # (12,)
     peaks = weights @ np.exp(_SHARP * (np.cos(phases[:, None] - _CENTERS) - 1).sum(axis=2))  # (12,)
-    lattice = np.where(axes[:, None], cell, 0.0).ravel()
-    return np.concatenate([[int.from_bytes(digest)], lattice, waves.real, waves.imag, peaks])
+    digits = [int.from_bytes(digest)]
+    return np.concatenate([digits, lattice.ravel(), waves.real, waves.imag, peaks])
 
 
 def equal_structures(features: NDArray[np.float64]) -> NDArray[np.int64]:
@@ -103,13 +100,6 @@ def equal_structures(features: NDArray[np.float64]) -> NDArray[np.int64]:
     numbers = np.empty(len(features), dtype=np.int64)
     numbers[order] = np.append(0, np.cumsum(differ))[: len(features)]
     return numbers
-
-
-def _basis(cell: NDArray[np.float64], axes: NDArray[np.bool_]) -> NDArray[np.float64]:
-    """Returns the cell (3, 3), in Å, with unit vectors for non-periodic axes."""
-    basis = cell.copy()
-    basis[~axes] = np.linalg.qr(cell[axes].T, mode="complete")[0].T[axes.sum() :]
-    return basis
 
 
 def overlaps_of(name: str, sids: Sequence[int] = (), count: int = 1) -> str:

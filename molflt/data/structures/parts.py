@@ -1,21 +1,14 @@
 """Parts of a source, and concatenations of several sources."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from molflt.atoms import symbol
+from molflt.atoms import Atoms, Data, symbol
 from molflt.data.structures.base import Structures, locate, with_bar
-
-if TYPE_CHECKING:
-    from ase import Atoms
-    from torch_geometric.data import Data
 
 
 class Part(Structures):

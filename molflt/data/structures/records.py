@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import math
 from contextlib import suppress
-from typing import TYPE_CHECKING, SupportsInt, TypeAlias
+from typing import SupportsInt, TypeAlias
 
 import numpy as np
 import torch
 from numpy.typing import ArrayLike
 from torch import Tensor
 
-from molflt.atoms import FARTHEST, LOWEST, MAX_ATOMIC_NUMBER, Tag, lattice_heights
+from molflt.atoms import FARTHEST, LOWEST, MAX_ATOMIC_NUMBER, Data, Tag, lattice_heights
 from molflt.files import shown
-
-if TYPE_CHECKING:
-    from torch_geometric.data import Data
 
 _Array: TypeAlias = ArrayLike | Tensor
 _CENTERED = 64.0  # Å; structures closer to the origin are not moved

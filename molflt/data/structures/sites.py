@@ -6,19 +6,16 @@ slab: on one atom (top), in the saddle between two atoms (bridge), or on three o
 surfaces. Places with the same elements at the same distances are the same site.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from itertools import combinations, product
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy.spatial import cKDTree
 from scipy.spatial.distance import cdist
 
-if TYPE_CHECKING:
-    from ase import Atoms
+from molflt.atoms import Atoms
 
 _PROBE = 0.75  # Å
 _TOUCHING = 1.08  # largest distance of a touched atom, relative to its radius plus the probe's

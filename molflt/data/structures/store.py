@@ -11,17 +11,15 @@ from collections.abc import Callable, Collection, Iterable
 from functools import cached_property
 from itertools import compress, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 
+from molflt.atoms import Data
 from molflt.data.structures.base import Structures
 from molflt.data.structures.records import make_record
 from molflt.files import clear_parts, read_header, save_tensors, shown, verify_tensors
-
-if TYPE_CHECKING:
-    from torch_geometric.data import Data
 
 STORE, _VERSION = "molflt-structures", "1"
 

@@ -3,25 +3,19 @@
 Conventions of tags in files, and checks of tags that contradict the geometry.
 """
 
-from __future__ import annotations
-
 import sys
 from collections import Counter
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from molflt.atoms import Tag
+from molflt.atoms import Atoms, Data, Tag
 from molflt.data.structures.base import Structures, Tags, with_bar
 from molflt.data.structures.molecules import BOND, NONMETALS, _Flags, _Numbers, connected
 from molflt.data.structures.parts import Part
-
-if TYPE_CHECKING:
-    from ase import Atoms
-    from torch_geometric.data import Data
 
 MIN_VACUUM = 4.5  # Å, smallest gap that counts as vacuum; in layered crystals, gaps are smaller
 _SLAB_OR_MOLECULE = (3, 5, 14)  # Li B Si, in molecules on a slab of other elements
