@@ -122,7 +122,7 @@ CASES = {
         "--data.train={}/train.txt --data.val={}/val.txt --data.test={}/test.txt",
         f"{_LINEAR} --data.length=16 --data.batch_size=4 --task.lr=1e-2 --model.dropout=0.1 "
         "--task.warmup_steps=2 --model.position=spectral",
-        "--trainer.max_steps=120 --trainer.val_every=40",
+        "--trainer.max_steps=100 --trainer.val_every=50",
         "perplexity",
         4.5,
         "--task.redraw_every=2",
@@ -132,7 +132,7 @@ CASES = {
         _proteins,
         "--data.train={}/train.fasta --data.val={}/val.fasta --data.test={}/test.fasta",
         f"--data.level=protein --data.length=31 --task.warmup_steps=5 {_RESIDUES}",
-        "--trainer.max_steps=60 --trainer.val_every=30",
+        "--trainer.max_steps=30 --trainer.val_every=15",
         "perplexity",
         9.0,
     ),
@@ -142,7 +142,7 @@ CASES = {
         "--data.train={}/train.fasta --data.val={}/val.fasta --data.test={}/test.fasta",
         f"--data.kind=protein --data.length=33 --task.mask_rate=0.3 --task.warmup_steps=5 "
         f"{_RESIDUES}",
-        "--trainer.max_steps=60 --trainer.val_every=30",
+        "--trainer.max_steps=40 --trainer.val_every=20",
         "perplexity",
         9.0,
     ),
@@ -152,7 +152,7 @@ CASES = {
         "--data.train={}/train.txt --data.val={}/val.txt",
         f"{_SOFTMAX} --data.pieces=60 --data.length=16 --data.batch_size=16 --task.lr=5e-3 "
         "--data.next_sentence=true --task.warmup_steps=5",
-        "--trainer.max_steps=160 --trainer.val_every=40",
+        "--trainer.max_steps=80 --trainer.val_every=40",
         "perplexity",
         5.0,
         "--model.dropout=0.1",
@@ -162,7 +162,7 @@ CASES = {
         _sentences,
         "--data.root={} --data.task=SST-2",
         f"{_SOFTMAX} --data.pieces=80 --data.length=24 --task.lr=3e-3 --task.warmup_steps=5",
-        "--trainer.max_steps=60 --trainer.val_every=30",
+        "--trainer.max_steps=30 --trainer.val_every=15",
         "accuracy_percent",
         90.0,
     ),
@@ -171,7 +171,7 @@ CASES = {
         _sentences,
         "--data.root={} --data.task=STS-B",
         f"{_SOFTMAX} --data.pieces=80 --data.length=24 --task.lr=3e-3 --task.warmup_steps=5",
-        "--trainer.max_steps=60 --trainer.val_every=30",
+        "--trainer.max_steps=20 --trainer.val_every=10",
         "score_percent",
         -100.0,
     ),
@@ -183,7 +183,7 @@ CASES = {
         "--model.dim=32 --model.heads=2 --model.layers=1 --model.ffn_dim=48 --model.mixing=softmax "
         "--model.absolute=learned --model.max_length=40 --data.pieces=80 --data.batch_size=32 "
         "--task.lr=5e-3 --task.warmup_steps=10",
-        "--trainer.max_steps=240 --trainer.val_every=80",
+        "--trainer.max_steps=160 --trainer.val_every=80",
         "perplexity",
         5.0,
         "--model.dropout=0.1 --trainer.ema_decay=0.9 --model.mixing=linear --model.num_features=8 "
@@ -195,7 +195,7 @@ CASES = {
         "--data.train={}/train-images-idx3-ubyte --data.val={}/val-images-idx3-ubyte",
         f"{_LINEAR} --model.patch_size=2 --data.batch_size=8 --task.lr=1e-2 --task.warmup_steps=2 "
         f"--data.class_names {' '.join(SHAPES)}",
-        "--trainer.max_steps=100 --trainer.val_every=20 --model.position=spectral "
+        "--trainer.max_steps=50 --trainer.val_every=25 --model.position=spectral "
         "--model.position_options.num_nodes=12 --task.label_smoothing=0.05",
         "top1_percent",
         80.0,

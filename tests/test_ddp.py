@@ -1,16 +1,22 @@
 """Two processes on the CPU give the same metrics, steps and resumed runs as one process."""
 
+import contextlib
+import os
 import signal
+import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
+from lightning.fabric.plugins.environments.lightning import find_free_network_port
+from lightning.fabric.strategies.launchers.subprocess_script import _ChildProcessObserver
 from tiny_run import (
     arguments,
     assert_same_state,
+    at_step,
+    forked,
     last_state,
     logged,
-    python,
     start,
     table,
     write_data,
@@ -34,13 +40,23 @@ STILL = [
 ]
 
 
+def pair(*words, **environment):
+    """Runs a command in two processes that have the environment of torchrun."""
+    environment |= {"TORCHELASTIC_RUN_ID": "none", "MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": 2}
+    environment["MASTER_PORT"] = find_free_network_port()
+    ranks = [forked("train", *words, **environment, RANK=i, LOCAL_RANK=i) for i in range(2)]
+    for rank in ranks:
+        rank.join(600)
+    return [rank.exitcode for rank in ranks]
+
+
 @pytest.fixture(scope="module")
 def both(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ddp")
     data = write_data(folder / "data", train=24, val=21)  # the last of 6 val batches has one system
     start(data, folder / "one", *STILL, "--data.batch_size=4")
     words = ["--trainer.devices=2", "--trainer.strategy=ddp"]
-    python("-m", "molflt", "train", *arguments(data, folder / "two", *STILL, *words))
+    assert pair(*arguments(data, folder / "two", *STILL, *words)) == [0, 0]
     return folder / "one", folder / "two"
 
 
@@ -89,23 +105,6 @@ def test_a_slow_rank_joins_the_first_checkpoint(tmp_path):
     assert saved == [folder.last]
 
 
-KILLED = """
-import os, signal, sys
-from molflt.commands.cli import main
-from molflt.training.loop import _LightningTask
-
-original = _LightningTask.training_step
-
-def killed(self, batch, place):
-    if self.global_step == 5 and os.environ.get("LOCAL_RANK") == "1":
-        os.kill(os.getpid(), signal.SIGKILL)
-    return original(self, batch, place)
-
-_LightningTask.training_step = killed
-sys.exit(main(sys.argv[1:]))
-"""
-
-
 def test_another_process_waits_for_the_files_of_the_first(tmp_path, monkeypatch):
     """The tokenizer of an interrupted start is not used."""
     first, second = (RunFolder(tmp_path) for _ in range(2))
@@ -120,7 +119,12 @@ def test_another_process_waits_for_the_files_of_the_first(tmp_path, monkeypatch)
     assert (tmp_path / "tokenizer.json").read_bytes() == b"learned"
 
 
-def test_a_killed_rank_ends_the_others_and_torchrun_resumes_exactly(both, tmp_path):
+def kill_one(_):
+    if os.environ["LOCAL_RANK"] == "1":
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_killed_rank_ends_the_others_and_both_resume_exactly(both, tmp_path, capfd):
     """Two processes with two batches each also take the steps of one process with four batches.
 
     Some parameters are frozen; processes do not exchange them.
@@ -133,16 +137,14 @@ def test_a_killed_rank_ends_the_others_and_torchrun_resumes_exactly(both, tmp_pa
     words += ["--trainer.num_sanity=0", "--task.freeze=[embedding.*]"]
     words += ["--trainer.checkpoint_every=3"]
     two = [*words, "--trainer.accumulate=2", "--trainer.devices=2"]
-    (tmp_path / "train.py").write_text(KILLED)
-    command = [tmp_path / "train.py", "train", *arguments(data, killed, *two)]
-    done = python(*command, cwd=tmp_path, status=2)
-    errors = [line for line in done.stderr.splitlines() if line.startswith("molflt: error: ")]
+    with at_step(5, kill_one):
+        assert pair(*arguments(data, killed, *two)) == [2, -signal.SIGKILL]
+    errors = [x for x in capfd.readouterr().err.splitlines() if x.startswith("molflt: error: ")]
     assert len(errors) == 1 and f"--resume {killed}" in errors[0]
-    assert last_state(killed)["global_step"] == 3 and not list(tmp_path.glob("*.log"))
-    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node=2"]
-    python(*torchrun, "-m", "--", "molflt", "train", "--resume", killed)
+    assert last_state(killed)["global_step"] == 3
+    assert pair("--resume", killed) == [0, 0]
     assert not (killed / ".lock").exists()
-    python("-m", "molflt", "train", *arguments(data, whole, *two))
+    assert pair(*arguments(data, whole, *two)) == [0, 0]
     assert_same_state(killed, whole)
     start(data, four, *words, "--trainer.accumulate=4")
     expected, start_of = (last_state(run)["state_dict"] for run in (four, both[0]))
@@ -152,31 +154,30 @@ def test_a_killed_rank_ends_the_others_and_torchrun_resumes_exactly(both, tmp_pa
     assert max(moved) > 1e-3
 
 
-OBSERVED = """
-import contextlib, os
-from lightning.fabric.strategies.launchers.subprocess_script import _ChildProcessObserver
-from molflt.training.run_folder import RunFolder
-
-_ChildProcessObserver.__init__.__defaults__ = (0.01,)  # s; how often it looks for ended processes
-draw = RunFolder.draw_curve
-
-def draw_after_the_others(self, metrics):
-    with contextlib.suppress(ChildProcessError):
-        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)
-    draw(self, metrics)
-
-RunFolder.draw_curve = draw_after_the_others
-"""
-
-
-def test_a_signal_stops_all_processes_with_a_curve_and_a_hint(shared_data, tmp_path):
+def test_a_signal_stops_all_processes_with_a_curve_and_a_hint(
+    shared_data, tmp_path, monkeypatch, capfd
+):
     """Lightning kills a process if those that it started have ended with an error."""
-    run, script = tmp_path / "run", KILLED.replace("SIGKILL", "SIGTERM").replace('"1"', '"0"')
-    (tmp_path / "train.py").write_text(OBSERVED + script)
+    run, draw = tmp_path / "run", RunFolder.draw_curve
+
+    def draw_after_the_others(self, metrics):
+        with contextlib.suppress(ChildProcessError):
+            os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)
+        draw(self, metrics)
+
     words = ["--trainer.devices=2", "--trainer.max_steps=9", "--trainer.log_every=1"]
-    words = arguments(shared_data, run, *words)
-    done = python(tmp_path / "train.py", "train", *words, status=128 + signal.SIGTERM)
-    assert f"at step 6; to continue: molflt train --resume {run}" in done.stderr
+    words = ["train", *arguments(shared_data, run, *words)]
+    monkeypatch.setattr(RunFolder, "draw_curve", draw_after_the_others)
+    monkeypatch.setattr(_ChildProcessObserver.__init__, "__defaults__", (0.01,))  # s; polling
+    monkeypatch.setattr(sys, "argv", ["molflt", *words])  # Lightning starts the second process
+    spec = SimpleNamespace(name="molflt")
+    monkeypatch.setitem(sys.modules, "__main__", SimpleNamespace(__spec__=spec))
+    with at_step(5, lambda _: os.kill(os.getpid(), signal.SIGTERM)):
+        first = forked(*words)
+    first.join(600)
+    assert first.exitcode == 128 + signal.SIGTERM
+    hint = f"at step 6; to continue: molflt train --resume {run}"
+    assert hint in capfd.readouterr().err
     assert (run / "curve.png").is_file() and not (run / ".lock").exists()
 
 

@@ -35,7 +35,7 @@ from molflt.training.config import read_config
 from molflt.training.initial import _transfer
 from molflt.training.start import build_parser
 
-STEPS = ["--trainer.max_steps=4", "--trainer.val_every=4"]
+STEPS = ["--trainer.max_steps=2", "--trainer.val_every=2", "--trainer.num_sanity=0"]
 # the steps are too small to change a weight, so the last weights are the initial weights
 STILL = [*STEPS, "--task.lr=1e-30"]
 CARD = ["--license=mit", "--about=energies in eV"]

@@ -98,7 +98,7 @@ def test_run_folder(shared_run, shared_data):
     ],
 )
 def test_training_learns(shared_data, tmp_path, options, column):
-    words = ["--trainer.max_steps=120", "--task.lr=1e-2", "--trainer.log_every=20"]
+    words = ["--trainer.max_steps=60", "--task.lr=2e-2", "--trainer.log_every=6"]
     start(shared_data, tmp_path / "run", *words, *options.split())
     trained = logged(tmp_path / "run", column)
     assert trained[-1] < 0.5 * trained[0]
@@ -301,7 +301,7 @@ def test_accumulated_batches_are_one_large_batch(data, tmp_path, monkeypatch):
     assert last_state(tmp_path / "parts")["global_step"] == 7
 
 
-PATIENT = ["--trainer.max_steps=40", "--trainer.val_every=2", "--trainer.patience=3"]
+PATIENT = ["--trainer.max_steps=20", "--trainer.val_every=2", "--trainer.patience=3"]
 # the first steps are so large that later steps do not improve the error
 WORSE = ["--model.readout=all", "--task.lr=3"]
 WORSE += ["--task.position_weight=0", "--task.position_weight_final=0"]
@@ -317,7 +317,7 @@ def stopped(data, tmp_path_factory):
 def test_patience_ends_a_training_without_improvement(stopped):
     values = logged(stopped, "val_mae_eV")
     best = values.index(min(values))
-    assert len(values) == best + 1 + 3 and steps_of(stopped, "val_mae_eV")[-1] < 40
+    assert len(values) == best + 1 + 3 and steps_of(stopped, "val_mae_eV")[-1] < 20
     state = last_state(stopped)
     step = 2 * len(values)
     told = header(stopped, "last")
@@ -346,10 +346,10 @@ def test_the_validation_that_stops_a_run_may_be_repeated(data, stopped, tmp_path
 
 def test_more_patience_resumes_to_the_bit(data, stopped, tmp_path, capsys):
     run = shutil.copytree(stopped, tmp_path / "run")
-    text = error_of(capsys, "train", f"--resume={run}", "--trainer.max_steps=50")
+    text = error_of(capsys, "train", f"--resume={run}", "--trainer.max_steps=30")
     assert "--trainer.patience" in text and "above 3" in text and "got 3" in text
     assert resume(run, "--trainer.patience=null") == 0
-    assert steps_of(run, "val_mae_eV")[-1] == 40
+    assert steps_of(run, "val_mae_eV")[-1] == 20
     assert "stopped" not in last_state(run)["molflt"]
     start(data, tmp_path / "whole", *PATIENT[:2], *WORSE)
     assert_same_state(run, tmp_path / "whole")

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -9,6 +10,7 @@ import tempfile
 from collections.abc import Iterable
 from contextlib import contextmanager, redirect_stdout
 from functools import cache
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +23,7 @@ from ase.calculators.singlepoint import SinglePointCalculator
 from ase.constraints import FixAtoms
 from ase.db import connect
 from ase.io import write
+from lightning.pytorch.utilities import rank_zero_only
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch_geometric.data import Batch, Data
@@ -141,8 +144,8 @@ def potential_run(root: Path) -> Path:
             atoms.set_tags([4, 3, 2, 1])  # tags of ase.build, which potentials ignore
         write(root / f"{split}.traj", frames)
     words = "--model.radial_basis=8 --model.long_range 1 6 --model.long_range_channels=2 "
-    words += "--trainer.max_steps=60 --trainer.val_every=30 --task.warmup_steps=5 --task.lr=0.01"
-    train_potential(root, root / "run", *words.split(), "--data.batch_size=8")
+    words += "--trainer.max_steps=30 --trainer.val_every=15 --task.warmup_steps=3 --task.lr=0.02"
+    train_potential(root, root / "run", *words.split(), "--data.batch_size=6")
     return root / "run"
 
 
@@ -214,11 +217,17 @@ def start(data: Path, run: Path, *more: str) -> int:
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "MPLBACKEND": "Agg"}
 
 
-def process(*words: str) -> subprocess.Popen[str]:
-    """Starts a training run in another process."""
-    command = [sys.executable, "-m", "molflt", "train", *words]
-    pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen(command, env=ENVIRONMENT, **pipes)
+def forked(*words: object, **environment: object) -> BaseProcess:
+    """Starts a command in a copy of this process, which does not have to import anything."""
+
+    def command() -> None:
+        os.environ.update({name: str(value) for name, value in environment.items()})
+        rank_zero_only.rank = int(environment.get("LOCAL_RANK", 0))
+        sys.exit(main([*map(str, words)]))
+
+    running = multiprocessing.get_context("fork").Process(target=command)
+    running.start()
+    return running
 
 
 def python(*words: object, cwd: Path | None = None, status: int = 0, **environment: str):

@@ -1,8 +1,9 @@
 import itertools
 import multiprocessing
+import os
+import select
 import signal
 import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -92,23 +93,28 @@ def test_an_epoch_holds_each_problem_once_and_starts_at_any_step():
     assert one["train"] != other["train"] and one["val"] == other["val"]
 
 
-_RUN = """
-import os
-from molflt.data.optimizers import ProblemData
-data = ProblemData(2, 4, 2)
-data.workers = 2
-data.setup()
-batches = iter(data.train_dataloader())
-next(batches)
-os.kill(os.getpid(), {signum})
-"""
-
-
 @pytest.mark.parametrize("signum", [0, signal.SIGTERM, signal.SIGKILL])
-def test_no_worker_outlives_a_run(signum):
-    """The output ends with the last process that has it open."""
-    words = [sys.executable, "-c", _RUN.format(signum=int(signum))]
-    assert subprocess.run(words, capture_output=True, timeout=55, check=False).returncode == -signum
+def test_no_worker_outlives_a_run(signum, monkeypatch):
+    """A pipe ends with the last process that has it open."""
+    monkeypatch.setattr("torch.utils.data._utils.worker.MP_STATUS_CHECK_INTERVAL", 0.1)  # s
+    made, kept, (end, pipe) = problems(), [], os.pipe()
+    made.workers = 2
+
+    def act():
+        kept.append(iter(made.train_dataloader()))
+        next(kept[0])
+        os.kill(os.getpid(), signum)
+
+    run = multiprocessing.get_context("fork").Process(target=act)
+    run.start()
+    os.close(pipe)
+    try:
+        assert select.select([end], [], [], 55)[0]
+    finally:
+        os.close(end)
+        run.kill()
+    run.join()
+    assert run.exitcode == -signum
 
 
 def test_workers_outlast_signals_to_all_processes_of_a_run():
