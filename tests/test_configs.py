@@ -54,8 +54,9 @@ def parameters(model: dict[str, Any]) -> int:
         return sum(p.numel() for p in EnergyRegressor(**model).parameters())
 
 
+@cache
 def configured(*names: str) -> dict[str, Any]:
-    """Returns the complete configuration of several files below configs/."""
+    """Returns the complete configuration of several files below configs/; only for reading."""
     words = [word for name in names for word in ("--config", str(CONFIGS / f"{name}.yaml"))]
     recipe = yaml.safe_load((CONFIGS / f"{names[0]}.yaml").read_text()).get("recipe", "is2re")
     words += [*REQUIRED[recipe].replace("{}", "folder").split(), "--recipe", recipe]

@@ -17,7 +17,7 @@ from molflt.data.structures.store import write_store
 from molflt.evaluation.calibration import LEVEL, Calibration, conformal_factor, is_set_aside
 
 pytestmark = pytest.mark.usefixtures("undrawn")
-SMALL = "val_ood_cat"
+SMALL = "val_ood_both"
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +28,7 @@ def runs(energy_runs: list[Path]) -> list[Path]:
 @pytest.fixture(scope="module")
 def evaluated(runs, tmp_path_factory) -> tuple[Path, dict]:
     out = tmp_path_factory.mktemp("out")
-    splits = ["val_id", "val_ood_ads", "test_id"]
+    splits = ["val_id", SMALL, "test_id"]
     options = {"splits": splits, "out": out, "device": "cpu", "batch_size": 8}
     return out, evaluate(runs[0], also=runs[1:], **options)
 
@@ -42,7 +42,7 @@ def test_results_match_an_independent_computation(evaluated, runs, energy_data) 
     assert json.loads((out / "results.json").read_text()) == results
     kept = json.loads((out / "uncertainty.json").read_text())
     assert kept["split"] == "val_id" and len(kept["members"]) == len(runs)
-    for split in ("val_id", "val_ood_ads"):
+    for split in ("val_id", SMALL):
         path = energy_data / f"{split}.safetensors"
         by_run, target = energies(runs, path), open_dataset(path).y_relaxed
         error, spread = np.abs(by_run.mean(1) - target), by_run.std(1, ddof=1)
@@ -86,7 +86,7 @@ def test_calibration_covers_the_systems_set_aside(evaluated) -> None:
     ]
     found = evaluated[1]["val_id"]["coverage_crossed_percent"]
     assert found == pytest.approx(100 * np.concatenate(crossed).mean())
-    assert evaluated[1]["val_ood_ads"]["coverage_crossed_percent"] is None
+    assert evaluated[1][SMALL]["coverage_crossed_percent"] is None
 
 
 def test_new_elements_have_their_own_calibration(runs, energy_data, tmp_path, capsys) -> None:
@@ -134,7 +134,7 @@ def test_the_training_split_calibrates_only_on_request(runs, tmp_path, capsys) -
     assert "train, the training split" in told.err and told.out.count("spread / eV") == 1
     assert "coverage" not in told.out
     assert found["spread_eV"] > 0 and found["uncertainty_eV"] is None and not kept.exists()
-    evaluate(runs[0], splits=["val_id", "train"], calibration_split="train", **options)
+    evaluate(runs[0], splits=[SMALL, "train"], calibration_split="train", **options)
     assert Calibration.read(kept).split == "train"
 
 

@@ -132,7 +132,7 @@ def test_size_groups_contain_the_sizes_of_their_range(sizes) -> None:
 def test_an_evaluation_removes_files_of_an_earlier_one(run, tmp_path, monkeypatch) -> None:
     """A failed evaluation keeps them, and so does one in a folder without results."""
     done = Path(shutil.copytree(run, tmp_path / "run"))
-    evaluate(done, splits=["val_id"], device="cpu", pictures=["svg"])
+    evaluate(done, splits=["val_ood_both"], device="cpu", pictures=["svg"])
     stale = {"errors_by_group.csv", "parity.png", "parity.svg"}
     assert {*stale, "results_of.json"} <= {path.name for path in done.iterdir()}
     kept = {path: path.read_bytes() for path in done.iterdir() if path.is_file()}
@@ -152,12 +152,12 @@ def test_an_evaluation_removes_files_of_an_earlier_one(run, tmp_path, monkeypatc
 
 @pytest.mark.usefixtures("undrawn")
 def test_replaced_results_are_named(run, tmp_path, capsys) -> None:
-    words = ["evaluate", run, "--device=cpu", "--out", tmp_path, "--splits", "val_id"]
+    words = ["evaluate", run, "--device=cpu", "--out", tmp_path, "--splits", "val_ood_both"]
     for more, gone in (
         (["test_id"], ""),
         ([], "(checkpoint 'best', splits test_id)"),
-        (["val_ood_ads"], ""),
-        (["--checkpoint", "last"], "(checkpoint 'best', splits val_id, val_ood_ads)"),
+        (["test_ood_ads"], ""),
+        (["--checkpoint", "last"], "(checkpoint 'best', splits val_ood_both, test_ood_ads)"),
     ):
         told = [line for line in printed(capsys, *words, *more).err.splitlines() if "repl" in line]
         assert len(told) == bool(gone) and all(gone in line and "--out" in line for line in told)

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from ase.io import write
-from tiny_run import on_slab, printed, structures, table, write_frames
+from tiny_run import on_slab, printed, shared_run, structures, table, write_frames
 
 import molflt
 from molflt.commands.cli import main
@@ -31,9 +31,10 @@ def source(tmp_path_factory) -> Path:
     return path
 
 
-def predict(*words: object, out: Path, batch_size: int = 2) -> None:
-    """Runs the shipped model, or the model named first, on six batches."""
-    words = (f"--batch_size={batch_size}", "--device=cpu", *words, "--out", out)
+def predict(*words: object, out: Path, model: object = None, batch_size: int = 2) -> None:
+    """Runs a model, by default a small one, on six batches."""
+    words = (model or shared_run(), *words, f"--batch_size={batch_size}", "--device=cpu")
+    words += ("--out", out)
     assert main(["predict", *map(str, words)]) == 0
 
 
@@ -105,9 +106,10 @@ def test_energies_of_adsorbates_in_one_shard_only(tmp_path, suffix) -> None:
     one = on_slab()
     source = write_frames(tmp_path / "in.extxyz", [one, one, *2 * [one.repeat((2, 1, 1))]])
     whole = tmp_path / f"whole{suffix}"
-    predict(source, "--tags=oc20", out=whole)
+    predict(source, "--tags=oc20", out=whole, model="game-net")
     for number in (1, 2):
-        predict(source, "--tags=oc20", f"--shard={number}/2", out=tmp_path / f"many{suffix}")
+        words = ("--tags=oc20", f"--shard={number}/2")
+        predict(source, *words, out=tmp_path / f"many{suffix}", model="game-net")
     merge(tmp_path / f"many{suffix}")
     assert whole.read_text() == (tmp_path / f"many{suffix}").read_text()
     assert whole.read_text().count("by_adsorbate_eV") == (1 if suffix == ".csv" else 2)
@@ -115,19 +117,16 @@ def test_energies_of_adsorbates_in_one_shard_only(tmp_path, suffix) -> None:
 
 @pytest.mark.parametrize("unlike", ["weights", "data"])
 def test_shards_of_other_models_or_structures_are_refused(source, tmp_path, unlike) -> None:
-    out, words, records = tmp_path / "e.csv", [str(source)], list(structures(11))
+    out, other, path, records = tmp_path / "e.csv", None, source, list(structures(11))
     if unlike == "data":
         records[3].pos += 0.01
-        write_store(tmp_path / "moved.safetensors", records)
-        words = [str(tmp_path / "moved.safetensors")]
+        write_store(path := tmp_path / "moved.safetensors", records)
     else:
-        model = molflt.load()
+        model = molflt.load(shared_run())
         next(model.model.parameters()).data.add_(0.1)
-        model.trained.files.pop("uncertainty.json", None)  # belongs to the old weights
-        model.save_pretrained(tmp_path / "model")
-        words.insert(0, str(tmp_path / "model"))
+        model.save_pretrained(other := tmp_path / "model")
     predict(source, "--shard=1/2", out=out)
-    predict(*words, "--shard=2/2", out=out)
+    predict(path, "--shard=2/2", out=out, model=other)
     one, two = (str(Shard(number, 2).path(out)) for number in (1, 2))
     said = rf"^{re.escape(one)} and {re.escape(two)}.*'{unlike} \w+ and \w"
     with pytest.raises(ValueError, match=said):

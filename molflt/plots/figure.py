@@ -61,9 +61,12 @@ def picture(file: Path, **options: object) -> Iterator[Figure]:
     names, written = _further.get()
     more = [path for name in names if (path := file.with_suffix(f".{name}")) != file]
     with rc_context(_STYLE):
-        figure = Figure(**{"layout": "constrained", **options})  # type: ignore[arg-type]
+        figure = Figure(**{"layout": "constrained", **options}, dpi=DPI)  # type: ignore[arg-type]
         FigureCanvasAgg(figure)
         yield figure
+        if (engine := figure.get_layout_engine()) is not None:
+            engine.execute(figure)  # `savefig` would draw all artists once more for the layout
+            figure.set_layout_engine("none")
         for path in (file, *more):
             kind = path.suffix.removeprefix(".")
             with atomically(path) as part:

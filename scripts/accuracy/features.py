@@ -21,7 +21,7 @@ from molflt.attention.mixing.forms import softmax
 BELOW = "normalizers <= 0"
 MAPS = [name for name, phi in FEATURE_MAPS.items() if phi.estimates_exp and phi.random]
 QUICK = {
-    **{"keys": 256, "queries": 64, "samples": 8, "scales": (0.5,)},
+    **{"keys": 256, "queries": 64, "samples": 2, "scales": (0.5,)},
     "features": (16, 32, 64, 128, 256),
 }
 

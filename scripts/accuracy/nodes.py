@@ -20,7 +20,7 @@ OWN_SIGMA = 1 / (2 * math.pi)  # width of the spectral density, in cycles per wi
 MOST = 4096  # maximum number of nodes on shells
 TOLERANCES = (0.04, 0.03, 0.02, *(c * 10**-k for k in (3, 4) for c in (10, 5, 3, 2)), 0.0001)
 SHOWN = (16, 128, 512, 4096)  # numbers of nodes in the table; shells have at most this number
-QUICK = {"nodes": (16, 256), "tolerances": (0.03, 0.01), "pairs": 200, "draws": 4, "turned": 4}
+QUICK = {"nodes": (16, 256), "tolerances": (0.03, 0.01), "pairs": 50, "draws": 2, "turned": 2}
 
 
 def ball_pairs(count: int, ratio: float, generator: torch.Generator) -> Tensor:

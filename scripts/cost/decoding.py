@@ -33,7 +33,7 @@ SIZES: dict[str, Any] = {
 }
 PIECE = 1000  # tokens that are processed at once; 10^4 would need 10^8 logits per head
 TOKENS = 8
-QUICK = {"positions": (6, 12, 24), "rounds": 1}
+QUICK = {"positions": (6, 12, 24), "rounds": 1, "mechanisms": ("softmax", "performer")}
 
 Key = tuple[str, int]  # mechanism, position
 Times = dict[Key, list[list[float]]]  # time of each token in s, by round

@@ -8,7 +8,7 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from fnmatch import fnmatchcase
-from functools import partial
+from functools import lru_cache, partial
 from io import StringIO
 from itertools import islice
 from pathlib import Path
@@ -226,6 +226,13 @@ def ase_format(path: Path) -> str | None:
         return None  # compressed databases cannot be read
     if kind is not None or not path.is_file():
         return kind
+    status = path.stat()
+    return _format_of_content(path, status.st_mtime_ns, status.st_size)
+
+
+@lru_cache(10_000)
+def _format_of_content(path: Path, changed: int, size: int) -> str | None:
+    """Infers the format from the beginning of a file; commands look at folders several times."""
     from ase.io.formats import ioformats
 
     try:
