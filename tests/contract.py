@@ -6,6 +6,8 @@ import itertools
 import math
 import random
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -60,7 +62,8 @@ def cells(size: int, generator: torch.Generator | None = None) -> Tensor:
     return torch.stack((index // GRID[1], index % GRID[1]), dim=-1).double()
 
 
-class Case(NamedTuple):
+@dataclass(eq=False)
+class Case:
     name: str  # `none` or a key of `POSITIONS`
     options: dict[str, Any]
     core: bool = True  # whether to combine it with every feature map instead of two
@@ -68,21 +71,21 @@ class Case(NamedTuple):
     def build(self) -> Position | None:
         return make_position(self.name, HEADS, HEAD_DIM, **self.options)
 
-    def positions(self, size: int, generator: torch.Generator) -> Tensor:
-        position = self.build()
-        kinds = {1: line, 2: cells, 3: cloud}
-        return kinds[3 if position is None else position.dim](size, generator)
+    @cached_property
+    def example(self) -> Position | None:
+        """Returns a position for its properties; building one can take a tenth of a second."""
+        return self.build()
 
     @property
-    def in_space(self) -> bool:
-        """True if positions are points in space, without an order."""
-        position = self.build()
-        return position is None or position.dim == 3
+    def dim(self) -> int:
+        return 3 if self.example is None else self.example.dim
+
+    def positions(self, size: int, generator: torch.Generator) -> Tensor:
+        return {1: line, 2: cells, 3: cloud}[self.dim](size, generator)
 
     @property
     def mixings(self) -> tuple[str, ...]:
-        position = self.build()
-        return tuple(name for name in MIXINGS if position is None or name in position.mixings)
+        return tuple(m for m in MIXINGS if self.example is None or m in self.example.mixings)
 
 
 # Sizes for small sequences; other positions and spectra are built with their defaults.
@@ -165,7 +168,12 @@ def combinations() -> list[Combination]:
 
 
 def make_stack(
-    combination: Combination, *, refinements: int = 1, seed: int = 0, **options: Any
+    combination: Combination,
+    *,
+    layers: int = 2,
+    refinements: int = 1,
+    seed: int = 0,
+    **options: Any,
 ) -> Stack:
     """Returns a small float64 stack with weights large enough that attention is not uniform.
 
@@ -180,7 +188,7 @@ def make_stack(
         if FEATURE_MAPS[phi].random or FEATURE_MAPS[phi].learned:
             options.setdefault("num_features", 24)
     options.update(mixing=mixing, causal=causal, position=CASES[case].build())
-    stack = Stack(DIM, HEADS, 2, ffn_dim=24, refinements=refinements, **options)
+    stack = Stack(DIM, HEADS, layers, ffn_dim=24, refinements=refinements, **options)
     with torch.no_grad():
         for name, parameter in stack.named_parameters():
             if "amplitude" in name or name.endswith(("position.table", "log_temperature")):
@@ -221,7 +229,7 @@ def pad(items: list[Item], length: int, case: str = "none", fill: float = torch.
     """Returns tokens (b, length, dim), positions (b, length, l) and mask; padding holds `fill`."""
     generator = torch.Generator().manual_seed(3)
     r = CASES[case].positions(length, generator).expand(len(items), -1, -1).clone()
-    if CASES[case].in_space:
+    if CASES[case].dim == 3:  # points in space, without an order
         r.fill_(fill)
     x = torch.full((len(items), length, DIM), fill, dtype=items[0][0].dtype)
     r = r.to(items[0][1].dtype)
@@ -406,7 +414,7 @@ def check_precision(combination: Combination) -> None:
 def suite(combination: Combination) -> list[Callable[[Combination], None]]:
     """Returns the checks that apply to a mechanism, except precision and files."""
     phi, name, mixing, causal = combination
-    position = CASES[name].build()
+    position = CASES[name].example
     checks = [check_batching, check_isolation, check_weights]
     if mixing == "linear":
         checks.append(check_oracle)

@@ -63,14 +63,14 @@ def test_shells_are_the_mask_and_its_gradients(dim, radial):
 
 
 @pytest.mark.parametrize(
-    ("ratio", "tol", "scale"), [(2, 1e-2, 3.0), (5, 3e-2, 1.0), (5, 1e-4, 1.0), (10, 1e-2, 3.0)]
+    ("ratio", "tol", "scale"), [(2, 1e-4, 3.0), (5, 3e-2, 1.0), (10, 3e-2, 3.0)]
 )
 def test_suggested_shells_have_the_stated_error(ratio, tol, scale):
     """The error is measured on pairs that the search does not use, in any unit of length."""
     with torch.device("meta"):  # the search does not use the default device
-        assert suggest_nodes(ratio * scale / 2, scale, tol).nodes.xi.is_meta
-    nodes, error, options = suggest_nodes(ratio * scale / 2, scale, tol)
-    assert torch.equal(SpectralPosition.build(2, **options).nodes.xi, nodes.xi)
+        nodes, error, options = suggest_nodes(ratio * scale / 2, scale, tol)
+    assert nodes.xi.is_meta
+    nodes = SpectralPosition.build(2, **options).nodes
     kernel = unit_gaussian()
     with torch.no_grad():
         kernel.log_length.fill_(math.log(scale))
@@ -80,14 +80,14 @@ def test_suggested_shells_have_the_stated_error(ratio, tol, scale):
 
 def test_suggested_shells_serve_all_widths_between_two():
     """Shells chosen only for the narrowest width are too far apart for larger widths."""
-    alone, both = (suggest_nodes(2.5, 1.0, 1e-3, widest).nodes for widest in (None, 5.0))
-    kernel, z = unit_gaussian(), ball_pairs(4000, 2.5)
+    alone, both = (suggest_nodes(2.0, 1.0, 3e-3, widest).nodes for widest in (None, 5.0))
+    kernel, z = unit_gaussian(), ball_pairs(4000, 2.0)
     errors = {}
     for width in (1.0, 1.2, 1.5, 1.8, 2.5, 3.5, 5.0):
         with torch.no_grad():
             kernel.log_length.fill_(math.log(width))
         errors[width] = rms_error(kernel, alone, z), rms_error(kernel, both, z)
-        assert errors[width][1] < 1.2e-3, errors
+        assert errors[width][1] < 3.6e-3, errors
     assert errors[5.0][0] > 0.1
 
 

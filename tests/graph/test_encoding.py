@@ -4,6 +4,7 @@ import pytest
 import torch
 from graph_cases import EXACT, Graph, Kind, close, graph, kinds, run
 from torch import Tensor
+from torch.func import functional_call
 
 from molflt.attention.mixing.forms import softmax
 from molflt.graph import GraphAttention
@@ -107,7 +108,9 @@ FORCES = [
 
 
 def force_field(kind: Kind):
-    """Returns two layers and a readout; the second layer depends on positions through its tokens.
+    """Returns an energy of two layers, of which the second depends on positions through its tokens.
+
+    The energy also depends on a shift of parameters of the first layer along a direction.
 
     Biases are 0, as in many initializations, and queries of padding are then exactly 0.
     """
@@ -129,26 +132,29 @@ def force_field(kind: Kind):
         "pbc": torch.stack([each.pbc for each in graphs]),
     }
 
-    def energy(pos: Tensor) -> Tensor:
-        h = x + layers[0](x, pos, **more)
+    parts = ("spectrum.log_width", "amplitude", "to_query.weight", "to_key.bias")
+    learned = {name: p for name, p in layers[0].named_parameters() if name.endswith(parts)}
+    along = {name: torch.randn_like(value) for name, value in learned.items()}
+
+    def energy(pos: Tensor, shift: float | Tensor = 0.0) -> Tensor:
+        shifted = {name: value.detach() + shift * along[name] for name, value in learned.items()}
+        h = x + functional_call(layers[0], shifted, (x, pos), more)
         return torch.tanh(layers[1](h, pos, **more)).sum()
 
-    return layers, energy, torch.cat([0.6 * each.pos for each in graphs])
+    return energy, torch.cat([0.6 * each.pos for each in graphs])
 
 
 @pytest.mark.parametrize("kind", FORCES, ids=str)
 def test_forces_and_training_on_them(kind):
-    layers, energy, pos = force_field(kind)
+    energy, pos = force_field(kind)
     (forces,) = torch.autograd.grad(-energy(pos.requires_grad_()), pos)
     assert forces.abs().max() > 1e-4
     if kind[:2] != ("spectral", "reciprocal") or kind.mixing == "softmax":
         for atoms in (forces[:2], forces[2:]):
             torch.testing.assert_close(atoms.sum(dim=0), torch.zeros(3).double(), **EXACT)
-    parts = ("spectrum.log_width", "amplitude", "to_query.weight", "to_key.bias")
-    learned = [value for name, value in layers[0].named_parameters() if name.endswith(parts)]
-    inputs = (pos, *learned)
-    assert torch.autograd.gradcheck(lambda where, *_: energy(where), inputs, fast_mode=True)
-    assert torch.autograd.gradgradcheck(lambda where, *_: energy(where), inputs, fast_mode=True)
+    inputs = (pos, torch.zeros((), dtype=torch.float64, requires_grad=True))
+    assert torch.autograd.gradcheck(energy, inputs, fast_mode=True)
+    assert torch.autograd.gradgradcheck(energy, inputs, fast_mode=True)
 
 
 PTR = (0, 6, 7, 16)

@@ -400,10 +400,10 @@ LONG_RANGE = {"long_range_cutoff": 4.0, "far_field": False, "long_range_smearing
     [(ethanol(), {}), (slab(), {}), (salt(), {}), (salt(), LONG_RANGE)],
     ids=["molecule", "slab", "crystal", "long range"],
 )
-def test_no_kink_along_a_path_of_600_points(atoms, options):
+def test_no_kink_along_a_path_of_300_points(atoms, options):
     """The paths pass neighbors, cross cutoffs and leave the extent of the structure."""
     model = charged(radial_basis=0, **options) if options else potential(radial_basis=0)
     step = np.zeros((len(atoms), 3))
     step[-1] = [3.0, 2.0, 3.5]
-    forces = forces_along(model, atoms, step, 601)
+    forces = forces_along(model, atoms, step, 301)
     assert np.ptp(forces) > 1e-4 and kink(forces) < 0.3

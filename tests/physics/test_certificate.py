@@ -1,9 +1,10 @@
 """The certificate: a correct calculator passes all checks, and each check finds a fault."""
 
 import contextlib
+import copy
 import random
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 
 import numpy as np
@@ -245,8 +246,9 @@ def test_energies_and_stress_that_are_not_finite_are_failures():
         assert failed(certify(made, ["Cu"], names=names)) == {*names[:2]}
 
 
-def potential(**options) -> molflt.Calculator:
-    return molflt.Calculator(random_potential(**options), device="cpu")
+def potential(**options) -> Callable[[], molflt.Calculator]:
+    """Returns a function that copies a calculator; the copies share the model."""
+    return partial(copy.copy, molflt.Calculator(random_potential(**options), device="cpu"))
 
 
 SQUARE = {"feature_map": "polynomial", "num_features": None, "degree": 2}
@@ -257,20 +259,19 @@ FAR = {"two slabs, 100 Å apart"}  # attention among all atoms
     ("options", "known"),
     [
         ({"messages": 1, "radial_basis": 0, "far_field": False}, set()),
-        ({}, FAR),
         ({"near_exact": True}, FAR),
-        ({"feature_map": "sigmoid"}, FAR),
         (SQUARE, FAR),
         ({"long_range": [1, 6], "far_field": False}, set()),
         ({"long_range": [1], "long_range_smearing": 0.0, "far_field": False}, set()),
     ],
-    ids=["messages", "far field", "exact", "sigmoid", "polynomial", "long range", "no smearing"],
+    ids=["messages", "exact", "polynomial", "long range", "no smearing"],
 )
 def test_potentials(options, known):
     names = [*CHECKS]
     if "messages" not in options:  # other checks do not depend on these options
         names = names[: names.index("energy jump: two atoms pulled apart")]
-    rows = list(certify(partial(potential, **options), names=names))
+        names = [name for name in names if name not in ("ten runs", "deepcopy", "pickle")]
+    rows = list(certify(potential(**options), names=names))
     assert failed(rows) == known
     errors = {row.check: row.error for row in rows}
     exact = ("left-handed cell", "supercell along a", "supercell along b")
