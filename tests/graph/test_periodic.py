@@ -296,9 +296,10 @@ def test_a_layer_is_that_of_the_nodes_with_its_gradients(near):
         assert (one - other).norm() < 1e-5 * max(1e-3, float(other.norm()))
 
 
+@pytest.mark.parametrize("periodic", ["mesh", "reciprocal"])
 @pytest.mark.parametrize("kind", ["crystal", "slab"])
-def test_gradients_by_positions_and_cell_of_two_orders(kind):
-    net = layer(near_field=3.0, num_features=4)
+def test_gradients_by_positions_and_cell_of_two_orders(kind, periodic):
+    net = layer(periodic, near_field=3.0, num_features=4)
     given = collated([graph(kind, 3)])
 
     def energy(pos: Tensor, cell: Tensor) -> Tensor:
