@@ -24,7 +24,7 @@ from torch_geometric.data import Batch, Data
 
 from molflt.data.structures import Reading, open_dataset
 from molflt.data.structures.ase_fields import Converter, total_charge, unused_fields
-from molflt.data.structures.ase_files import ENDINGS, AseStructures
+from molflt.data.structures.ase_files import ENDINGS, AseStructures, ase_format
 from molflt.data.structures.base import to_atoms
 from molflt.data.structures.force_units import unit_fault
 from molflt.data.structures.in_memory import StructuresInMemory
@@ -481,6 +481,13 @@ def test_inputs_of_other_programs(tmp_path, name):
     found = Atoms(record.atomic_numbers, record.pos, cell=record.cell[0], pbc=record.pbc[0])
     distances = [np.sort(one.get_all_distances(mic=True), axis=None) for one in (found, atoms)]
     np.testing.assert_allclose(*distances, atol=1e-3)
+
+
+def test_a_changed_file_has_a_new_format(tmp_path):
+    path = tmp_path / "relaxation"
+    for text, kind in ((" vasp.6.4.2 \n", "vasp-out"), ("<modeling>", "vasp-xml"), ("no", None)):
+        path.write_text(text)
+        assert ase_format(path) == kind
 
 
 def test_known_formats_are_those_that_ase_reads():
