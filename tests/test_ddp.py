@@ -40,9 +40,9 @@ STILL = [
 ]
 
 
-def pair(*words, **environment):
+def pair(*words):
     """Runs a command in two processes that have the environment of torchrun."""
-    environment |= {"TORCHELASTIC_RUN_ID": "none", "MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": 2}
+    environment = {"TORCHELASTIC_RUN_ID": "none", "MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": 2}
     environment["MASTER_PORT"] = find_free_network_port()
     ranks = [forked("train", *words, **environment, RANK=i, LOCAL_RANK=i) for i in range(2)]
     for rank in ranks:

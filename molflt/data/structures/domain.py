@@ -259,11 +259,15 @@ class Domain:
         ):
             if count == 0 and not is_zero and (known is None or known[0] > 0):
                 sizes[part] = "" if known is None else part
-        least, most = known = self.adsorbate_atoms or (1, 0)
-        beyond = [f"{n}" for n in _adsorbate_sizes(record) if n and not least <= n <= most]
-        if beyond:
-            text = f"adsorbate atoms: {', '.join(dict.fromkeys(beyond))}, trained on {_span(known)}"
-            sizes["size of adsorbate"] = text if self.adsorbate_atoms else ""
+        known = self.adsorbate_atoms
+        if known:
+            present = dict.fromkeys(_adsorbate_sizes(record))
+            beyond = [f"{n}" for n in present if n and not known[0] <= n <= known[1]]
+            if beyond:
+                text = f"adsorbate atoms: {', '.join(beyond)}, trained on {_span(known)}"
+                sizes["size of adsorbate"] = text
+        elif adsorbate:
+            sizes["size of adsorbate"] = ""
         if slab and adsorbate and self.surface is not None:
             share, (low, high) = _surface_share(record), self.surface
             if not low - _ROUNDED <= share <= high + _ROUNDED:
