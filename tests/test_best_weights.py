@@ -10,7 +10,6 @@ from molflt.tasks.language import LanguageTask
 from molflt.tasks.potential import PotentialTask, _Errors
 from molflt.tasks.sentences import SentenceTask
 from molflt.training.fit import _BestWeights
-from molflt.training.loop import _MetricsFile
 
 NAN = math.nan
 FORCE, ENERGY = "force_mae_meV_per_A", "energy_mae_meV_per_atom"
@@ -111,15 +110,3 @@ def test_the_mean_size_of_forces_is_measured():
     none = torch.zeros(0)
     errors = _Errors(torch.zeros(1), torch.zeros(3), none, none, torch.tensor([3e-3, -1e-3, 2e-3]))
     assert PotentialTask.sums.of(errors).metrics()["force_labels_meV_per_A"] == pytest.approx(2)
-
-
-def test_sums_of_an_earlier_version_have_fewer_fields(tmp_path):
-    """Checkpoints between two rows of the table contain these sums."""
-    task, folder = object.__new__(PotentialTask), SimpleNamespace(path=tmp_path)
-    table_of = _MetricsFile(task, folder, 50)
-    table_of.load_state_dict({"totals": [7.0] * 11, "seconds": 1.0})
-    module = SimpleNamespace(task=task, device=torch.device("cpu"))
-    table_of._rewind = lambda step: []
-    trainer = SimpleNamespace(is_global_zero=True, global_step=1, loggers=[])
-    table_of.on_train_start(trainer, module)
-    assert table_of._totals.tolist() == [7.0] * 11 + [0.0]

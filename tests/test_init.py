@@ -399,4 +399,4 @@ def test_evaluation_guesses_tags_as_training_did(tmp_path: Path, capsys) -> None
     domain.write_text(domain.read_text() + "\n")
     words = [f"--resume={tmp_path / 'run'}", "--trainer.max_steps=2"]
     said = printed(capsys, "train", *words, status=2).err
-    assert "earlier versions guessed tags" in said and "start a new run" in said
+    assert "the data of this run have changed" in said and "start a new run" in said

@@ -127,16 +127,14 @@ class EvaluationData:
         """Raises ValueError if a run, with this training data, saw any structure to evaluate."""
         held_out = read_provenance(run).get("data", {}).get("val")
         if not held_out:
-            return  # unknown in runs from earlier versions
+            return  # unknown without last.ckpt
         config, domain = read_config(run), domain_of([run])
 
         def is_held_out(split: DataSet) -> bool:
             options = config["data"] | {"root": self.data.root}
             options |= {"split_seed": split.split_seed, "val_fraction": split.val_fraction}
             batches = Recipe.of(config).load("data")(**options)
-            # earlier versions did not guess tags with the range of the initial weights
-            if domain is not None and domain.surface in [x.surface for x in domain.initial[:1]]:
-                batches.initial = domain
+            batches.initial = domain and next(iter(domain.initial), None)
             with warnings.catch_warnings(), redirect_stderr(io.StringIO()), suppress(ValueError):
                 warnings.simplefilter("ignore")
                 batches.setup()  # may fail with the options of a different run

@@ -164,7 +164,7 @@ def _loggers(name: LoggerName, folder: RunFolder) -> Iterator[list[Logger]]:
     else:
         versions = (folder.path / "versions.json").read_bytes()
         key = hashlib.sha256(str(folder.path.resolve()).encode() + versions).hexdigest()[:16]
-        key = folder.provenance["wandb"] = folder._stored().get("wandb", key)  # it may have moved
+        key = folder.provenance["wandb"] = folder.stored.get("wandb", key)  # it may have moved
         project = os.environ.get("WANDB_PROJECT", "molflt")
         wandb = WandbLogger(
             folder.path.resolve().name, save_dir=folder.path, project=project, id=key
@@ -334,7 +334,7 @@ class _BestWeights(Callback):
     def load_state_dict(self, state_dict: dict[str, float]) -> None:
         """Restores the record of the best validation, unless its weights file has been removed."""
         if self.folder.last.with_name("best.safetensors").is_file():
-            self.best |= state_dict  # without "since" in earlier versions
+            self.best |= state_dict
 
 
 class _LastCheckpoint(Checkpoint):

@@ -30,8 +30,6 @@ class _LightningTask(pl.LightningModule):
 
     def __init__(self, task: Task[Any, Any], data: BatchedData[Any]) -> None:
         super().__init__()
-        # processes may outnumber validation batches, because each item is evaluated only once
-        self.allow_zero_length_dataloader_with_multiple_devices = True
         self.task = task
         self.data = data
         self.model: Any = task.model
@@ -113,9 +111,7 @@ class _LightningTask(pl.LightningModule):
     def validation_metrics(self) -> dict[str, float]:
         """Returns the metrics of the whole validation split; must be called by all ranks."""
         if self._metrics is None:
-            fields = len(self.task.sums.__annotations__)
-            zero = torch.zeros(fields, dtype=torch.float64, device=self.device)
-            sums = torch.stack([zero, *self._sums]).sum(dim=0)  # a rank may have no batch
+            sums = torch.stack(self._sums).sum(dim=0)
             totals = self.trainer.strategy.reduce(sums, reduce_op="sum")
             self._metrics = self.task.summarize(totals)
             self.validation_is_finite = bool(totals.isfinite().all())
@@ -199,15 +195,12 @@ class _MetricsFile(Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
         self._start_row()
         if self._restored:
-            fields = len(_COUNTED) + len(pl_module.task.sums.__annotations__)
-            totals = torch.zeros(fields, dtype=torch.float64)
-            if trainer.is_global_zero:  # the checkpoint contains the sum over ranks
-                saved = self._restored["totals"][: len(totals)]  # earlier versions stored fewer
-                totals[: len(saved)] = torch.tensor(saved, dtype=torch.float64)
+            totals = torch.tensor(self._restored["totals"], dtype=torch.float64)
+            if not trainer.is_global_zero:  # the checkpoint contains the sum over ranks
+                totals.zero_()
             self._totals = totals.to(pl_module.device)
             self._since -= self._restored["seconds"]
-            if last := self._restored.get("last"):  # not saved by earlier versions
-                pl_module.last_lr, pl_module.gradient_norm = last
+            pl_module.last_lr, pl_module.gradient_norm = self._restored["last"]
         if trainer.is_global_zero:
             rows = self._rewind(trainer.global_step)
             for logger in trainer.loggers:
@@ -230,7 +223,7 @@ class _MetricsFile(Callback):
             checkpoint["callbacks"][self.state_key] = state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restores the sums, which earlier versions did not save."""
+        """Restores the sums, which version 0.1 did not save."""
         self._restored = state_dict
 
     def _rewind(self, step: int) -> list[dict[str, str]]:

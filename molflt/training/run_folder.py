@@ -3,6 +3,7 @@
 import contextlib
 import hashlib
 import importlib.metadata
+import io
 import json
 import platform
 import shlex
@@ -36,7 +37,6 @@ from molflt.training.checkpoint import (
     model_weights,
     read_checkpoint,
     save_weights,
-    write_checkpoint,
 )
 from molflt.training.config import Config, defaults, plain, read_config
 from molflt.version import __version__
@@ -89,6 +89,7 @@ class RunFolder:
         writes: True in the first process.
         provenance: information about the run, stored in its checkpoints.
         checkpoint: the checkpoint to resume from; None in a new run.
+        stored: `provenance` in `checkpoint`; {} in a new run.
     """
 
     def __init__(self, path: Path) -> None:
@@ -99,6 +100,7 @@ class RunFolder:
         self.path = path
         self.provenance: Provenance = {}
         self.checkpoint: Checkpoint | None = None
+        self.stored: Provenance = {}
         self._lock = FolderLock(path, _BUSY)
         self._files: dict[str, str] = {}
         self._begun = time.perf_counter()
@@ -111,11 +113,10 @@ class RunFolder:
     @contextlib.contextmanager
     def held(self, resume: bool) -> Iterator[None]:
         """Locks the folder; reads its checkpoint if `resume` is True, else expects a new folder."""
-        if resume and not self.last.is_file():
-            read_checkpoint(self.last)  # raises before a folder is created
         with self._lock.held() if self.writes else contextlib.nullcontext():
             if resume:
                 self.checkpoint = read_checkpoint(self.last)
+                self.stored = self.checkpoint.get("molflt", {})
             elif self.writes:
                 self._expect_new()
             if self.writes:
@@ -168,7 +169,7 @@ class RunFolder:
         if self.checkpoint is None:
             return
         path = self.path / "config.yaml"
-        stored = self._stored().get("config") or read_config(self.path)
+        stored = self.stored.get("config") or read_config(self.path)
         # older configurations do not contain options that were added later
         old = dict(_flat(plain(defaults(config["recipe"])))) | dict(_flat(stored))
         new = dict(_flat(self.provenance["config"]))
@@ -190,7 +191,7 @@ class RunFolder:
                 f"{path}: {', '.join(sorted(changed))} with --resume; use the old value, or start "
                 "a new run"
             )
-        stop, patience = self._stored().get("stopped"), new["trainer.patience"]
+        stop, patience = self.stored.get("stopped"), new["trainer.patience"]
         if stop and patience is not None and int(patience) <= stop["since"]:
             raise ValueError(
                 f"{path}: stopped early at step {stop['step']}, {stop['since']} validations after "
@@ -202,7 +203,7 @@ class RunFolder:
         self, fingerprints: Mapping[str, Fingerprint], files: Mapping[str, bytes]
     ) -> None:
         """Raises ValueError if the data have changed; stores digests of the contents in `files`."""
-        for use, old in self._stored().get("data", {}).items():
+        for use, old in self.stored.get("data", {}).items():
             new = fingerprints.get(use, {})
             for key in old:
                 if old[key] != new.get(key):
@@ -213,15 +214,10 @@ class RunFolder:
         self._files = {name: hashlib.sha256(data).hexdigest() for name, data in files.items()}
 
     def _changed(self, how: str) -> ValueError:
-        guesses = self.provenance["config"]["data"].get("tags") == "guess"
-        if guesses and self._stored().get("initial"):
-            how += "; earlier versions guessed tags without the range of the initial weights"
-        text = f"{self.path}: the data of this run have changed; {how}"
-        return ValueError(f"{text}; restore the data, or start a new run")
-
-    def _stored(self) -> Provenance:
-        """Returns the stored provenance; {} for new runs and checkpoints from earlier versions."""
-        return (self.checkpoint or {}).get("molflt", {})
+        return ValueError(
+            f"{self.path}: the data of this run have changed; {how}; restore the data, or start a "
+            "new run"
+        )
 
     def initial_domain(self, init: object, domain: object) -> Domain | None:
         """Returns the domain of the initial weights `init`, and stores it in checkpoints.
@@ -230,7 +226,7 @@ class RunFolder:
         """
         name = f"--init {init}: {DOMAIN}"
         if self.checkpoint is not None:
-            domain, name = self._stored().get("initial"), f"{self.last}: initial"
+            domain, name = self.stored.get("initial"), f"{self.last}: initial"
         if domain is None:
             return None
         self.provenance["initial"] = domain
@@ -255,7 +251,7 @@ class RunFolder:
             "torch": str(torch.__version__),
             "device": device,
         }
-        old = self._stored().get("machine", {})
+        old = self.stored.get("machine", {})
         changes = ", ".join(
             f"{key} changed from {old[key]} to {value}"
             for key, value in machine.items()
@@ -307,8 +303,10 @@ class RunFolder:
         """Writes last.ckpt and then last.safetensors."""
         self._expect_held()
         elapsed = time.perf_counter() - self._begun
-        self.provenance["seconds"] = float(self._stored().get("seconds", 0.0)) + elapsed
-        write_checkpoint(self.last, {**checkpoint, "molflt": self.provenance})
+        self.provenance["seconds"] = float(self.stored.get("seconds", 0.0)) + elapsed
+        buffer = io.BytesIO()  # torch.save to a file would report a full disk as RuntimeError
+        torch.save({**checkpoint, "molflt": self.provenance}, buffer)
+        write_atomically(self.last, buffer.getvalue())
         self._save_last(checkpoint)
 
     def _save_last(self, checkpoint: Mapping[str, Any]) -> None:
