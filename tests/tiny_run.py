@@ -211,7 +211,8 @@ def arguments(data: Path, run: Path, *more: str) -> list[str]:
 
 
 def start(data: Path, run: Path, *more: str) -> int:
-    return train(**build_parser().parse_args(arguments(data, run, *more)).as_dict())
+    words = arguments(data, run, *more)
+    return train(**build_parser(words).parse_args(words).as_dict())
 
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "MPLBACKEND": "Agg"}

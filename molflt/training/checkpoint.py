@@ -23,13 +23,12 @@ from torch import Tensor, nn
 from molflt.data.structures.domain import DOMAIN, read_domain
 from molflt.files import read_header, save_tensors, shown, verify_tensors, write_atomically
 from molflt.optional import require
-from molflt.training.config import HUB, Config, read_config, read_yaml
+from molflt.training.config import HUB, Config, read_config
 from molflt.training.recipes import Recipe
 
 Checkpoint = dict[str, Any]
 """Lightning's checkpoint; its key "molflt" contains a `molflt.training.run_folder.Provenance`."""
 
-MASKED = "masked_language"  # recipe of published encoders
 _WEIGHTS = Path(__file__).parents[1] / "weights"  # packaged models
 _MODEL = "model.safetensors"
 _KEY, _FORMAT = "molflt", 1  # entry of the header of an exported model
@@ -47,13 +46,18 @@ def find(source: str | Path | None, hub: Mapping[str, object] | None = None) -> 
     Returns:
         The folder of a run, or a weights file.
     """
-    if source is None:
-        return _packaged("game-net")  # the recommended model
-    name, path = str(source), Path(source)
+    name = "game-net" if source is None else str(source)  # the recommended model
+    if source is None or is_packaged(name):
+        path = _WEIGHTS / name / _MODEL
+        if not path.is_file():
+            raise FileNotFoundError(
+                f"this installation does not include weights ({path.parent}); pass a run, an "
+                f"exported model or {HUB}OWNER/NAME, as in `molflt predict RUN STRUCTURES`"
+            )
+        return path
     if name.startswith(HUB):
         return _fetched(name, hub or {})
-    if is_packaged(name):
-        return _packaged(name)
+    path = Path(name)
     if path.is_dir() and not (path / "config.yaml").exists() and (path / _MODEL).is_file():
         return path / _MODEL
     return path.parent if path.name == "config.yaml" else path
@@ -68,16 +72,6 @@ def is_packaged(name: str) -> bool:
 def is_trained(folder: Path) -> bool:
     """Returns True if a folder looks like a run or an exported model."""
     return (folder / "config.yaml").is_file() or (folder / _MODEL).is_file()
-
-
-def _packaged(name: str) -> Path:
-    path = _WEIGHTS / name / _MODEL
-    if not path.is_file():
-        raise FileNotFoundError(
-            f"this installation does not include weights ({path.parent}); pass a run, an exported "
-            f"model or {HUB}OWNER/NAME, as in `molflt predict RUN STRUCTURES`"
-        )
-    return path
 
 
 def _fetched(name: str, options: Mapping[str, object]) -> Path:
@@ -296,19 +290,6 @@ def _build(name: str, config: Mapping[str, Any]) -> nn.Module:
         raise ValueError(f"{name}: {reason}") from error
 
 
-def recipe_of(path: Path, run: Path | None = None) -> str | None:
-    """Reads the recipe of weights from their run, or else from the file; None if it is unknown."""
-    if run is not None:
-        recipe = read_yaml(run / "config.yaml").get("recipe")
-        return None if recipe is None else str(recipe)
-    if is_exported(path):
-        return str(_parsed(read_header(path)[_KEY]).get("recipe"))
-    from molflt.sequence.published import is_transformers
-
-    with safetensors.safe_open(path, framework="pt") as file:
-        return MASKED if is_transformers(dict.fromkeys(file.keys())) else None
-
-
 def is_exported(path: Path) -> bool:
     """Returns True if a weights file contains an exported model."""
     return _KEY in read_header(path)
@@ -397,13 +378,6 @@ def check_replaceable(folder: Path) -> None:
                 f"{folder / name}: exists and does not belong to an exported model; expected a new "
                 "folder, or an earlier export; choose a different folder"
             )
-
-
-def write_checkpoint(path: Path, checkpoint: Mapping[str, object]) -> None:
-    """Writes a checkpoint atomically."""
-    buffer = io.BytesIO()  # torch.save to a file would report a full disk as RuntimeError
-    torch.save(checkpoint, buffer)
-    write_atomically(path, buffer.getvalue())
 
 
 def read_checkpoint(path: Path) -> Checkpoint:

@@ -12,21 +12,22 @@ from molflt.data.structures.domain import DOMAIN
 from molflt.data.text.tokenizer import TOKENIZER, Tokenizer, find_tokenizer
 from molflt.files import shown
 from molflt.training.checkpoint import (
-    MASKED,
     Saved,
     check_finite,
     find_weights,
     read_saved,
-    recipe_of,
 )
 
+_MASKED = "masked_language"  # recipe of published encoders
 _MOST = 8  # names per printed line; init.json contains all names
 
 
 def read_initial_weights(name: str) -> Saved:
     """Reads the weights given by `--init`; only the first model of an ensemble is used."""
+    from molflt.sequence.published import is_transformers
+
     saved = read_saved(*find_weights(name))
-    if saved.recipe is None and recipe_of(saved.path) is not None:
+    if saved.recipe is None and is_transformers(saved.weights[0]):
         saved = _of_transformers(saved)
     for key, tensor in saved.weights[0].items():
         check_finite(saved.path, key, tensor)
@@ -53,7 +54,7 @@ def _of_transformers(saved: Saved) -> Saved:
             f"{path}: expected a complete BERT or FNet model from transformers; "
             f"{shown(str(error))}; download its files again"
         ) from None
-    return saved._replace(recipe=MASKED, options=[options], weights=[weights], files=files)
+    return saved._replace(recipe=_MASKED, options=[options], weights=[weights], files=files)
 
 
 def load_initial(
@@ -95,9 +96,8 @@ def _transfer(source: Saved, model: nn.Module, files: Mapping[str, bytes]) -> di
     """
     state, buffers = model.state_dict(), dict(model.named_buffers())
     prefixes = getattr(model, "of_data", ())
-    file_of: dict[str, str | None] = dict.fromkeys(prefixes)  # None means any file
-    if isinstance(prefixes, Mapping):
-        file_of = {prefix: file for file, group in prefixes.items() for prefix in group}
+    if not isinstance(prefixes, Mapping):
+        prefixes = dict.fromkeys(files or [""], prefixes)
     weights = source.weights[0]
     changed: list[str] = []
     if source.files is not None:
@@ -105,15 +105,14 @@ def _transfer(source: Saved, model: nn.Module, files: Mapping[str, bytes]) -> di
     loaded, new, of_data = {}, {}, []
     for name, tensor in state.items():
         weight = weights.get(name)
-        needed = {file for prefix, file in file_of.items() if name.startswith(prefix)}
-        needed_but_changed = [file for file in changed if not needed.isdisjoint({None, file})]
+        needed = [file for file, group in prefixes.items() if name.startswith(tuple(group))]
         if needed and name in buffers:  # such as the normalizer
             of_data.append(name)
         elif weight is None:
             new[name] = "not in the source"
         elif weight.shape != tensor.shape:
             new[name] = f"{tuple(weight.shape)} in the source"
-        elif needed_but_changed:
+        elif needed_but_changed := [file for file in changed if file in needed]:
             new[name] = f"trained with a different {needed_but_changed[0]}"
         else:
             loaded[name] = weight

@@ -1,13 +1,13 @@
 """Command line of ``molflt train``; defaults come from the run or the weights that it names."""
 
+import argparse
 import contextlib
 import glob
 import os
 import re
-import sys
 import time
 from argparse import ArgumentError
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,38 +16,48 @@ from jsonargparse import ArgumentParser, Namespace
 from molflt.data.text.tokenizer import TOKENIZER
 from molflt.files import shown
 from molflt.shipped import find_config
-from molflt.training.checkpoint import Saved, find, find_weights, is_packaged, recipe_of
+from molflt.training.checkpoint import Saved, find, is_packaged
 from molflt.training.config import absolute, add_options, read_config, read_yaml
 from molflt.training.initial import read_initial_weights
 from molflt.training.recipes import DEFAULT, Recipe
 
 _SHARED = "MOLFLT_RUN"  # passes the name of the run to the other processes
 _LONGEST = 60  # characters
-_STEPS, _EPOCHS = "--trainer.max_steps", "--trainer.max_epochs"
-_READ = ("--config", "--init", "--recipe", "--resume", "--run", _STEPS, _EPOCHS)
+_STEPS, _EPOCHS = "trainer.max_steps", "trainer.max_epochs"
+_READ = ("config", "init", "recipe", "resume", "run", _STEPS, _EPOCHS)
 
 
 def build_parser(words: Sequence[str] = ()) -> ArgumentParser:
-    """Returns the parser for ``molflt train`` with the recipe given in `words`."""
+    """Returns the parser for ``molflt train``.
+
+    The options --recipe, --config, --init and --resume in `words` determine the recipe, in this
+    order of precedence; --init and --resume also determine defaults.
+    """
+    given, _ = _read(words)
+    names = [*_values_in("init", given["config"]), *given["init"]]
+    recipes, source = [DEFAULT, *_values_in("recipe", given["resume"])], None
+    if names and names[-1] != "null" and not given["resume"]:
+        source = read_initial_weights(names[-1])
+        recipes += filter(None, [source.recipe])
+    recipes += [*_values_in("recipe", given["config"]), *given["recipe"]]
     parser = _TrainParser()
-    add_options(parser, _recipe_named(_joined(words)))
+    add_options(parser, recipes[-1])
+    if given["resume"]:
+        parser.take_options_of(given["resume"][-1], given["run"])
+    if source is not None:
+        parser.take_model_of(source, f"--init {names[-1]}", recipes[-1])
     return parser
 
 
-def _recipe_named(words: list[str]) -> str:
-    """Returns the recipe from --resume, --init, --config or --recipe; the last of these decides."""
-    recipes = [DEFAULT, *_values_in("recipe", _values_of("--resume", words))]
-    if (init := _init_named(words)) is not None:
-        with contextlib.suppress(ValueError, OSError):  # reported when the weights are read
-            recipes += filter(None, [recipe_of(*find_weights(init))])
-    recipes += _values_in("recipe", _values_of("--config", words))
-    return [*recipes, *_values_of("--recipe", words)][-1]
-
-
-def _init_named(words: list[str]) -> str | None:
-    """Returns the initial weights given by --init or a configuration; None without any."""
-    names = [*_values_in("init", _values_of("--config", words)), *_values_of("--init", words)]
-    return None if not names or names[-1] == "null" else names[-1]
+def _read(
+    words: Sequence[str], names: Sequence[str] = _READ
+) -> tuple[dict[str, list[str]], list[str]]:
+    """Returns the values of some options, in order, and the other words; omits empty values."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for name in names:
+        parser.add_argument(f"--{name}", action="append", nargs="?", default=[])
+    values, others = parser.parse_known_args(words)
+    return {name: [*filter(None, several)] for name, several in vars(values).items()}, others
 
 
 def _values_in(key: str, files: Sequence[str]) -> list[str]:
@@ -73,67 +83,64 @@ def _resolved_init(name: str, config: Path) -> Path:
 class _TrainParser(ArgumentParser):
     """Parser with defaults from the run given by ``--resume`` or the model given by ``--init``."""
 
-    def parse_args(self, args: Sequence[str] | None = None) -> Namespace:  # type: ignore[override]
-        words = _joined(sys.argv[1:] if args is None else args)
-        runs, files = _values_of("--resume", words), _values_of("--config", words)
-        words = _with_files(words)
-        source = None
-        if runs:
-            self._resume(runs[-1], words)
-        elif (init := _init_named(words)) is not None:
-            source = self._take_model_of(init, _recipe_named(words))
-        config = super().parse_args(words)
-        data = config.data
-        without_files = source is not None and source.recipe is not None and source.files is None
-        if without_files and "tokenizer" in data and data.tokenizer is None and data.kind is None:
+    without_tokenizer = ""  # ``--init NAME`` if the tokenizer of these weights is missing
+
+    def parse_args(self, args: Sequence[str]) -> Namespace:  # type: ignore[override]
+        given, _ = _read(args)
+        # configurations come first, to be overridden
+        words = [f"--config={find_config(name)}" for name in given["config"]]
+        words += [f"--init={find(x) if is_packaged(x) else x}" for x in given["init"]]
+        config = super().parse_args(words + _read(args, ("config", "init"))[1])
+        if self.without_tokenizer and config.data.tokenizer is None and config.data.kind is None:
             raise ValueError(
-                f"--init {init}: expected {TOKENIZER} next to the weights; got none; name one with "
-                "--data.tokenizer, because words are vectors of these weights"
+                f"{self.without_tokenizer}: expected {TOKENIZER} next to the weights; got none; "
+                "name one with --data.tokenizer, because words are vectors of these weights"
             )
         for key in ("config", "__default_config__"):
             config.pop(key, None)
-        _keep_one_length(config, words)
-        if runs:
-            config.run = Path(runs[-1])
+        _keep_one_length(config, given)
+        if given["resume"]:
+            config.run = Path(given["resume"][-1])
         elif config.run is None:
-            config.run = dated_run("-".join(Path(file).stem for file in files) or config.recipe)
+            stems = [Path(name).stem for name in given["config"]]
+            config.run = dated_run("-".join(stems) or config.recipe)
         return config
 
-    def _resume(self, run: str, words: list[str]) -> None:
+    def take_options_of(self, run: str, folders: Sequence[str]) -> None:
         """Uses the options of a run as defaults; rejects a different --run."""
         read_config(Path(run))  # raises if it is damaged
         # escapes glob patterns and ~, which jsonargparse would expand
         self.default_config_files = [glob.escape(str(Path(run, "config.yaml").absolute()))]
-        folders = _values_of("--run", words)
         if folders and Path(folders[-1]).resolve() != Path(run).resolve():
             raise ValueError(
                 f"--run {folders[-1]} with --resume {run}: a run is resumed in its own folder; "
                 "remove --run, or start a new run from its weights with --init"
             )
 
-    def _take_model_of(self, init: str, recipe: str) -> Saved:
-        """Uses options and tokenizer of `init` as defaults; returns its weights."""
-        source = read_initial_weights(init)
+    def take_model_of(self, source: Saved, name: str, recipe: str) -> None:
+        """Uses the options and the tokenizer of the initial weights `name` as defaults."""
         related = source.recipe in Recipe.of({"recipe": recipe}).relatives
         if source.recipe not in (None, recipe) and not related:
             raise ValueError(
-                f"--init {init}: expected weights of recipe {recipe}, which this run trains; got "
-                f"recipe {source.recipe}; use other weights"
+                f"{name}: expected weights of recipe {recipe}, which this run trains; got recipe "
+                f"{source.recipe}; use other weights"
             )
         known = {action.dest for action in self._actions}
         options = {}
-        for name, value in source.options[0].items():
-            if f"model.{name}" in known:
-                options[f"model.{name}"] = value
+        for option, value in source.options[0].items():
+            if f"model.{option}" in known:
+                options[f"model.{option}"] = value
             elif not related:
                 raise ValueError(
-                    f"{source.path}: its model has the option {shown(name)}, which models of "
+                    f"{source.path}: its model has the option {shown(option)}, which models of "
                     f"recipe {recipe} do not have; use weights of the same recipe"
                 )
-        if "data.tokenizer" in known and TOKENIZER in (source.files or ()):
-            options["data.tokenizer"] = _tokenizer_of(source.path)
+        if "data.tokenizer" in known:
+            if TOKENIZER in (source.files or ()):
+                options["data.tokenizer"] = (source.run or source.path.parent).absolute()
+            elif source.recipe is not None and source.files is None:
+                self.without_tokenizer = name
         self.set_defaults(options)
-        return source
 
     def parse_path(self, path: str | os.PathLike[str], *args: Any, **kwargs: Any) -> Namespace:
         read_yaml(Path(path))  # raises for repeated keys, and for values in place of groups
@@ -151,51 +158,11 @@ class _TrainParser(ArgumentParser):
         return config
 
 
-def _keep_one_length(config: Namespace, words: list[str]) -> None:
+def _keep_one_length(config: Namespace, given: Mapping[str, Sequence[str]]) -> None:
     """Removes max_steps set in a file if the command line sets max_epochs, and vice versa."""
-    sets_steps = bool({*_values_of(_STEPS, words)} - {"null"})
-    sets_epochs = bool({*_values_of(_EPOCHS, words)} - {"null"})
+    sets_steps, sets_epochs = (bool({*given[name]} - {"null"}) for name in (_STEPS, _EPOCHS))
     if sets_steps != sets_epochs:
         config.trainer["max_epochs" if sets_steps else "max_steps"] = None
-
-
-def _tokenizer_of(weights: Path) -> Path | None:
-    """Returns the folder with the tokenizer of these weights, or None."""
-    folder = weights.absolute().parent
-    if folder.name == "checkpoints":
-        folder = folder.parent
-    files = (folder / TOKENIZER, folder / "config.json")
-    return folder if any(file.is_file() for file in files) else None
-
-
-def _with_files(words: Sequence[str]) -> list[str]:
-    """Replaces names of shipped files with their paths; puts --config first, to be overridden."""
-    configs, others = [], []
-    for word in words:
-        option, _, value = word.partition("=")
-        if word.startswith("--config="):
-            configs.append(f"--config={value and find_config(value)}")
-        elif option == "--init" and is_packaged(value):
-            others.append(f"--init={find(value)}")
-        else:
-            others.append(word)
-    return configs + others
-
-
-def _joined(words: Sequence[str]) -> list[str]:
-    """Joins the options that this module reads with their values, as in ``--run=NAME``."""
-    joined: list[str] = []
-    for word in words:
-        if joined and joined[-1] in _READ:
-            joined[-1] += f"={word}"
-        else:
-            joined.append(word)
-    return joined
-
-
-def _values_of(option: str, words: Sequence[str]) -> list[str]:
-    """Returns the values of an option in words from `_joined`, in order."""
-    return [word.partition("=")[2] for word in words if word.startswith(f"{option}=")]
 
 
 def dated_run(name: str) -> Path:

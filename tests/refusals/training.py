@@ -14,7 +14,7 @@ from molflt.data.structures.store import write_store
 from molflt.tasks.is2re import IS2RETask
 from molflt.tasks.masked import MaskedTask
 from molflt.tasks.potential import PotentialTask
-from molflt.training.checkpoint import read_checkpoint, write_checkpoint
+from molflt.training.checkpoint import read_checkpoint
 from molflt.training.trainer import TrainerOptions
 from refusals import Refusal, Refused, command, refused, writes
 
@@ -73,7 +73,7 @@ def reshaped(run: Path) -> None:
     path = run / "checkpoints" / "last.ckpt"
     checkpoint = read_checkpoint(path)
     checkpoint["state_dict"]["model.readout.mlp.0.weight"] = torch.zeros(3)
-    write_checkpoint(path, checkpoint)
+    torch.save(checkpoint, path)
 
 
 def relabeled(folder: Path) -> None:
