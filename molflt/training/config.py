@@ -1,8 +1,8 @@
 """Run options, and functions that read config.yaml."""
 
+import json
 import os
 from argparse import ArgumentError
-from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from types import NoneType
@@ -10,6 +10,7 @@ from typing import Any, Literal, TypedDict, get_args
 
 import yaml
 from jsonargparse import ArgumentParser, Namespace
+from torch.utils._pytree import tree_map_only
 
 from molflt.files import shown
 from molflt.training.limits import readable
@@ -140,19 +141,14 @@ def read_yaml(path: Path) -> dict[str, object]:
 
 def absolute(value: object, folder: Path | None = None) -> Any:
     """Makes paths relative to `folder` or the current folder absolute, except hf:OWNER/NAME."""
-    if isinstance(value, Mapping):
-        return {key: absolute(part, folder) for key, part in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(absolute(part, folder) for part in value)
-    if not isinstance(value, Path) or str(value).startswith(HUB):
-        return value
-    return Path(os.path.normpath((folder or Path.cwd()) / value))
+
+    def resolved(path: Path) -> Path:
+        is_local = not str(path).startswith(HUB)
+        return Path(os.path.normpath((folder or Path.cwd()) / path)) if is_local else path
+
+    return tree_map_only(Path, resolved, value)
 
 
 def plain(value: object) -> Any:
     """Converts paths to strings, and tuples to lists, as YAML files and checkpoints require."""
-    if isinstance(value, Mapping):
-        return {key: plain(part) for key, part in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain(part) for part in value]
-    return str(value) if isinstance(value, Path) else value
+    return json.loads(json.dumps(value, default=os.fspath))

@@ -1,11 +1,11 @@
 """Training loop options: the `trainer` group of a configuration."""
 
-import importlib.util
 import os
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from molflt.data.batches import BatchedData
+from molflt.optional import require
 from molflt.training.limits import check_ranges
 
 STEPS = 10_000
@@ -78,11 +78,8 @@ class TrainerOptions:
 
     def check(self) -> None:
         """Raises an error for options that need packages or devices that are not available."""
-        if self.logger != "csv" and importlib.util.find_spec(self.logger) is None:
-            raise ModuleNotFoundError(
-                f"trainer.logger={self.logger}: the package {self.logger} is not installed; run "
-                f"pip install 'molflt[{self.logger}]', or use csv"
-            )
+        if self.logger != "csv":
+            require(self.logger, f"trainer.logger={self.logger}", self.logger)
         kind, available = computes_on(self.accelerator)
         if not available:
             raise ValueError("trainer.accelerator=gpu: torch does not find a GPU; use cpu or auto")
