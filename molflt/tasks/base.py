@@ -134,9 +134,10 @@ class Task(ABC, Generic[_Batch, _Data]):
         """Returns the sums of a validation batch; by default, they are computed as in training."""
         return self.loss(batch, 1.0)[1]
 
-    @abstractmethod
     def size(self, batch: _Batch) -> int:
-        """Returns the size of a batch in `unit`."""
+        """Returns the size of a batch in `unit`: by default, the length of its last tensor."""
+        parts: Any = batch
+        return int((parts if isinstance(parts, Tensor) else parts[-1]).shape[0])
 
     def name(self, batch: _Batch) -> str:
         """Describes a batch for messages."""

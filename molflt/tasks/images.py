@@ -90,6 +90,3 @@ class ImageTask(Task[_Batch, "ImageData"]):
     def validation_sums(self, batch: _Batch) -> _ImageSums:
         images, labels = batch
         return _ImageSums.of(self.model(images), labels)
-
-    def size(self, batch: _Batch) -> int:
-        return len(batch[1])

@@ -81,9 +81,6 @@ class OptimizerTask(Task[Tensor, object]):
         with torch.inference_mode(False), torch.no_grad():
             return _OptimizerSums.of(self._unroll(batch, self.burn_in + self.unroll, 0))
 
-    def size(self, batch: Tensor) -> int:
-        return len(batch)
-
     def name(self, batch: Tensor) -> str:
         return f"problems of seeds {', '.join(map(str, batch.tolist()))}"
 
@@ -175,6 +172,3 @@ class PopulationTask(Task[Tensor, ProblemData]):
         generators = [generator_of(seed, 0) for seed in seeds]
         functions = Functions.draw(family, self.model.dimension, generators)
         return functions.to(batch.device), Populations(self.model, seeds, self.members)
-
-    def size(self, batch: Tensor) -> int:
-        return len(batch)

@@ -101,9 +101,6 @@ class SentenceTask(Task[_Batch, object]):
             loss = F.cross_entropy(logits, label.long(), reduction="sum")
         return loss / len(label), _LabelSums.of(predicted, label, loss)
 
-    def size(self, batch: _Batch) -> int:
-        return len(batch[3])
-
     def summarize(self, totals: Tensor) -> dict[str, float]:
         """Computes metrics from `totals`, sums of shape (fields,); `measure` comes first."""
         metrics = super().summarize(totals)
