@@ -18,6 +18,7 @@ from molflt import plots
 from molflt.data.optimizers import generator_of, problem_seeds
 from molflt.evaluation.common import draw_encoding
 from molflt.evaluation.results import Evaluation, Results, align, write_csv
+from molflt.files import shown
 from molflt.memory import within_memory
 from molflt.optimizers import functions as objectives
 from molflt.optimizers.coordinate import AttentionMemory, CoordinateOptimizer
@@ -118,19 +119,15 @@ def evaluate(
 
 def tasks_of(names: Sequence[str] | None, data: Path | None) -> dict[str, _ProblemOf]:
     """Returns tasks by name; None means all tasks, with image tasks only if `data` is set."""
-    of_images = ("image_network", "image_convolutions")
-    known = [*UNSEEN, *of_images]
-    for name in names or ():
-        if name not in known:
-            raise ValueError(f"--tasks {name!r}: expected one or more of {', '.join(known)}")
-        if name in of_images and data is None:
-            raise ValueError(f"--tasks {name}: needs images; pass them with --data")
-    if data is None:
-        return {name: UNSEEN[name] for name in names or UNSEEN}
-    names = names or known
-    if set(names).isdisjoint(of_images):
+    of_images = {} if data is None else image_problems(data)
+    problems = {**UNSEEN, **of_images}
+    names = names or list(problems)
+    for name in names:
+        if name not in problems:
+            known = f"{', '.join(UNSEEN)} or, with --data, image_network or image_convolutions"
+            raise ValueError(f"--tasks {shown(name)}: expected one or more of {known}")
+    if data is not None and of_images.keys().isdisjoint(names):
         raise ValueError(f"--data {data} has no effect on {', '.join(names)}; omit it")
-    problems = {**UNSEEN, **image_problems(data)}
     return {name: problems[name] for name in names}
 
 
@@ -310,18 +307,15 @@ def _by_model(
 
 
 def _cma_es(functions: Functions, seeds: list[int], evaluations: int) -> _Curve:
-    """Runs CMA-ES with its default population size on one function after another."""
+    """Runs CMA-ES with its defaults on one function after another; `ask` and `tell` never stop."""
     cma = require("cma", "CMA-ES", "bench")
-    never_stop: dict[str, float] = dict.fromkeys(("tolfun", "tolfunhist", "tolfunrel", "tolx"), 0)
-    never_stop |= {"tolstagnation": 10**9, "tolflatfitness": 10**9, "tolconditioncov": 1e300}
     by_run = []
     for i, seed in enumerate(seeds):
         generator = generator_of(seed, 2)
         function = functions.only(i)
         start = _uniform(1, functions, generator)[0].numpy()
         number = int(torch.randint(1, 2**31, (1,), generator=generator))
-        options = {"seed": number, "verbose": -9, "maxfevals": 10 * evaluations, **never_stop}
-        strategy = cma.CMAEvolutionStrategy(start, _CMA_STEP, options)
+        strategy = cma.CMAEvolutionStrategy(start, _CMA_STEP, {"seed": number, "verbose": -9})
         values: list[float] = []
         while len(values) < evaluations:
             points = strategy.ask()
