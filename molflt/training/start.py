@@ -31,19 +31,19 @@ def build_parser(words: Sequence[str] = ()) -> ArgumentParser:
     """Returns the parser for ``molflt train``.
 
     The options --recipe, --config, --init and --resume in `words` determine the recipe, in this
-    order of precedence; --init and --resume also determine defaults.
+    order of precedence; --init also determines defaults.
     """
-    given, _ = _read(words)
+    parser, (given, _) = _TrainParser(), _read(words)
     names = [*_values_in("init", given["config"]), *given["init"]]
     recipes, source = [DEFAULT, *_values_in("recipe", given["resume"])], None
     if names and names[-1] != "null" and not given["resume"]:
-        source = read_initial_weights(names[-1])
-        recipes += filter(None, [source.recipe])
+        try:
+            source = read_initial_weights(names[-1])
+            recipes += filter(None, [source.recipe])
+        except (OSError, ValueError) as error:
+            parser.failure = error
     recipes += [*_values_in("recipe", given["config"]), *given["recipe"]]
-    parser = _TrainParser()
     add_options(parser, recipes[-1])
-    if given["resume"]:
-        parser.take_options_of(given["resume"][-1], given["run"])
     if source is not None:
         parser.take_model_of(source, f"--init {names[-1]}", recipes[-1])
     return parser
@@ -83,10 +83,15 @@ def _resolved_init(name: str, config: Path) -> Path:
 class _TrainParser(ArgumentParser):
     """Parser with defaults from the run given by ``--resume`` or the model given by ``--init``."""
 
+    failure: Exception | None = None  # of reading the initial weights; raised by `parse_args`
     without_tokenizer = ""  # ``--init NAME`` if the tokenizer of these weights is missing
 
     def parse_args(self, args: Sequence[str]) -> Namespace:  # type: ignore[override]
         given, _ = _read(args)
+        if self.failure is not None:
+            raise self.failure
+        if given["resume"]:
+            self._resume(given["resume"][-1], given["run"])
         # configurations come first, to be overridden
         words = [f"--config={find_config(name)}" for name in given["config"]]
         words += [f"--init={find(x) if is_packaged(x) else x}" for x in given["init"]]
@@ -106,7 +111,7 @@ class _TrainParser(ArgumentParser):
             config.run = dated_run("-".join(stems) or config.recipe)
         return config
 
-    def take_options_of(self, run: str, folders: Sequence[str]) -> None:
+    def _resume(self, run: str, folders: Sequence[str]) -> None:
         """Uses the options of a run as defaults; rejects a different --run."""
         read_config(Path(run))  # raises if it is damaged
         # escapes glob patterns and ~, which jsonargparse would expand
