@@ -3,7 +3,6 @@
 import copy
 import inspect
 import itertools
-import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,20 +15,14 @@ from torch import Tensor, nn
 from molflt.attention import (
     FEATURE_MAPS,
     MIXINGS,
-    NODES,
     POSITIONS,
     SPECTRA,
     Attention,
     Position,
-    Spectrum,
     Stack,
     make_position,
 )
-from molflt.attention.checks import accepted
 from molflt.attention.encodings import Bias, Kernel, Toeplitz
-from molflt.attention.nodes.base import hermitian
-from molflt.attention.positions import SpectralPosition
-from molflt.attention.spectra import Gaussian, ShiftInvariant
 
 EXACT = {"rtol": 0.0, "atol": 1e-10}
 SIZES = (7, 1, 12, 0, 5)  # lengths of the sequences in one batch
@@ -456,109 +449,3 @@ def covering(
                 seen |= new
                 chosen.append((combination, check))
     return chosen
-
-
-# --- spectra and nodes ----------------------------------------------------------------------------
-
-NODE_OPTIONS: dict[str, dict[str, Any]] = {"shells": {"diameter": 8.0, "max_frequency": 0.9}}
-
-
-def normal_points(count: int, dim: int, seed: int = 0) -> Tensor:
-    """Returns scrambled Sobol points of the standard normal distribution, (count, dim)."""
-    points = torch.quasirandom.SobolEngine(dim, scramble=True, seed=seed)
-    return torch.special.ndtri(points.draw(count, dtype=torch.float64).clamp(1e-12, 1 - 1e-12))
-
-
-def points(count: int, dim: int) -> Tensor:
-    """Returns the origin and random points, (count, dim)."""
-    drawn = torch.randn(count, dim, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
-    drawn[0] = 0.0
-    return drawn
-
-
-def frequency_rule(dim: int, radii: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Returns frequencies (n, l) and weights (n,) to integrate functions that decay by 5 cycles.
-
-    The frequencies are Sobol points of a mixture of Gaussians of 8 widths. With `radii`, they lie
-    on shells, and the integral is the sum over shells of the means over directions.
-    """
-    if radii is not None:
-        unit = torch.nn.functional.normalize(normal_points(2**11, dim), dim=-1)
-        return (radii[:, None, None] * unit).flatten(0, 1), torch.full((len(radii) << 11,), 2**-11)
-    scales = 0.02 * 2.0 ** torch.arange(8, dtype=torch.float64)
-    parts = [scale * normal_points(2**12, dim, i) for i, scale in enumerate(scales.tolist())]
-    xi = torch.cat(parts)
-    log_densities = -0.5 * (xi.norm(dim=-1)[:, None] / scales) ** 2 - dim * scales.log()
-    density = log_densities.exp().mean(dim=-1) * (2 * math.pi) ** (-dim / 2)
-    return xi, 1 / (density * len(xi))
-
-
-def check_fourier_pair(spectrum: Spectrum) -> None:
-    """The integral of f psi equals that of g psi^ for Gaussians psi at several centers.
-
-    Relative to the largest value of the mask, the errors of the quasi-Monte Carlo integrals are
-    1e-4 in one dimension, 5e-3 for boxes in two dimensions, and 2e-3 in all other cases.
-    """
-    spectrum, dim = copy.deepcopy(spectrum).double(), spectrum.dim
-    radii = spectrum.radius.double() if spectrum.on_shells else None
-    xi, weights = frequency_rule(dim, radii)
-    normal = normal_points(2**14, dim, seed=9)
-    centres = points(3, dim)
-    with torch.no_grad():
-        g = hermitian(spectrum, xi[None])
-        for width in (0.4, 1.5):
-            envelope = weights * (-2 * (math.pi * width * xi.norm(dim=-1)) ** 2).exp()
-            for centre in centres:
-                f = spectrum.mask((centre + width * normal)[None])[0]
-                wave = torch.polar(torch.ones(len(xi)).double(), 2 * math.pi * xi @ centre)
-                found, expected = (g * wave).real @ envelope, f.mean(dim=-1)
-                error = ((found - expected).abs() / f.abs().amax(dim=-1)).max()
-                assert error < (3e-4 if dim == 1 else 1e-2), f"no Fourier pair, error {error:.2g}"
-
-
-def check_draws(kernel: ShiftInvariant) -> None:
-    """The mean of a Gaussian wave over draws equals its integral with the density."""
-    kernel, count, dim = copy.deepcopy(kernel).double(), 20_000, kernel.dim
-    draws = kernel.draw(count, torch.Generator().manual_seed(0))
-    assert draws.shape == (kernel.heads, count, dim) and draws.dtype == torch.float64
-    u, weights = frequency_rule(dim)
-    density = weights * kernel.unit_log_density(u).exp()
-    centres = points(4, dim)
-    for width in (0.1, 0.4, 1.5):
-        for centre in centres:
-
-            def wave(u: Tensor, centre: Tensor = centre, width: float = width) -> Tensor:
-                envelope = (-2 * (math.pi * width * u.norm(dim=-1)) ** 2).exp()
-                return envelope * (2 * math.pi * u @ centre).cos()
-
-            found, expected = wave(draws), density @ wave(u)
-            score = (found.mean(-1) - expected).abs() / (found.std(-1) / math.sqrt(count))
-            assert score.max() < 5, "draw(n) does not follow unit_log_density(u)"
-
-
-def check_nodes(name: str, dim: int = 3) -> None:
-    """Nodes reproduce a Gaussian mask; random nodes are unbiased and have weights 1 / (r p)."""
-    rule = NODES[name]
-    heads, count = (800, 8) if rule.random else (2, None)
-    spectrum = Gaussian(heads, dim, length_range=(1.0, 1.0)).double()
-    torch.nn.init.ones_(spectrum.amplitude)
-    sizes = accepted(rule, heads=heads, dim=dim, density=spectrum, num_nodes=count)
-    nodes = rule(**sizes, **NODE_OPTIONS.get(name, {})).double()
-    nodes.redraw_(torch.Generator().manual_seed(0))
-    z = points(7, dim)
-    with torch.no_grad():
-        left, right = SpectralPosition(spectrum, nodes).factors(z[None], 0 * z[None, :1])
-        error = (left @ right.mT)[0, :, :, 0] - spectrum.mask(z[None])[0]
-        if not rule.random:
-            assert error.abs().max() < 2e-3
-            return
-        xi, weights = nodes()
-        if name == "density":
-            log_density = spectrum.log_density(xi)
-        else:
-            sigma = nodes.log_sigma.exp()[:, None, None]
-            log_density = torch.distributions.Normal(0.0, sigma).log_prob(xi).sum(dim=-1)
-        expected = (-log_density).exp() / nodes.num_nodes
-    torch.testing.assert_close(weights, expected, rtol=1e-9, atol=0)
-    score = error.mean(0).abs() / (error.std(0) / math.sqrt(heads) + 1e-12)
-    assert score.max() < 4.5, "biased"
