@@ -35,6 +35,7 @@ ALL = [
     for check in contract.suite(c)
     if check not in COMMON or c in SOME
 ]
+ALL += [(c, contract.check_precision) for c in some("positive")]
 # The full product takes ten times as long; the weekly workflow runs it.
 CHOSEN = ALL if os.environ.get("MOLFLT_FULL") else contract.covering(ALL)
 
@@ -44,11 +45,6 @@ CHOSEN = ALL if os.environ.get("MOLFLT_FULL") else contract.covering(ALL)
 )
 def test_contract(combination, check):
     check(combination)
-
-
-@pytest.mark.parametrize("combination", some("positive"), ids=str)
-def test_precision(combination):
-    contract.check_precision(combination)
 
 
 ONE_OF_EACH_CASE = {
