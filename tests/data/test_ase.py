@@ -35,7 +35,7 @@ def slab(number=0):
     """Returns O on Cu(111) with OC20 tags, a fixed layer, and energies."""
     atoms = on_slab()
     atoms.pbc = (True, True, False)
-    atoms.info = {"sid": 100 + number, "y_init": 0.5 + number}
+    atoms.info = {"sid": 100 + number, "y_init": 0.5 + number, "charge": -1}
     atoms.calc = SinglePointCalculator(atoms, energy=-1.0 - number)
     return atoms
 
@@ -56,7 +56,7 @@ def test_everything_is_taken(tmp_path, name):
         assert record.fixed.tolist() == [True] * 4 + [False] * 9
         assert record.pbc.tolist() == [[True, True, False]]
         assert (record.sid, float(record.y_init)) == (100 + number, 0.5 + number)
-        assert float(record.y_relaxed) == -1.0 - number
+        assert (float(record.y_relaxed), float(record.charge)) == (-1.0 - number, -1)
         assert record.pos_relaxed.isnan().all()
 
 
@@ -348,22 +348,10 @@ def test_charges_are_read_from_outputs_of_dynamics(tmp_path, path, place, line):
     assert float(open_dataset(tmp_path / Path(path).name)[0].charge) == -1
 
 
-def test_files_of_eon_are_periodic(tmp_path):
-    ase.io.write(tmp_path / "a.con", CRYSTAL, format="eon")
-    assert open_dataset(tmp_path / "a.con")[0].pbc.all()
-
-
 def test_all_molecules_of_an_sdf_file_are_read(tmp_path):
     (tmp_path / "a.sdf").write_text(f"{SDF}$$$$\n{SDF.replace('-1', ' 1').replace('O', 'N')}$$$$\n")
     found = [(int(x.atomic_numbers[0]), float(x.charge)) for x in open_dataset(tmp_path / "a.sdf")]
     assert found == [(8, -1), (7, 1)]
-
-
-@pytest.mark.parametrize("name", ["a.db", "a.json"])
-def test_charges_are_read_from_databases(tmp_path, name):
-    with ase.db.connect(tmp_path / name) as database:
-        database.write(molecule("OH"), charge=-1)
-    assert float(open_dataset(tmp_path / name)[0].charge) == -1
 
 
 def test_radicals_replace_the_codes_of_charges(tmp_path):
@@ -464,6 +452,7 @@ WRITTEN = {
     "a.pwi": ("espresso-in", CRYSTAL),
     "a.cube": ("cube", CRYSTAL),
     "a.cif.xz": ("cif", CRYSTAL),
+    "a.con": ("eon", CRYSTAL),
     "a.nwi": ("nwchem-in", MOLECULE),
     "coord": ("turbomole", MOLECULE),
 }
@@ -476,6 +465,7 @@ def test_inputs_of_other_programs(tmp_path, name):
     ase.io.write(tmp_path / name, atoms, format=kind, **options.get(kind, {}))
     record = open_dataset(tmp_path / name)[0]
     assert sorted(record.atomic_numbers.tolist()) == sorted(atoms.numbers.tolist())
+    assert record.pbc.tolist() == [atoms.pbc.tolist()]
     if atoms.pbc.all():
         assert record.cell[0].det() == pytest.approx(atoms.cell.volume, rel=1e-3)
     found = Atoms(record.atomic_numbers, record.pos, cell=record.cell[0], pbc=record.pbc[0])
@@ -629,15 +619,14 @@ def test_pyg_data_are_taken_in_any_form() -> None:
 
 
 def test_total_charge_is_read_and_spin_named_once(capsys) -> None:
-    atoms = Atoms("H2", [[0, 0, 0], [0, 0, 0.74]], info={"charge": 1, "spin": 2})
-    first, again = StructuresInMemory([atoms, atoms])
+    first, again = StructuresInMemory(2 * [hydrogen(charge=1, spin=2)])
     assert float(first.charge) == 1 and capsys.readouterr().err.count("spin not used") == 1
     (held,) = StructuresInMemory(again)
     assert float(held.charge) == 1 and to_atoms(held).info["charge"] == 1
 
 
 def test_array_of_fixed_atoms_is_reported_as_unused(capsys) -> None:
-    atoms = Atoms("H2", [[0, 0, 0], [0, 0, 0.74]])
+    atoms = hydrogen()
     atoms.arrays["fixed"] = np.array([1, 0])
     (record,) = StructuresInMemory(atoms)
     assert not record.fixed.any() and "fixed not used" in capsys.readouterr().err
