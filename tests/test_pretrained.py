@@ -57,7 +57,7 @@ def atoms(symbols: str = "Cu3PtO2H") -> Atoms:
 
 
 def test_python_and_the_command_give_the_same_numbers(run, exported, energy_data, tmp_path) -> None:
-    source = energy_data / "val_id.safetensors"
+    source = energy_data / "val_ood_both.safetensors"
     expected = alone(run, source)
     weights = run / "checkpoints" / "best.safetensors"
     for name in (run, exported / "model.safetensors", weights):
