@@ -5,7 +5,6 @@ import zlib
 from pathlib import Path
 
 import ase
-import ase.db
 import ase.io
 import numpy as np
 import pytest
