@@ -58,7 +58,6 @@ class Inspected(Survey):
         self.displacements: list[np.ndarray] = []  # lengths (free atoms,), in Å
         self.compositions = np.zeros(MAX_ATOMIC_NUMBER + 1)  # number of atoms of each element
         self.tags: Counter[int] = Counter()
-        self.untagged = 0
         self.point_faults: list[tuple[int, str]] = []  # sid, reason
         self.limits: list[float] = []  # of adsorption energies
         self.with_energy: list[Data] = []  # the first `MOST_FRAMES`
@@ -69,7 +68,6 @@ class Inspected(Survey):
         self.labels.append([float(record[name]) for name in _LABELS])
         self.compositions += np.bincount(record.atomic_numbers, minlength=MAX_ATOMIC_NUMBER + 1)
         self.tags.update(record.tags.tolist())
-        self.untagged += not record.tags.any()
         if bool(record.forces.isfinite().all()):
             self.forces.append(record.forces.double().norm(dim=1).numpy())
         if bool(record.stress.isfinite().all()):
@@ -269,10 +267,8 @@ def _warn_of_relaxed(
 ) -> Iterator[str]:
     systems, kind = summary["systems"], summary["energies_look_like"]
     relaxed, natoms = labels["y_relaxed"], np.array(seen.natoms)
-    if seen.untagged:
-        yield (
-            f"no tags: {seen.untagged} of {systems} systems have only tag 0, which means unknown"
-        )
+    if count := len(seen.untagged):
+        yield f"no tags: {count} of {systems} systems have only tag 0, which means unknown"
     if seen.one_tag:
         yield one_tagged(seen.one_tag, systems)
     missing = np.flatnonzero(~np.isfinite(relaxed))

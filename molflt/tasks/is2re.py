@@ -158,10 +158,12 @@ class IS2RETask(OfStructures, Task["Batch", "IS2REData"]):
         self.check_data(data)
         if self.interpolate:
             data.expect_relaxed(f"task.interpolate={self.interpolate:g}")
-        if self.repeat:
-            data.expect_slabs(f"task.repeat={self.repeat:g}")
         slab_by_contact, adsorbate_by_contact = by_contact(self.model)
         mean, references = self._offsets(data, slab_by_contact, adsorbate_by_contact)
+        if slab_by_contact:
+            data.expect_tags()
+        if self.repeat:
+            data.expect_slabs(f"task.repeat={self.repeat:g}")
         predicted = self._scale_readout(data, slab_by_contact) if references == "adapt" else 0.0
         fit = self.store_references(data, references, slab_by_contact, predicted)
         std = self.energy_std

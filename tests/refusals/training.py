@@ -28,6 +28,11 @@ def far_baseline(folder: Path) -> None:
     IS2REData(folder / "x.extxyz", val_fraction=0.5, baseline_key="mlip").refuse_totals()
 
 
+def untagged(folder: Path) -> None:
+    info = {"y_relaxed": -1.0}
+    write(folder / "x.extxyz", [Atoms("CuO", [[0, 0, 0], [0, 0, z]], info=info) for z in (1.8, 2)])
+
+
 def new(words: str, prepare: Prepare | None = None) -> Callable[[Path], None]:
     """Starts a run on the shared data; {folder} is the empty folder, {run} the shared run."""
 
@@ -103,6 +108,7 @@ PLAIN += "--model.num_features=null"
 NEW: list[tuple[str, Prepare | None, str, str, str]] = [
     ("--config={folder}/a.yaml", BOTH, "trainer.max_epochs=1", "one of", "6 steps"),
     ("--trainer.precision=fp8", None, "trainer.precision", "bf16-mixed", "fp8"),
+    ("--data.root={folder}/x.extxyz", untagged, "x.extxyz: 1 of 1", "--data.tags guess", "no tags"),
     ("--task.noise=0.1", None, "noise", "interpolate", "0.1"),
     ("--task.references=adapt", None, "task.references=adapt", "--init", "none"),
     (

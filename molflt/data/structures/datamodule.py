@@ -41,6 +41,7 @@ class _Surveyed(NamedTuple):
     domain: Domain  # of the training split and of the initial weights
     copies: list[int]  # sids of validation structures that are also in the training split
     charged: dict[str, list[int]]  # sids of structures with a total charge, by use
+    untagged: dict[str, list[int]]  # sids of structures without tags, by use
 
 
 class IS2REData(BatchedData[Structures]):
@@ -212,12 +213,22 @@ class IS2REData(BatchedData[Structures]):
 
     def refuse_charges(self) -> None:
         """Rejects structures with a total charge."""
-        for use, sids in self._surveyed.charged.items():
+        rest = "only potentials with --model.total_charge true read it; remove them"
+        self._refuse(self._surveyed.charged, "a total charge", f"expected 0, because {rest}")
+
+    def expect_tags(self) -> None:
+        """Rejects structures without tags, for which some readouts are not defined."""
+        guess = "" if self.reading.tags == "guess" else "add --data.tags guess, "
+        expected = "expected 1 for surface and 2 for adsorbate atoms"
+        rest = f"{guess}remove them, or use --model.readout all for total energies"
+        self._refuse(self._surveyed.untagged, "no tags", f"{expected}; {rest}")
+
+    def _refuse(self, found: dict[str, list[int]], what: str, rest: str) -> None:
+        for use, sids in found.items():
             if sids:
                 raise ValueError(
                     f"{self.datasets[use].path}: {len(sids)} of {len(self.datasets[use])} "
-                    f"structures have a total charge, for instance sid {sids[0]}; expected 0, "
-                    "because only potentials with --model.total_charge true read it; remove them"
+                    f"structures have {what}, for instance sid {sids[0]}; {rest}"
                 )
 
     def _unused(self, dataset: Structures) -> list[str]:
@@ -268,7 +279,9 @@ class IS2REData(BatchedData[Structures]):
             domain = domain.after(self.initial)
             if self.reading.tags == "guess":  # evaluation and prediction guess the same tags
                 domain = replace(domain, surface=self.initial.surface)
-        return _Surveyed(domain, copies, {"train": of_train.charged, "val": of_val.charged})
+        charged = {"train": of_train.charged, "val": of_val.charged}
+        untagged = {"train": of_train.untagged, "val": of_val.untagged}
+        return _Surveyed(domain, copies, charged, untagged)
 
     def fingerprints(self) -> dict[str, Fingerprint]:
         return {

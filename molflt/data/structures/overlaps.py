@@ -32,6 +32,7 @@ class Survey:
         self.overlapping: list[int] = []  # sids of structures with coinciding atoms
         self.one_tag: list[int] = []  # sids of structures whose slab atoms all have the same tag
         self.charged: list[int] = []  # sids of structures with a total charge other than 0
+        self.untagged: list[int] = []  # sids of structures whose tags are all 0
 
     def __call__(self, record: Data) -> None:
         sid = int(record.sid)
@@ -43,6 +44,8 @@ class Survey:
             self.one_tag.append(sid)
         if record.charge.nan_to_num().any():
             self.charged.append(sid)
+        if not record.tags.any():
+            self.untagged.append(sid)
 
 
 def atoms_coincide(record: Data) -> bool:
