@@ -165,7 +165,8 @@ class BatchedData(Generic[_Items]):
         return [f"{use} {self._described(use)}" for use in self.datasets]
 
     def _described(self, use: str) -> str:
-        return f"{len(self.datasets[use]):,} {self.items}"
+        count = len(self.datasets[use])
+        return f"{count:,} {self.items if count > 1 else self.items.removesuffix('s')}"
 
     def sizes(self) -> dict[str, int]:
         """Returns the arguments of the model's constructor that depend on the data."""
