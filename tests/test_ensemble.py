@@ -126,7 +126,7 @@ def test_new_elements_have_their_own_calibration(runs, energy_data, tmp_path, ca
     assert told == pytest.approx([np.mean(np.abs(1 - np.divide(found, expected))), area], abs=0.01)
 
 
-def test_the_training_split_calibrates_only_on_request(runs, tmp_path, capsys) -> None:
+def test_the_training_split_calibrates_only_on_request(runs, energy_data, tmp_path, capsys) -> None:
     options = {"out": tmp_path, "device": "cpu", "also": runs[1:]}
     kept = tmp_path / "uncertainty.json"
     found = evaluate(runs[0], splits=["train"], **options)["train"]
@@ -136,6 +136,9 @@ def test_the_training_split_calibrates_only_on_request(runs, tmp_path, capsys) -
     assert found["spread_eV"] > 0 and found["uncertainty_eV"] is None and not kept.exists()
     evaluate(runs[0], splits=[SMALL, "train"], calibration_split="train", **options)
     assert Calibration.read(kept).split == "train"
+    other = shutil.copy(energy_data / "val_id.safetensors", tmp_path / "train.safetensors")
+    found = evaluate(runs[0], data=other, **options)["train"]  # of other data
+    assert found["coverage_percent"] is not None
 
 
 def test_a_split_that_some_members_learned_is_refused(runs, energy_data, tmp_path, capsys) -> None:

@@ -14,6 +14,7 @@ from tiny_run import alone, error_of, on_slab, printed, structures, table
 from molflt.commands.cli import main
 from molflt.commands.evaluate import evaluate
 from molflt.commands.predict import predict
+from molflt.data.structures.base import to_atoms
 from molflt.data.structures.in_memory import StructuresInMemory
 from molflt.data.structures.splits import TEST_SPLITS, VAL_SPLITS
 from molflt.data.structures.store import StructureStore, write_store
@@ -275,6 +276,22 @@ def test_structures_without_tags_are_refused_unless_forced(run, tmp_path, capsys
     assert [row["index"] for row in table(out)] == ["2"]
     told = printed(capsys, *words, "--tags", "guess").err
     assert "1 adsorbate O, 4 surface, 4 subsurface atoms" in told
+    (atoms,) = slabs(tags=False)[:1]
+    write(tmp_path / "bare.extxyz", Atoms(atoms.numbers, atoms.positions))
+    told = error_of(capsys, "predict", run, tmp_path / "bare.extxyz", f"--out={out}")
+    assert "store the cell" in told and "set tags" not in told
+
+
+def test_figures_name_systems_by_textual_sids(run, tmp_path, monkeypatch) -> None:
+    frames = [to_atoms(record) for record in structures(2)]
+    for atoms, name in zip(frames, ("ag-12", "pt-3"), strict=True):
+        atoms.info = {"sid": name, "y_relaxed": -1.0}
+    write(tmp_path / "named.traj", frames)
+    drawn = []
+    monkeypatch.setattr("molflt.plots.parity", lambda *args, **_: drawn.append(args))
+    evaluate(run, data=tmp_path / "named.traj", out=tmp_path, device="cpu")
+    ((_, _, names),) = drawn
+    assert [name.split()[1] for name in names["named"]] == ["ag-12", "pt-3"]
 
 
 def test_use_of_a_mesh_is_said(monkeypatch, capsys) -> None:

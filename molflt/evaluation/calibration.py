@@ -210,7 +210,8 @@ def assess(
         found: predictions by split.
         out: folder to write to.
         split: split to calibrate on; by default the first large enough split except `learned`.
-        learned: name of the training split, whose errors are too small for calibration.
+        learned: name of the training split, whose errors are too small for calibration; "" if it
+            is not evaluated.
 
     Returns:
         The metrics by split, the results of `uncertainty_of` by split, and a table of the metrics.

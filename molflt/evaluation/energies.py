@@ -97,7 +97,7 @@ def evaluate(
         for split in splits
     }
     relaxations, relaxation_table = write_relaxed(found, datasets, relaxed)
-    spreads, columns, spread_table = assess(model, found, out, calibration_split, source.own.train)
+    spreads, columns, spread_table = assess(model, found, out, calibration_split, source.learned)
     adds_baseline = source.own.reading.baseline_key is not None
     results: Results = {}
     for split, part in found.items():
@@ -115,7 +115,7 @@ def evaluate(
     if group_errors:
         write_csv(out / "errors_by_group.csv", group_errors)
         by_group = _group_tables(group_errors)
-    _draw(out, found, model)
+    _draw(out, found, model, datasets)
     tables = [f" on {source.data.root}", f"{_results_table(results)}\n{baseline}", source.absent]
     tables += [spread_table, relaxation_table, by_group]
     return Evaluation(results, "\n\n".join(filter(None, tables)) + "\n")
@@ -240,14 +240,19 @@ def _group_tables(groups: Sequence[Mapping[str, Any]]) -> str:
     return "\n\n".join(tables)
 
 
-def _draw(out: Path, found: Mapping[str, Predictions], model: nn.Module) -> None:
+def _draw(
+    out: Path,
+    found: Mapping[str, Predictions],
+    model: nn.Module,
+    datasets: Mapping[str, Structures],
+) -> None:
     panels, names = {}, {}  # by split
     for split, part in found.items():
         if part.labeled.any():
             energy, target = part.only_labeled()
             panels[split] = target, energy
             names[split] = [
-                f"sid {part.sid[i]} {part.adsorbate[i]} on {part.slab[i]}"
+                f"sid {datasets[split].name(i, part.sid[i])} {part.adsorbate[i]} on {part.slab[i]}"
                 for i in np.flatnonzero(part.labeled).tolist()
             ]
     if panels:

@@ -151,6 +151,12 @@ class EvaluationData:
                 "runs with the same options, or pass unseen structures with --data"
             )
 
+    @property
+    def learned(self) -> str:
+        """Returns the name of the training split, or "" for a file that is not part of its data."""
+        is_other = self.is_whole and not is_within(self.data.root, self.own.root)
+        return "" if is_other else self.own.train
+
     def domain(self, model: nn.Module | None = None) -> Domain | None:
         """Returns the domain of the training data; None for runs from earlier versions."""
         domain = domain_of(model.data if isinstance(model, EnsembleRegressor) else [self.run])

@@ -91,7 +91,7 @@ def evaluate(
         numbers = {"force_mae_eV_per_A": part.force_mae}
         rows += part.energies.rows(split, datasets[split], ("formula",), numbers)
     write_csv(out / "predictions.csv", rows)
-    _draw(out, found)
+    _draw(out, found, datasets)
     table = results_table("split", results, n=("structures", 0))
     text = "\n\n".join(filter(None, (f" on {source.data.root}", source.absent, table)))
     return Evaluation(results, f"{text}\n")
@@ -119,7 +119,7 @@ def _baseline(model: nn.Module, points: SinglePoints) -> dict[str, float | None]
     }
 
 
-def _draw(out: Path, found: Mapping[str, Points]) -> None:
+def _draw(out: Path, found: Mapping[str, Points], datasets: Mapping[str, SinglePoints]) -> None:
     energies, names, forces = {}, {}, {}
     for split, points in found.items():
         part = points.energies
@@ -127,7 +127,10 @@ def _draw(out: Path, found: Mapping[str, Points]) -> None:
         means = (np.bincount(groups, part.target) / np.bincount(groups))[groups]
         scale = 1e3 / part.natoms  # eV to meV/atom
         energies[split] = scale * (part.target - means), scale * (part.energy - means)
-        names[split] = [f"sid {sid} {f}" for sid, f in zip(part.sid, part.formula, strict=True)]
+        names[split] = [
+            f"sid {datasets[split].name(i, part.sid[i])} {formula}"
+            for i, formula in enumerate(part.formula)
+        ]
         if points.forces.size:
             label, predicted = 1e3 * points.forces.reshape(2, -1)
             forces[split] = label, predicted

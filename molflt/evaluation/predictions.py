@@ -43,6 +43,7 @@ _NUMBERED = re.compile(r"(?:([^:]*: )(-?\d+(?:[.,]\d+)*))?(.+)")  # label, numbe
 _ARRAYS = ("sid", "natoms", "members", "target", "baseline", "new_elements")
 _GUESS_TAGS = "find tags from the geometry with --tags guess (tags='guess')"
 _SET_TAGS = "set tags yourself, 0 subsurface, 1 surface and 2 adsorbate"
+_SET_CELL = "if it is an adsorbate on a slab, store the cell and the periodic axes"
 
 
 @dataclass(frozen=True)
@@ -369,6 +370,7 @@ def _expect_tags(record: Data, domain: Domain, dataset: Structures, slab_by_cont
     """Raises ValueError for a structure that the domain rejects."""
     if reason := domain.refusal(record):
         advice = _SET_TAGS if isinstance(dataset, Tagged) else _GUESS_TAGS
+        advice = advice if record.pbc.any() else _SET_CELL
         if not slab_by_contact or record.tags.any():
             advice += ", or predict anyway with --force (force=True)"
         formula = _hill(record.atomic_numbers.numpy())
