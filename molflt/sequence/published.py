@@ -35,6 +35,12 @@ _PATTERNS = [(re.compile(rf"{theirs}\.(\w+)"), ours) for theirs, ours in _RENAME
 _UNUSED = re.compile(r".*position_ids|cls\.predictions\.decoder\..*")  # indices; tied weights
 _TENSORS = {"gamma": "weight", "beta": "bias"}  # LayerNorm in files converted from TensorFlow
 _ACTIVATIONS = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}
+_SUPPORTED = {
+    "model_type": ("bert", "fnet"),  # RoBERTa has the same names but other positions
+    "hidden_act": tuple(_ACTIVATIONS),
+    "position_embedding_type": ("absolute",),
+    "is_decoder": (False,),
+}
 _HEAD = 64  # width of a head, in all published sizes
 
 
@@ -71,15 +77,10 @@ def options_of(weights: Mapping[str, Tensor], config: Mapping[str, object]) -> d
     layers = sum(name.endswith(".ffn.0.weight") for name in weights)
     attends = any(name.endswith(".to_query.weight") for name in weights)
     activation = str(config.get("hidden_act", "gelu" if attends else "gelu_new"))
-    if activation not in _ACTIVATIONS:
-        known = ", ".join(_ACTIVATIONS)
-        raise ValueError(f"hidden_act={activation!r}; expected {known}; use different weights")
-    places = str(config.get("position_embedding_type", "absolute"))
-    if places != "absolute" or config.get("is_decoder"):
-        raise ValueError(
-            f"position_embedding_type={places!r}, is_decoder={bool(config.get('is_decoder'))}; "
-            "expected an encoder with absolute positions; use different weights"
-        )
+    for name, values in _SUPPORTED.items():
+        if (value := config.get(name, values[0])) not in values:
+            known = " or ".join(map(str, values))
+            raise ValueError(f"{name}={value!r}; expected {known}; use different weights")
     options: dict[str, object] = {
         "vocabulary": vocabulary,
         "dim": dim,

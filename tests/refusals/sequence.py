@@ -67,6 +67,7 @@ ROWS = [
     ),
     refused(language(adaptive_cutoffs=[3, 20]), "adaptive_cutoffs", "up to 9", "20"),
     refused(published(hidden_act="silu"), "hidden_act", "gelu", "'silu'"),
+    refused(published(model_type="roberta"), "model_type", "bert or fnet", "'roberta'"),
     # inputs of models of tokens
     *(
         refused(lambda cutoffs=cutoffs, x=x: language(adaptive_cutoffs=cutoffs)()(x), *words)
