@@ -19,6 +19,7 @@ from molflt.attention.checks import (
 from molflt.attention.numerics import at_least_float32
 from molflt.attention.positions import PositionName, known_options
 from molflt.attention.positions.base import ABSOLUTE, sinusoids
+from molflt.attention.positions.grid import expect_unit_scale
 from molflt.attention.stack import Redrawn
 
 _MARGIN = 0.25  # interpolation and noise may leave [0, 1] by this much
@@ -205,10 +206,7 @@ def _refuse_misfits(position: Position | None, pool: str, absolute: str, scale: 
             f"{name} is a table of the offsets between patches, and pool='token' adds a token that "
             "is not a patch; use pool='mean', or another position"
         )
-    if position.grid and scale != 1:
-        raise ValueError(
-            f"{name} is a table of integer offsets; got position_scale={scale:g}; leave it at 1"
-        )
+    expect_unit_scale(position, scale)
 
 
 def _sinusoids(side: int, dim: int) -> Tensor:

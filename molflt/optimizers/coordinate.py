@@ -17,6 +17,7 @@ from molflt.attention.features import FEATURE_MAPS, FeatureMapName
 from molflt.attention.layer import DEFAULT_MAP
 from molflt.attention.mixing.causal import DecodeState, KeyValues, State
 from molflt.attention.positions import PositionName, known_options
+from molflt.attention.positions.grid import expect_unit_scale
 from molflt.attention.stack import Block, Redrawn, StackState
 
 _MOMENTA = (0.5, 0.9, 0.99)
@@ -253,6 +254,8 @@ class AttentionMemory(Memory):
             why = "does not support decoding, which a memory needs; use one such as 'spectral'"
             raise ValueError(f"position={position!r} {why}")
         self.softmax = mixing == "softmax"
+        if encoding is not None:
+            expect_unit_scale(encoding, self.position_scale)
         if window is not None and (not self.softmax or encoding is not None):
             raise ValueError(
                 f"window={window} needs mixing='softmax' and position='none'; remove it"

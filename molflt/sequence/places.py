@@ -20,6 +20,7 @@ from molflt.attention.checks import (
 from molflt.attention.keys import check_mask
 from molflt.attention.positions import PositionName, known_options
 from molflt.attention.positions.base import ABSOLUTE, sinusoids
+from molflt.attention.positions.grid import expect_unit_scale
 from molflt.attention.stack import Redrawn
 
 
@@ -44,7 +45,7 @@ class TokenModel(Redrawn):
             layers but differs between heads.
         position_options: further arguments of the encoding; `dim` defaults to 1.
         position_scale: distance between neighboring tokens, in the unit of length of the encoding;
-            1 by default.
+            1 by default; must be 1 for encodings with a table of offsets.
         embedding_dropout: dropout of embeddings.
         stack: further arguments of `molflt.attention.Stack`.
     """
@@ -93,6 +94,7 @@ class TokenModel(Redrawn):
         self.add_module(self._stack_name, blocks)
         if blocks.position is not None:
             one_of("position_options dim", blocks.position.dim, self._axes)
+            expect_unit_scale(blocks.position, self.position_scale)
         self.embedding_dropout = nn.Dropout(embedding_dropout)
 
     def _set_places(self, std: float) -> None:

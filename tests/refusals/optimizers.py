@@ -13,6 +13,7 @@ COORDINATE: list[tuple[dict[str, Any], str, str, str]] = [
     ({"memory": "lstm", "heads": 2}, "heads=2", "no effect", "memory='lstm'"),
     ({"states": 4}, "states=4", "no effect", "memory='attention'"),
     ({"position_scale": 0.1}, "position_scale=0.1", "no effect", "position='none'"),
+    ({"position": "low_rank", "mixing": "softmax"}, "position_scale=0.01", "integer offsets", "1"),
     ({"window": 4}, "window=4", "mixing='softmax'", ""),
     ({"position": "toeplitz", "position_options": {"max_tokens": 9}}, "position", "", "toeplitz"),
 ]

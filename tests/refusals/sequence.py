@@ -18,6 +18,7 @@ from molflt.sequence.published import options_of
 from refusals import refused
 
 SMALL: dict[str, Any] = {"dim": 16, "heads": 2, "layers": 2, "ffn_dim": 16}
+SCALED: dict[str, Any] = {"mixing": "softmax", "position_scale": 0.5}
 IDS = torch.zeros(2, 4, dtype=torch.long)
 IMAGES = torch.zeros(2, 1, 8, 8)
 LEFT = torch.arange(4) >= torch.tensor([[0], [2]])  # the second row is padded on the left
@@ -53,6 +54,10 @@ ROWS = [
     # options of models of tokens
     refused(language(absolute="learned"), "absolute", "max_length"),
     refused(language(position="spectral", position_scale=0.0), "position_scale", "positive", "0.0"),
+    *(
+        refused(language(position=name, **SCALED), "position_scale=0.5", "integer offsets", "1")
+        for name in ("toeplitz", "bucketed", "low_rank")
+    ),
     refused(language(position="cosine", mixing="softmax"), "mixing", "does not support", "softmax"),
     *(
         refused(

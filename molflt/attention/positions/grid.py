@@ -234,6 +234,15 @@ class LowRankPosition(ToeplitzPosition):
         return rows.unflatten(-1, (-1, self.rank)).transpose(1, 2)
 
 
+def expect_unit_scale(position: Position, scale: float) -> None:
+    """Raises ValueError for a table of integer offsets if positions are multiplied by a scale."""
+    if isinstance(position, ToeplitzPosition | BucketedPosition) and scale != 1:
+        name = type(position).__name__
+        raise ValueError(
+            f"{name} is a table of integer offsets; got position_scale={scale:g}; set it to 1"
+        )
+
+
 def _offsets(positions: Tensor, key_positions: Tensor) -> Tensor:
     """Returns r_j - r_i as integers, of shape (batch, queries, keys, l)."""
     return (-differences(positions, key_positions)).round().long()
