@@ -40,6 +40,7 @@ _SUPPORTED = {
     "hidden_act": tuple(_ACTIVATIONS),
     "position_embedding_type": ("absolute",),
     "is_decoder": (False,),
+    "tie_word_embeddings": (True,),
 }
 _HEAD = 64  # width of a head, in all published sizes
 
@@ -79,8 +80,7 @@ def options_of(weights: Mapping[str, Tensor], config: Mapping[str, object]) -> d
     activation = str(config.get("hidden_act", "gelu" if attends else "gelu_new"))
     for name, values in _SUPPORTED.items():
         if (value := config.get(name, values[0])) not in values:
-            known = " or ".join(map(str, values))
-            raise ValueError(f"{name}={value!r}; expected {known}; use different weights")
+            raise ValueError(f"{name}={value!r}; expected {' or '.join(map(str, values))}")
     options: dict[str, object] = {
         "vocabulary": vocabulary,
         "dim": dim,

@@ -52,7 +52,7 @@ def _of_transformers(saved: Saved) -> Saved:
     except (ValueError, KeyError, AttributeError, RecursionError) as error:
         raise ValueError(
             f"{path}: expected a complete BERT or FNet model from transformers; "
-            f"{shown(str(error))}; download its files again"
+            f"{shown(str(error))}; download its files again, or use different weights"
         ) from None
     return saved._replace(recipe=_MASKED, options=[options], weights=[weights], files=files)
 

@@ -72,6 +72,7 @@ ROWS = [
     ),
     refused(language(adaptive_cutoffs=[3, 20]), "adaptive_cutoffs", "up to 9", "20"),
     refused(published(hidden_act="silu"), "hidden_act", "gelu", "'silu'"),
+    refused(published(tie_word_embeddings=False), "tie_word_embeddings", "True", "False"),
     refused(published(model_type="roberta"), "model_type", "bert or fnet", "'roberta'"),
     # inputs of models of tokens
     *(
