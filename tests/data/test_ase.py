@@ -22,7 +22,12 @@ from tiny_run import on_slab, structures, write_frames
 from torch_geometric.data import Batch, Data
 
 from molflt.data.structures import Reading, open_dataset
-from molflt.data.structures.ase_fields import Converter, total_charge, unused_fields
+from molflt.data.structures.ase_fields import (
+    Converter,
+    drop_labels_,
+    total_charge,
+    unused_fields,
+)
 from molflt.data.structures.ase_files import ENDINGS, AseStructures, ase_format
 from molflt.data.structures.base import to_atoms
 from molflt.data.structures.force_units import unit_fault
@@ -533,6 +538,21 @@ def test_everything_in_an_lmdb_is_taken_and_nothing_is_written(tmp_path):
 
 def hydrogen(**info: object) -> Atoms:
     return Atoms("H2", [[0, 0, 0], [0, 0, 1]], info=info)
+
+
+def test_outputs_of_databases_have_the_charge_and_no_old_labels(tmp_path: Path) -> None:
+    data = {"charge": -2, "REF_forces": np.ones((2, 3)), "grid": np.ones(3)}
+    with ase.db.connect(tmp_path / "a.db") as database:
+        database.write(hydrogen(), data=data, REF_energy=-5.0, kind="x")
+    dataset = open_dataset(tmp_path / "a.db", reading=Reading(keep_atoms=True))
+    atoms = dataset.to_atoms(0)
+    drop_labels_(atoms, moved=True)
+    assert atoms.info["key_value_pairs"] == {"kind": "x"}
+    assert atoms.info["data"].keys() == {"charge", "grid"}
+    assert "REF_energy" in dataset.to_atoms(0).info["key_value_pairs"]  # a copy was changed
+    with pytest.warns(UserWarning, match="data"):  # not stored, because it contains an array
+        ase.io.write(tmp_path / "b.extxyz", atoms)
+    assert total_charge(ase.io.read(tmp_path / "b.extxyz")) == -2
 
 
 def test_fields_that_are_not_used_are_named() -> None:

@@ -297,7 +297,11 @@ def drop_labels_(atoms: Atoms, moved: bool = False) -> None:
         names += [f"REF_{name}" for name in names]
     for name in names:
         atoms.arrays.pop(name, None)
-    for name in (*names, *_PREDICTED):
+    dropped = {*names, *_PREDICTED}
+    for inner in ("data", "key_value_pairs"):  # of a database
+        if isinstance(value := atoms.info.get(inner), Mapping):
+            atoms.info[inner] = {name: value[name] for name in value if name not in dropped}
+    for name in dropped:
         atoms.info.pop(name, None)
 
 

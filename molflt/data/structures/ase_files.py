@@ -116,7 +116,12 @@ class AseStructures(LoadedStructures):
         return self._files[self._stored(index)]
 
     def to_atoms(self, index: int) -> Atoms:
-        return self.atoms[index].copy() if self.atoms else super().to_atoms(index)
+        if not self.atoms:
+            return super().to_atoms(index)
+        atoms = self.atoms[index].copy()
+        if charge := float(self[index].charge.nan_to_num()):  # may be in `data` of a database
+            atoms.info.setdefault("charge", charge)  # which .extxyz files do not store with arrays
+        return atoms
 
 
 def frames(path: Path) -> Iterator[tuple[int, Atoms | ValueError]]:
