@@ -417,6 +417,8 @@ def test_total_charge():
     center = atoms.positions - atoms.positions.mean(axis=0)
     dipole = atoms.get_charges() @ center
     np.testing.assert_allclose(atoms.get_dipole_moment(), dipole, atol=1e-12)
+    exported = atoms.calc.export_properties()  # parts of the energy are unknown to ASE
+    np.testing.assert_array_equal(exported["charges"], atoms.get_charges())
     atoms.pbc, atoms.cell = True, [9.0] * 3
     with pytest.raises(PropertyNotImplementedError, match="dipole"):
         atoms.get_dipole_moment()

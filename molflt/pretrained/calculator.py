@@ -10,6 +10,7 @@ import torch
 from ase import Atoms
 from ase.calculators.calculator import Calculator as AseCalculator
 from ase.calculators.calculator import PropertyNotImplementedError, all_changes
+from ase.outputs import Properties, all_outputs
 from ase.stress import full_3x3_to_voigt_6_stress
 from torch import nn
 
@@ -158,6 +159,10 @@ class Calculator(AseCalculator):
                 f"stress requires pbc=True along all axes; got {given.pbc.tolist()}; set "
                 "slab_stress=True in molflt.Calculator for any cell with three lattice vectors"
             )
+
+    def export_properties(self) -> Properties:
+        """Returns the results that ASE defines, without the parts of the energy."""
+        return Properties({name: x for name, x in self.results.items() if name in all_outputs})
 
     def check_state(self, atoms: Atoms, tol: float = 1e-15) -> list[str]:
         """Returns the names of changed properties, as in ASE, and warns about unused fields."""
