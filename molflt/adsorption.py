@@ -294,7 +294,7 @@ def _prepared(slab: Atoms, name: str) -> Atoms:
     if vacuum < MIN_VACUUM or max(_gap(slab, axis)[0] for axis in (0, 1)) >= MIN_VACUUM:
         raise ValueError(
             f"{name}: not a slab; expected periodic axes 1 and 2, and at least {MIN_VACUUM} Å of "
-            "vacuum along axis 3 only; cut a facet, or add vacuum"
+            "vacuum along axis 3 only; set the cell, cut a facet, or add vacuum"
         )
     turns = np.floor(slab.get_scaled_positions(wrap=False)[:, 2] - lowest + 1e-6)
     whole = slab.copy()

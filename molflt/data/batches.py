@@ -166,7 +166,7 @@ class BatchedData(Generic[_Items]):
 
     def _described(self, use: str) -> str:
         count = len(self.datasets[use])
-        return f"{count:,} {self.items if count > 1 else self.items.removesuffix('s')}"
+        return f"{count:,} {self.items.removesuffix('s') if count == 1 else self.items}"
 
     def sizes(self) -> dict[str, int]:
         """Returns the arguments of the model's constructor that depend on the data."""
