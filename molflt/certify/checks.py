@@ -202,8 +202,10 @@ def _fragments(case: Case, on: str, distance: float) -> float:
     """Returns the interaction energy of two different fragments."""
     atoms, calculator = case.copies(on)[0], case.make()
     other = atoms[: max(1, len(atoms) // 2)]
-    other.positions += distance * Z
-    cell = atoms.cell.array + distance * atoms.pbc.any() * np.outer(Z, Z)
+    normal = np.cross(*atoms.cell[:2]) if atoms.pbc.any() else Z
+    shift = distance * normal / np.linalg.norm(normal)
+    other.positions += shift
+    cell = atoms.cell.array + atoms.pbc.any() * np.outer(Z, shift)
     systems = [copied(part, cell=cell) for part in (atoms + other, atoms, other)]
     both, first, second = (Results(calculator, system)["energy"] for system in systems)
     return largest(both - first - second)

@@ -12,6 +12,7 @@ import pytest
 from ase import Atoms
 from ase.calculators.calculator import Calculator, PropertyNotImplementedError, all_changes
 from ase.calculators.emt import EMT
+from ase.calculators.lj import LennardJones
 from ase.neighborlist import neighbor_list
 from ase.stress import full_3x3_to_voigt_6_stress
 from tiny_run import random_potential
@@ -310,3 +311,10 @@ def test_missing_properties_are_not_failures():
     assert rows["forces are -dE/dr"] == "not supported: forces" and rows["rotation"] == "passed"
     with pytest.raises(ValueError, match="test structures of"):
         list(certify(EMT, ["U"]))
+
+
+def test_slabs_of_bcc_metals_are_pulled_apart() -> None:
+    """The surface of a slab from the primitive cell contains the z axis."""
+    make = partial(LennardJones, sigma=3.3, rc=8.0)
+    (row,) = certify(make, ["Na"], names=["two slabs, 100 Å apart"])
+    assert row.error < 1e-10
