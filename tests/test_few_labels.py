@@ -107,7 +107,7 @@ def test_placements_are_relaxed_and_ranked(tmp_path, capsys, monkeypatch):
     rows = [f"{one.info['y_relaxed']}" for one in found]
     (out / "exact.csv").write_text("\n".join(["energy_eV", *rows]))
     assert script.main(["rank", str(out), str(out / "exact.csv")]) == 0
-    assert "| exact | 1.00 | 0.000 |" in capsys.readouterr().out
+    assert "| exact | 1.00 | 1.00 | 0.00 |" in capsys.readouterr().out
     (out / "exact.csv").write_text("\n".join(["energy_eV", *rows[1:]]))
     assert script.main(["rank", str(out), str(out / "exact.csv")]) == 2
     assert f"expected {len(rows)} energies; got {len(rows) - 1}" in capsys.readouterr().err
