@@ -370,7 +370,8 @@ def _expect_tags(record: Data, domain: Domain, dataset: Structures, slab_by_cont
     """Raises ValueError for a structure that the domain rejects."""
     if reason := domain.refusal(record):
         advice = _SET_TAGS if isinstance(dataset, Tagged) else _GUESS_TAGS
-        advice = advice if record.pbc.any() else _SET_CELL
+        if not record.pbc.any():
+            advice = _SET_CELL
         if not slab_by_contact or record.tags.any():
             advice += ", or predict anyway with --force (force=True)"
         formula = _hill(record.atomic_numbers.numpy())

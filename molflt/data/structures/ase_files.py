@@ -17,7 +17,7 @@ from typing import IO, Any
 import numpy as np
 
 from molflt.atoms import Atoms
-from molflt.data.structures.ase_fields import Converter, text_sid
+from molflt.data.structures.ase_fields import Converter, text_sid, total_charge
 from molflt.data.structures.ase_labels import Entries
 from molflt.data.structures.ase_text import check_text
 from molflt.data.structures.base import LoadedStructures, Reading
@@ -119,7 +119,7 @@ class AseStructures(LoadedStructures):
         if not self.atoms:
             return super().to_atoms(index)
         atoms = self.atoms[index].copy()
-        if charge := float(self[index].charge.nan_to_num()):  # may be in `data` of a database
+        if charge := total_charge(atoms):  # may be in `data` of a database
             atoms.info.setdefault("charge", charge)  # which .extxyz files do not store with arrays
         return atoms
 
