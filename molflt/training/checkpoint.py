@@ -116,7 +116,7 @@ def find_weights(
             got = "a folder without a model" if path.is_dir() else "another file"
         raise FileNotFoundError(
             f"{source}: expected the folder of a training run, an exported model, a .safetensors "
-            f"file, or {HUB}OWNER/NAME; got {got}"
+            f"file, {HUB}OWNER/NAME, or a packaged model such as adsorption; got {got}"
         )
     if checkpoint is not None:
         raise ValueError(

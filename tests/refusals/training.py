@@ -29,8 +29,10 @@ def far_baseline(folder: Path) -> None:
 
 
 def untagged(folder: Path) -> None:
-    info = {"y_relaxed": -1.0}
-    write(folder / "x.extxyz", [Atoms("CuO", [[0, 0, 0], [0, 0, z]], info=info) for z in (1.8, 2)])
+    frames = [Atoms("CuO", [[0, 0, 0], [0, 0, z]]) for z in (1.8, 2)]
+    for i, frame in enumerate(frames):
+        frame.info = {"y_relaxed": -1.0, "sid": f"oxide-{i}"}
+    write(folder / "x.extxyz", frames)
 
 
 def new(words: str, prepare: Prepare | None = None) -> Callable[[Path], None]:
@@ -108,7 +110,13 @@ PLAIN += "--model.num_features=null"
 NEW: list[tuple[str, Prepare | None, str, str, str]] = [
     ("--config={folder}/a.yaml", BOTH, "trainer.max_epochs=1", "one of", "6 steps"),
     ("--trainer.precision=fp8", None, "trainer.precision", "bf16-mixed", "fp8"),
-    ("--data.root={folder}/x.extxyz", untagged, "x.extxyz: 1 of 1", "--data.tags guess", "no tags"),
+    (
+        "--data.root={folder}/x.extxyz",
+        untagged,
+        "x.extxyz: 1 of 1 structures have no tags",
+        "--data.tags guess",
+        "sid oxide-",
+    ),
     ("--task.noise=0.1", None, "noise", "interpolate", "0.1"),
     ("--task.references=adapt", None, "task.references=adapt", "--init", "none"),
     (

@@ -40,8 +40,8 @@ from molflt.files import is_first_process
 class _Surveyed(NamedTuple):
     domain: Domain  # of the training split and of the initial weights
     copies: list[int]  # sids of validation structures that are also in the training split
-    charged: dict[str, list[int]]  # sids of structures with a total charge, by use
-    untagged: dict[str, list[int]]  # sids of structures without tags, by use
+    charged: dict[str, list[int]]  # indices of structures with a total charge, by use
+    untagged: dict[str, list[int]]  # indices of structures without tags, by use
 
 
 class IS2REData(BatchedData[Structures]):
@@ -224,11 +224,12 @@ class IS2REData(BatchedData[Structures]):
         self._refuse(self._surveyed.untagged, "no tags", f"{expected}; {rest}")
 
     def _refuse(self, found: dict[str, list[int]], what: str, rest: str) -> None:
-        for use, sids in found.items():
-            if sids:
+        for use, indices in found.items():
+            if indices:
+                dataset, first = self.datasets[use], indices[0]
                 raise ValueError(
-                    f"{self.datasets[use].path}: {len(sids)} of {len(self.datasets[use])} "
-                    f"structures have {what}, for instance sid {sids[0]}; {rest}"
+                    f"{dataset.path}: {len(indices)} of {len(dataset)} structures have {what}, for "
+                    f"instance sid {dataset.name(first, int(dataset[first].sid))}; {rest}"
                 )
 
     def _unused(self, dataset: Structures) -> list[str]:

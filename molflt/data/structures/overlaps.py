@@ -31,8 +31,8 @@ class Survey:
         self.features: list[NDArray[np.float64]] = []  # of `fingerprint`
         self.overlapping: list[int] = []  # sids of structures with coinciding atoms
         self.one_tag: list[int] = []  # sids of structures whose slab atoms all have the same tag
-        self.charged: list[int] = []  # sids of structures with a total charge other than 0
-        self.untagged: list[int] = []  # sids of structures whose tags are all 0
+        self.charged: list[int] = []  # indices of structures with a total charge other than 0
+        self.untagged: list[int] = []  # indices of structures whose tags are all 0
 
     def __call__(self, record: Data) -> None:
         sid = int(record.sid)
@@ -43,9 +43,9 @@ class Survey:
         if slab_has_one_tag(record):
             self.one_tag.append(sid)
         if record.charge.nan_to_num().any():
-            self.charged.append(sid)
+            self.charged.append(len(self.sids) - 1)
         if not record.tags.any():
-            self.untagged.append(sid)
+            self.untagged.append(len(self.sids) - 1)
 
 
 def atoms_coincide(record: Data) -> bool:
