@@ -471,5 +471,5 @@ def warn_of_elements(
     if unknown := missing(fitted, "element_energies", counted):
         warn(
             f"{name}: no reference energy of {unknown}, which the training split does not contain; "
-            "total energies of structures with these elements are wrong by the missing references"
+            "energies of structures with these elements are wrong by the missing references"
         )

@@ -9,9 +9,11 @@ from ase.calculators.singlepoint import SinglePointCalculator
 from oc20_files import old_record, record, same, write_lmdb
 from tiny_run import error_of, inspected, printed, write_splits
 
+from molflt.commands.cli import main
 from molflt.data.structures import open_dataset
 from molflt.data.structures.base import to_atoms
 from molflt.data.structures.datamodule import IS2REData
+from molflt.data.structures.domain import Domain
 from molflt.data.structures.overlaps import TOO_NEAR, atoms_coincide, equal_structures, fingerprint
 from molflt.data.structures.records import make_record
 from molflt.data.structures.store import write_store
@@ -126,6 +128,18 @@ def test_other_properties_are_not_judged_as_energies(tmp_path, capsys):
         data = IS2REData(root, energy_key=key, val_fraction=0.5)  # not limited to 20
         data.refuse_totals()
         assert sum(map(len, data.datasets.values())) == 4
+
+
+def test_labels_of_two_quantities_are_not_mixed(tmp_path, capsys):
+    for name, key in (("train", "gap"), ("val_id", "e_ads")):
+        ase.io.write(tmp_path / "one.extxyz", Atoms("H2", [[0, 0, 0], [0.7, 0, 0]], info={key: -2}))
+        words = ("data", "convert", tmp_path / "one.extxyz", tmp_path / f"{name}.safetensors")
+        assert main([*map(str, words), "--energy_key", key]) == 0
+    stores = tmp_path / "train.safetensors", tmp_path / "val_id.safetensors"
+    assert "gap" in error_of(capsys, "data", "convert", *stores, tmp_path / "both.safetensors")
+    with pytest.raises(ValueError, match="gap in .*train.safetensors, energies in .*val_id"):
+        IS2REData(tmp_path).setup()
+    assert Domain.of(open_dataset(stores[0])).kind == "unknown"
 
 
 def test_overlaps_equal_a_search_over_all_images() -> None:

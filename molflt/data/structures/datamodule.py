@@ -31,7 +31,7 @@ from molflt.data.structures.labels import (
     read_element_energies,
 )
 from molflt.data.structures.overlaps import Survey, equal_structures, overlaps_of
-from molflt.data.structures.parts import without
+from molflt.data.structures.parts import quantity_of, without
 from molflt.data.structures.store import StructureStore
 from molflt.data.structures.tags import one_tagged
 from molflt.files import is_first_process
@@ -166,7 +166,7 @@ class IS2REData(BatchedData[Structures]):
         energies = {split: part.y_relaxed for split, part in opened.items() if len(part)}
         natoms = {split: opened[split].natoms for split in energies}
         labeled = dict(opened)
-        kind: EnergyKind | None = "unknown" if next(iter(opened.values())).quantity else None
+        kind: EnergyKind | None = "unknown" if quantity_of(opened.values()) else None
         is_one_file = len({part.path for part in opened.values()}) == 1
         if kind is None and energies and is_one_file:
             kind = energy_kind(np.hstack([*energies.values()]), np.hstack([*natoms.values()]))

@@ -121,7 +121,7 @@ class Domain:
             untagged=len(dataset) - len(slab),
             periodic=frozenset(periodic),
             relaxed=relaxed,
-            kind=energy_kind(energies, natoms),
+            kind="unknown" if dataset.quantity else energy_kind(energies, natoms),
             energy=(float(known.min()), float(known.max())) if len(known) else None,
             surface=(min(surface), max(surface)) if surface else None,
         )

@@ -1,6 +1,6 @@
 """Parts of a source, and concatenations of several sources."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 
@@ -34,7 +34,7 @@ class Part(Structures):
         self.bad = [fault for source in self.sources for fault in source.bad]
         baselines = dict.fromkeys(source.baseline for source in self.sources if source.baseline)
         self.baseline = " and ".join(baselines)
-        self.quantity = first.quantity
+        self.quantity = quantity_of(self.sources)
         self.hint = next((source.hint for source in self.sources if source.hint), "")
         labels = {name: field for source in self.sources for name, field in source.labels.items()}
         # shared with a single source, which may add names while it is read
@@ -88,6 +88,15 @@ class Part(Structures):
     @cached_property
     def y_relaxed(self) -> np.ndarray:
         return np.concatenate([source.y_relaxed for source in self.sources])[self._kept]
+
+
+def quantity_of(sources: Iterable[Structures]) -> str:
+    """Returns the quantity in y_relaxed; raises ValueError if it differs between the sources."""
+    paths = {source.quantity: source.path for source in sources}
+    if len(paths) > 1:
+        found = ", ".join(f"{name or 'energies'} in {path}" for name, path in paths.items())
+        raise ValueError(f"expected labels of one quantity; got {found}; use files with one label")
+    return next(iter(paths))
 
 
 def readable(source: Structures) -> Structures:
