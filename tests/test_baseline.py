@@ -86,6 +86,16 @@ def test_baseline_of_another_calculator_is_reported(files, tmp_path, capsys):
     for made in ("EMT, 9 steps", "EMT, 0 steps"):
         energies(tmp_path / "run", tmp_path / made / "train.safetensors")
         assert ("EMT, 9 steps" in capsys.readouterr().err) == (made == "EMT, 0 steps")
+    paths = [tmp_path / "EMT, 0 steps" / "train.safetensors", path]
+    (tmp_path / "splits").mkdir()
+    for split, file in zip(("train", "val_id"), paths, strict=True):
+        shutil.copy(file, tmp_path / "splits" / f"{split}.safetensors")
+    joined = tmp_path / "joined.safetensors"
+    assert main(["data", "convert", *map(str, paths), str(joined)]) == 0
+    for root in (tmp_path / "splits", joined):
+        mixed = IS2REData(root, baseline_key="y_baseline", allow_duplicates=True)
+        with pytest.warns(match="EMT, 0 steps and EMT, 9 steps"):
+            mixed.files()
     other = shutil.copytree(tmp_path / "run", tmp_path / "other")  # member with another baseline
     domain = (other / "domain.json").read_text()
     (other / "domain.json").write_text(domain.replace("EMT, 9 steps", "EMT, 0 steps"))

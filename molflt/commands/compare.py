@@ -103,7 +103,7 @@ def compare(
     split. A star marks the best value of a row.
 
     Args:
-        runs: folders of two or more training runs.
+        runs: folders of training runs.
         out: folder for comparison.json and curves.png (training loss, and the metric that selects
             the best weights); by default nothing is written.
         json: print JSON instead of a table.

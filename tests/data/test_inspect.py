@@ -10,7 +10,7 @@ from oc20_files import old_record, record, same, write_lmdb
 from tiny_run import error_of, inspected, printed, write_splits
 
 from molflt.commands.cli import main
-from molflt.data.structures import open_dataset
+from molflt.data.structures import Reading, open_dataset
 from molflt.data.structures.base import to_atoms
 from molflt.data.structures.datamodule import IS2REData
 from molflt.data.structures.domain import Domain
@@ -140,6 +140,7 @@ def test_labels_of_two_quantities_are_not_mixed(tmp_path, capsys):
     with pytest.raises(ValueError, match="gap in .*train.safetensors, energies in .*val_id"):
         IS2REData(tmp_path).setup()
     assert Domain.of(open_dataset(stores[0])).kind == "unknown"
+    assert len(open_dataset(stores, reading=Reading(for_prediction=True))) == 2
 
 
 def test_overlaps_equal_a_search_over_all_images() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from molflt.data.structures.base import AS_IT_IS, Reading, Structures
-from molflt.data.structures.parts import Part, readable
+from molflt.data.structures.parts import Part, quantity_of, readable
 from molflt.data.structures.sources import SOURCES, Paths, files_of, named, source_of
 from molflt.data.structures.tags import Tagged
 
@@ -53,6 +53,8 @@ def open_dataset(
             part = construct(file, skip_bad=skip_bad, **options)
             must_check = skip_bad and not once and not part.is_checked
             parts.append(readable(part) if must_check else part)
+    if not reading.for_prediction:
+        quantity_of(parts)
     return parts[0] if len(parts) == 1 else Part(parts, path=named(path))
 
 

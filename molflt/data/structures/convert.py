@@ -42,7 +42,7 @@ def convert(
             pattern in quotes; or several of these.
         dst: compact store to write, ending in .safetensors; an existing file is replaced. For a
             folder of splits, this is a folder.
-        limit: maximum number of structures to convert, from the start.
+        limit: maximum number of structures to convert, from the start; of each split in a folder.
         skip_bad: skip invalid structures, and structures without a label that other structures
             have; they are counted and listed on stderr.
         energy_key: name of the energy, in eV, in ASE's formats; by default y_relaxed, else energy.

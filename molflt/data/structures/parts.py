@@ -34,7 +34,7 @@ class Part(Structures):
         self.bad = [fault for source in self.sources for fault in source.bad]
         baselines = dict.fromkeys(source.baseline for source in self.sources if source.baseline)
         self.baseline = " and ".join(baselines)
-        self.quantity = quantity_of(self.sources)
+        self.quantity = first.quantity
         self.hint = next((source.hint for source in self.sources if source.hint), "")
         labels = {name: field for source in self.sources for name, field in source.labels.items()}
         # shared with a single source, which may add names while it is read
