@@ -149,17 +149,6 @@ def test_attention_needs_only_torch() -> None:
     assert not [f"{where} imports {name}" for name, where in found.items() if name not in allowed]
 
 
-HEAVY = {"triton", "torch_geometric", "lightning", "e3nn", "vesin", "ase", "lmdb", "matplotlib"}
-
-
-def test_models_load_torch_only() -> None:
-    """Models load neither packages that only computations need nor torch's slow compiler."""
-    models = "import molflt.attention, molflt.graph, molflt.sequence, molflt.image"
-    loaded = loaded_after(f"{models}; import sys; assert 'torch._dynamo' not in sys.modules")
-    assert "torch" in loaded
-    assert not loaded & {*HEAVY, "jsonargparse"}
-
-
 def test_top_level_names_are_loaded_lazily() -> None:
     assert "torch" not in loaded_after("import molflt; dir(molflt)")
     import molflt

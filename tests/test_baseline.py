@@ -1,5 +1,8 @@
+import multiprocessing
+import pickle
 import shutil
 import threading
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from unittest.mock import DEFAULT, Mock
 
@@ -270,7 +273,15 @@ def test_command_computes_energy_relative_to_slab_and_adsorbate(oxygen, tmp_path
     assert table(tmp_path / "kept.csv")[0]["adsorbate_eV"] == "" and kept[2] == found[2]
 
 
-def test_untagged_structures_have_total_energies(oxygen, tmp_path, capsys):
+def forked(workers, spawn, initializer, initargs):
+    """Starts copies of this process, because new processes import everything again."""
+    assert spawn.get_start_method() == "spawn"
+    received = pickle.loads(pickle.dumps(initargs))  # as a new process receives them
+    return ProcessPoolExecutor(workers, multiprocessing.get_context("fork"), initializer, received)
+
+
+def test_untagged_structures_have_total_energies(oxygen, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(baseline, "ProcessPoolExecutor", forked)
     atoms = read(oxygen, 0)
     atoms.set_tags(0)
     write(tmp_path / "untagged.extxyz", atoms)

@@ -3,13 +3,13 @@
 import contextlib
 import os
 import signal
-import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
 from lightning.fabric.plugins.environments.lightning import find_free_network_port
 from lightning.fabric.strategies.launchers.subprocess_script import _ChildProcessObserver
+from lightning.pytorch.strategies.launchers import subprocess_script
 from tiny_run import (
     arguments,
     assert_same_state,
@@ -167,12 +167,21 @@ def test_a_signal_stops_all_processes_with_a_curve_and_a_hint(
 
     words = ["--trainer.devices=2", "--trainer.max_steps=9", "--trainer.log_every=1"]
     words = ["train", *arguments(shared_data, run, *words)]
+
+    def fork(command, env, cwd):  # instead of a new Python, which imports everything again
+        second = forked(*words, **env)
+        second.poll = lambda: setattr(second, "returncode", second.exitcode)
+        second.send_signal = lambda _: second.kill()
+        return second
+
+    def stop_the_first(_):
+        if os.environ["LOCAL_RANK"] == "0":
+            os.kill(os.getpid(), signal.SIGTERM)
+
     monkeypatch.setattr(RunFolder, "draw_curve", draw_after_the_others)
+    monkeypatch.setattr(subprocess_script, "subprocess", SimpleNamespace(Popen=fork))
     monkeypatch.setattr(_ChildProcessObserver.__init__, "__defaults__", (0.01,))  # s; polling
-    monkeypatch.setattr(sys, "argv", ["molflt", *words])  # Lightning starts the second process
-    spec = SimpleNamespace(name="molflt")
-    monkeypatch.setitem(sys.modules, "__main__", SimpleNamespace(__spec__=spec))
-    with at_step(5, lambda _: os.kill(os.getpid(), signal.SIGTERM)):
+    with at_step(5, stop_the_first):
         first = forked(*words)
     first.join(600)
     assert first.exitcode == 128 + signal.SIGTERM

@@ -378,7 +378,7 @@ def test_tensorboard_has_every_row_once_after_interruptions(data, tmp_path):
 
 
 def test_wandb_offline(data, tmp_path, monkeypatch):
-    pytest.importorskip("wandb")
+    wandb = pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
     run = tmp_path / "run"
@@ -388,9 +388,11 @@ def test_wandb_offline(data, tmp_path, monkeypatch):
     content = file.read_bytes()
     assert b"val_mae_eV" in content and b"train_loss" in content
     run = run.rename(tmp_path / "moved")
-    assert resume(run, "--trainer.max_steps=6") == 0
-    files = list((run / "wandb").glob("offline-run-*/run-*.wandb"))
-    assert len({file.name for file in files}) == 1  # one run to wandb
+    opened = Mock(side_effect=wandb.errors.UsageError("opened"))
+    monkeypatch.setattr(wandb, "init", opened)
+    with pytest.raises(ValueError, match="opened"):
+        resume(run, "--trainer.max_steps=6")
+    assert file.name == f"run-{opened.call_args.kwargs['id']}.wandb"  # one run to wandb
 
 
 def test_wandb_without_a_login(data, tmp_path, monkeypatch, capsys):

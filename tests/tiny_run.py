@@ -144,7 +144,7 @@ def potential_run(root: Path) -> Path:
             atoms.set_tags([4, 3, 2, 1])  # tags of ase.build, which potentials ignore
         write(root / f"{split}.traj", frames)
     words = "--model.radial_basis=8 --model.long_range 1 6 --model.long_range_channels=2 "
-    words += "--trainer.max_steps=30 --trainer.val_every=15 --task.warmup_steps=3 --task.lr=0.02"
+    words += "--trainer.max_steps=16 --trainer.val_every=8 --task.warmup_steps=3 --task.lr=0.02"
     train_potential(root, root / "run", *words.split(), "--data.batch_size=6")
     return root / "run"
 

@@ -101,7 +101,6 @@ def test_modules_made_without_memory(combination):
 @pytest.mark.parametrize(
     ("case", "mixing", "causal"),
     [
-        ("gaussian_basis", "linear", False),
         ("gaussian_mixture", "linear", True),
         ("toeplitz", "linear", True),
         ("gaussian_basis", "softmax", False),
