@@ -87,7 +87,8 @@ def potential_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Skips the pictures of energies, which take most of the time of an evaluation."""
-    monkeypatch.setattr("molflt.evaluation.energies._draw", lambda *_: None)
+    for name in ("parity", "rpe_profiles", "calibration"):
+        monkeypatch.setattr(f"molflt.plots.{name}", lambda *_, **__: None)
 
 
 @pytest.fixture

@@ -26,7 +26,7 @@ NAMES = list(RUN.benchmarks())
 HISTORY = {"arena", "beam", "dimers", "kernel_error", "layers", "long_range", "masks", "norms"}
 HISTORY |= {"patches", "precision", "sampling"}
 STORED = sorted({path.stem for path in RESULTS.glob("*.csv")} - HISTORY)
-# Only the weekly workflow runs benchmarks that train, predict or build BERT-base in other processes,
+# Only the weekly workflow runs benchmarks that train, predict or build BERT-base in new processes,
 # and measures the memory of more than one benchmark.
 FULL = bool(os.environ.get("MOLFLT_FULL"))
 MEMORY = {"scaling", "atoms", "crystals", "forms"} if FULL else {"atoms"}

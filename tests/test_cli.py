@@ -153,6 +153,7 @@ def test_paths_are_relative_to_the_configuration_that_names_them(tmp_path, monke
     assert (data.train, str(data.val)) == (tmp_path / "a" / "t.txt", "hf:some/set:test")
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_the_run_folder_contains_absolute_paths(tmp_path, monkeypatch) -> None:
     """Runs of earlier versions contain relative paths."""
     write_data(tmp_path / "data", 6, 3)

@@ -380,6 +380,7 @@ def test_a_missing_domain_of_the_source_gives_a_warning(copied_run, gold, tmp_pa
     assert [one.tolist() for one in seen] == [[1, 8, 29, 47, 78, 79], [1, 47, 79]]
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_evaluation_guesses_tags_as_training_did(tmp_path: Path, capsys) -> None:
     """The surface range of the packaged weights excludes the guess for slabs of five layers."""
     frames = []

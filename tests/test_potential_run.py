@@ -69,6 +69,7 @@ def test_training_and_evaluation(potential_run, tmp_path):
     assert page_of(run).count("<img") == 3  # curve, parity, forces
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_initial_weights_keep_their_forces(potential_run, tmp_path):
     """Forces do not depend on the weights of the loss or the size of the new forces."""
     for seed, split in enumerate(("train", "val_id"), start=5):
@@ -95,6 +96,7 @@ def test_initial_weights_from_energies_keep_their_unit():
         assert float(model.energy_std) == unit
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_energies_worse_than_references_give_a_warning(potential_run, tmp_path, capsys):
     """One large step leads to such energies."""
     words = ("--trainer.max_steps=1", "--task.lr=0.5", "--model.radial_basis=8")
@@ -115,6 +117,7 @@ def test_targets_are_the_energies_of_the_loss(tmp_path):
     assert energies.target.tolist() == [-5, -6, -7]
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_evaluation_names_structures_outside_of_training(potential_run, tmp_path, capsys):
     (atoms,) = argon(1, 3)
     atoms.numbers[0] = 36
@@ -188,6 +191,7 @@ def test_predictions_have_forces(potential_run, tmp_path):
         assert one.energy == pytest.approx(calculator.get_potential_energy(atoms), abs=1e-4)
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_runs_of_relaxed_energies(copied_run, tmp_path, capsys):
     """Such runs predict relaxed structures, evaluated by OC20's metric, not forces."""
     run = copied_run
@@ -204,6 +208,7 @@ def test_runs_of_relaxed_energies(copied_run, tmp_path, capsys):
     assert 0 <= found["adwt_percent"] <= 100 and found["position_error_A"] > 0
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_relaxed_structures_keep_textual_sids(copied_run, tmp_path, capsys):
     atoms = to_atoms(next(structures(1)))
     atoms.info |= {"sid": "ag-12", "y_relaxed": -1.0}

@@ -24,6 +24,7 @@ from molflt.commands.cli import main
 from molflt.data.structures.store import StructureStore, write_store
 from molflt.training.checkpoint import load_run
 
+pytestmark = pytest.mark.usefixtures("undrawn")
 ENERGIES = {1: -13.6, 8: -2041.5, 29: -45000.125, 78: -91000.75}  # eV, with all electrons
 ALL = "--model.readout=all"
 

@@ -26,7 +26,7 @@ SMALLER = {
     "train": f"{TINY} --trainer.checkpoint_every=2 --trainer.accelerator=cpu --data.batch_size=4",
     "evaluate": "--device=cpu",
     "relax": "--fmax=100",
-    "adsorb": "--layers=3 --repeat=2,2 --rotation=180",
+    "adsorb": "--layers=3 --repeat=2,2 --rotation=360 --best=1",
 }
 # Commands of other programs, and commands that download.
 ELSEWHERE = ("make ", "pip ", "conda ", "molflt data download ", "python -m molflt.certify ")

@@ -71,7 +71,7 @@ def kernel_estimates(name: str, m: int, draws: int, x, y, projection="orthogonal
 @pytest.mark.parametrize("name", UNBIASED)
 def test_features_of_the_softmax_kernel_are_unbiased(name, m):
     x, y = (0.4 * torch.randn(8, dtype=torch.float64) for _ in "xy")
-    draws = 3000
+    draws = 1000
     estimates = kernel_estimates(name, m, draws, x, y)
     error = estimates.mean() - (x @ y).exp()
     assert abs(error) < 4 * estimates.std() / math.sqrt(draws)
