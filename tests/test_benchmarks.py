@@ -26,11 +26,9 @@ NAMES = list(RUN.benchmarks())
 HISTORY = {"arena", "beam", "dimers", "kernel_error", "layers", "long_range", "masks", "norms"}
 HISTORY |= {"patches", "precision", "sampling"}
 STORED = sorted({path.stem for path in RESULTS.glob("*.csv")} - HISTORY)
-# Only the weekly workflow runs benchmarks that train, predict or build BERT-base in new processes,
-# and measures the memory of more than one benchmark.
-FULL = bool(os.environ.get("MOLFLT_FULL"))
-MEMORY = {"scaling", "atoms", "crystals", "forms"} if FULL else {"atoms"}
-LONG = set() if FULL else {"interruptions", "large_cells", "pretraining"}
+MEMORY = {"scaling", "atoms"}
+# Only the weekly workflow runs these: they train, predict or build BERT-base in other processes.
+LONG = set() if os.environ.get("MOLFLT_FULL") else {"interruptions", "large_cells", "pretraining"}
 needs_linux = pytest.mark.skipif(
     not os.access("/proc/self/clear_refs", os.W_OK), reason="peak memory is read from Linux's /proc"
 )
@@ -92,7 +90,7 @@ def test_quick_run_writes_rows_block_and_picture(name, inputs, tmp_path, monkeyp
     assert RUN.main(words) == 0
     torch.set_num_threads(threads)
     rows = RUN.read_csv(tmp_path / f"{name}.csv")
-    if name in MEMORY & {"scaling", "atoms"}:
+    if name in MEMORY:
         check_memory(module.STUDY, rows)
     assert rows and not any(row.get("note") for row in rows)
     block = (tmp_path / f"{name}.md").read_text()
