@@ -30,7 +30,7 @@ from molflt.data.structures.domain import Domain
 from molflt.data.structures.store import StructureStore, write_store
 from molflt.evaluation.ensemble import load_ensemble
 from molflt.evaluation.evaluated import EvaluationData
-from molflt.training.checkpoint import find, load_run, read_saved
+from molflt.training.checkpoint import load_run, packaged, read_saved
 from molflt.training.config import read_config
 from molflt.training.initial import _transfer
 from molflt.training.start import build_parser
@@ -178,7 +178,7 @@ def test_a_configuration_may_name_a_packaged_model(tmp_path):
     (tmp_path / "few.yaml").write_text("init: adsorption")
     words = [f"--config={tmp_path / 'few.yaml'}", "--data.root=x"]
     config = build_parser(words).parse_args(words)
-    assert config.init == find("adsorption") and config.model.descriptors is True
+    assert config.init == packaged("adsorption") and config.model.descriptors is True
 
 
 def test_resuming_does_not_need_the_source(others, source, tmp_path):

@@ -12,10 +12,11 @@ from token_files import write_idx
 
 from molflt.data.optimizers import generator_of
 from molflt.evaluation.optimizers import final_loss
+from molflt.files import save_tensors
 from molflt.optimizers import PopulationOptimizer
 from molflt.optimizers.functions import Functions
 from molflt.optimizers.problems import UNSEEN
-from molflt.training.checkpoint import load_run, save_weights
+from molflt.training.checkpoint import load_run
 
 # --- optimizers of single coordinates -----------------------------------------------------------
 
@@ -105,7 +106,7 @@ def test_a_diverged_population_is_evaluated_and_shown(tmp_path: Path) -> None:
     run = shutil.copytree(trained("population_optimizer"), tmp_path / "run")
     file = run / "checkpoints" / "best.safetensors"
     weights = {name: 1e30 * tensor for name, tensor in load_file(file).items()}
-    save_weights(file, weights, {}, {}, {})
+    save_tensors(file, weights, {})
     words = ["--runs=2", "--evaluations=12", "--functions=[levy]", "--baselines=[random]"]
     (row,) = results_of(run, *words).values()
     assert row["random_log10_best"] is not None and row["random_log10_best_sd"] is not None

@@ -18,12 +18,11 @@ from molflt.evaluation.results import RESULTS, why_of_others
 from molflt.files import read_json, shown, write_atomically
 from molflt.optional import require
 from molflt.training.checkpoint import (
-    check_replaceable,
+    Saved,
     device_named,
     find_weights,
-    is_exported,
-    is_packaged,
     load_run,
+    packaged,
     read_saved,
     weights_of,
     write_exported,
@@ -78,10 +77,11 @@ def read_trained(
     """Reads a trained model; see `molflt.load` for the arguments and `find_weights` for `hub`."""
     path, run = find_weights(source, checkpoint, hub)
     if run is None:
-        if also or not is_exported(path):
+        saved = read_saved(path)
+        if also or saved.recipe is None:
             expected = "a run in an ensemble" if also else "weights in a run or an exported folder"
             raise ValueError(f"{path}: expected {expected}; got weights without config.yaml")
-        return _exported(path, device_named(device))
+        return _exported(saved, device_named(device))
     members, checkpoint = [run, *map(Path, also)], checkpoint or path.stem
     files = {name: content for name in KEPT if (content := _json(run / name)) is not None}
     model: nn.Module
@@ -119,14 +119,13 @@ def _json(path: Path) -> object:
     return read_json(path, "JSON", "restore it, or write it again") if path.is_file() else None
 
 
-def _exported(path: Path, device: str) -> Trained:
-    saved = read_saved(path)
+def _exported(saved: Saved, device: str) -> Trained:
     models = saved.models()
     model = models[0] if len(models) == 1 else EnsembleRegressor(models).eval()
     content = saved.content
     return Trained(
-        path=path,
-        recipe=str(content["recipe"]),
+        path=saved.path,
+        recipe=str(saved.recipe),
         model=model.to(device),
         options=saved.options,
         task=content["task"],
@@ -197,7 +196,6 @@ class Pretrained:
         converts them back to float32.
         """
         folder, weights = Path(folder), self.model.state_dict()
-        check_replaceable(folder)
         trained = self.trained
         content = {
             "molflt": __version__,
@@ -279,7 +277,7 @@ class Pretrained:
             device: cpu, cuda, cuda:N, or auto.
             options: options of `huggingface_hub.snapshot_download`, such as revision and token.
         """
-        local = Path(source).exists() or is_packaged(str(source))
+        local = Path(source).exists() or packaged(str(source))
         name = source if local else f"{HUB}{str(source).removeprefix(HUB)}"
         trained = read_trained(name, device=device, hub=options)
         if not isinstance(trained.model, cls.models):

@@ -16,8 +16,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
-import safetensors
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from molflt.data.structures.domain import DOMAIN, read_domain
@@ -26,47 +26,15 @@ from molflt.optional import require
 from molflt.training.config import HUB, Config, read_config
 from molflt.training.recipes import Recipe
 
-Checkpoint = dict[str, Any]
-"""Lightning's checkpoint; its key "molflt" contains a `molflt.training.run_folder.Provenance`."""
-
 _WEIGHTS = Path(__file__).parents[1] / "weights"  # packaged models
 _MODEL = "model.safetensors"
 _KEY, _FORMAT = "molflt", 1  # entry of the header of an exported model
 
 
-def find(source: str | Path | None, hub: Mapping[str, object] | None = None) -> Path:
-    """Resolves the name of a trained model.
-
-    Args:
-        source: the folder of a run, an exported model (its folder or file), weights within a run,
-            ``hf:OWNER/NAME``, ``hf:OWNER/NAME@REVISION``, or the name of a packaged model; None
-            selects the recommended packaged model.
-        hub: arguments of `huggingface_hub.snapshot_download`.
-
-    Returns:
-        The folder of a run, or a weights file.
-    """
-    name = "game-net" if source is None else str(source)  # the recommended model
-    if source is None or is_packaged(name):
-        path = _WEIGHTS / name / _MODEL
-        if not path.is_file():
-            raise FileNotFoundError(
-                f"this installation does not include weights ({path.parent}); pass a run, an "
-                f"exported model or {HUB}OWNER/NAME, as in `molflt predict RUN STRUCTURES`"
-            )
-        return path
-    if name.startswith(HUB):
-        return _fetched(name, hub or {})
-    path = Path(name)
-    if path.is_dir() and not (path / "config.yaml").exists() and (path / _MODEL).is_file():
-        return path / _MODEL
-    return path.parent if path.name == "config.yaml" else path
-
-
-def is_packaged(name: str) -> bool:
-    """Returns True for the name of a packaged model unless a file has the same name."""
-    packaged = {file.parent.name for file in _WEIGHTS.glob(f"*/{_MODEL}")}
-    return name in packaged and not Path(name).exists()
+def packaged(name: str) -> Path | None:
+    """Returns the weights of a packaged model; None for other names, and if a file is named so."""
+    path = _WEIGHTS / name / _MODEL
+    return path if path.is_file() and not Path(name).exists() else None
 
 
 def is_trained(folder: Path) -> bool:
@@ -104,10 +72,28 @@ def find_weights(
 ) -> tuple[Path, Path | None]:
     """Resolves the name of a trained model to a weights file and the folder of its run, if any.
 
-    For `source` and `hub`, see :func:`find`. `checkpoint` is best (the default), last, or a
-    safetensors file; it requires a training run.
+    Args:
+        source: the folder of a run, an exported model (its folder or file), weights within a run,
+            ``hf:OWNER/NAME``, ``hf:OWNER/NAME@REVISION``, or the name of a packaged model; None
+            selects the recommended packaged model.
+        checkpoint: best (the default), last, or a safetensors file; requires a training run.
+        hub: arguments of `huggingface_hub.snapshot_download`.
     """
-    path = find(source, hub)
+    if source is None:
+        path = _WEIGHTS / "game-net" / _MODEL  # the recommended model
+        if not path.is_file():
+            raise FileNotFoundError(
+                f"this installation does not include weights ({path.parent}); pass a run, an "
+                f"exported model or {HUB}OWNER/NAME, as in `molflt predict RUN STRUCTURES`"
+            )
+    elif str(source).startswith(HUB):
+        path = _fetched(str(source), hub or {})
+    else:
+        path = packaged(str(source)) or Path(source)
+        if path.name == "config.yaml":
+            path = path.parent
+        elif (path / _MODEL).is_file() and not (path / "config.yaml").exists():
+            path /= _MODEL
     if (path / "config.yaml").is_file():
         return weights_of(path, checkpoint or "best"), path
     if not path.is_file() or path.suffix != ".safetensors":
@@ -130,35 +116,6 @@ def weights_of(run: Path, checkpoint: str) -> Path:
     """Returns the weights file of a run; `checkpoint` is "best", "last" or the path of a file."""
     named = checkpoint in ("best", "last")
     return run / "checkpoints" / f"{checkpoint}.safetensors" if named else Path(checkpoint)
-
-
-def save_weights(
-    path: Path,
-    weights: Mapping[str, Tensor],
-    options: object,
-    files: Mapping[str, str],
-    metadata: Mapping[str, object],
-) -> None:
-    """Writes the weights of a model and a digest to a safetensors file.
-
-    `options` contains the arguments of the model, and `files` the SHA-256 digests of other files in
-    the run folder, by name; :func:`load_run` checks both. `metadata` contains more header entries.
-    """
-    header = {name: str(value) for name, value in metadata.items()}
-    header |= {"model": json.dumps(options), "files": json.dumps(files)}
-    save_tensors(path, weights, header)
-
-
-def _read_weights(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Returns the weights in a file by name, and its header; both are checked for damage."""
-    if not path.is_file():
-        names = sorted(file.name for file in path.parent.glob("*.safetensors"))
-        expected = f"best, last, or the path of weights; found {', '.join(names) or 'none'}"
-        raise FileNotFoundError(f"{path}: no such checkpoint; expected {expected}")
-    verify_tensors(path)
-    with safetensors.safe_open(path, framework="pt") as file:
-        weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
-        return weights, file.metadata() or {}
 
 
 def check_weights(path: Path, model: nn.Module, weights: Mapping[str, Tensor]) -> None:
@@ -231,21 +188,22 @@ class Saved(NamedTuple):
 
 
 def read_saved(path: Path, run: Path | None = None) -> Saved:
-    """Reads a weights file, with what belongs to it in its run or in its header."""
-    if run is not None:
-        return _of_run(path, run)
-    weights, header = _read_weights(path)
-    if _KEY in header:
+    """Reads a weights file, with what belongs to it in its run or in its header.
+
+    Checks for damage, and that the files of the run have not changed since training.
+    """
+    config = None if run is None else read_config(run)
+    if not path.is_file():
+        names = sorted(file.name for file in path.parent.glob("*.safetensors"))
+        expected = f"best, last, or the path of weights; found {', '.join(names) or 'none'}"
+        raise FileNotFoundError(f"{path}: no such checkpoint; expected {expected}")
+    verify_tensors(path)
+    weights, header = load_file(path), read_header(path)
+    if run is None and _KEY in header:
         return _exported(path, weights, _parsed(header[_KEY]))
     options, files = _parsed(header.get("model", "")), _parsed(header.get("files", ""))
-    return Saved(path, None, None, [options], [weights], files or None, {})
-
-
-def _of_run(path: Path, run: Path) -> Saved:
-    """Reads weights and checks that the files of their run have not changed since training."""
-    config = read_config(run)
-    weights, header = _read_weights(path)
-    options, files = _parsed(header.get("model", "")), _parsed(header.get("files", ""))
+    if run is None or config is None:
+        return Saved(path, None, None, [options], [weights], files or None, {})
     for name, digest in files.items():
         file = run / name  # may be missing
         if file.is_file() and hashlib.sha256(file.read_bytes()).hexdigest() != digest:
@@ -288,11 +246,6 @@ def _build(name: str, config: Mapping[str, Any]) -> nn.Module:
     except Exception as error:  # options of other versions can raise any exception
         reason = " ".join(str(error).split())[:300]
         raise ValueError(f"{name}: {reason}") from error
-
-
-def is_exported(path: Path) -> bool:
-    """Returns True if a weights file contains an exported model."""
-    return _KEY in read_header(path)
 
 
 def _parsed(text: str) -> dict[str, Any]:
@@ -356,32 +309,27 @@ def write_exported(
 ) -> None:
     """Writes model.safetensors and config.json to a folder, which is created if it is missing.
 
-    The weights of several models have the prefixes "members.0.", "members.1.", and so on. `content`
-    contains the header: recipe, models (the options of each model), about, license, datasets, task
-    (its options), results, and files (the content of small files in the run folder, by name).
+    Raises ValueError if this would overwrite anything other than an earlier export. The weights of
+    several models have the prefixes "members.0.", "members.1.", and so on. `content` contains the
+    header: recipe, models (the options of each model), about, license, datasets, task (its
+    options), results, and files (the content of small files in the run folder, by name).
     """
+    path, copy = folder / _MODEL, folder / "config.json"
+    if not path.is_file() or _KEY not in read_header(path):
+        for file in (folder / "config.yaml", path, copy, folder / "README.md"):
+            if file.exists():
+                raise ValueError(
+                    f"{file}: exists and does not belong to an exported model; expected a new "
+                    "folder, or an earlier export; choose a different folder"
+                )
     text = json.dumps({"format": _FORMAT, **content}, indent=1, ensure_ascii=False)
-    copy = folder / "config.json"
     copy.unlink(missing_ok=True)  # the copy must never describe different weights
-    save_tensors(folder / _MODEL, weights, {"format": "pt", _KEY: text})
+    save_tensors(path, weights, {"format": "pt", _KEY: text})
     write_atomically(copy, text.encode())
 
 
-def check_replaceable(folder: Path) -> None:
-    """Raises ValueError if an export would overwrite anything other than an earlier export."""
-    weights = folder / _MODEL
-    if weights.is_file() and is_exported(weights):
-        return
-    for name in ("config.yaml", _MODEL, "config.json", "README.md"):
-        if (folder / name).exists():
-            raise ValueError(
-                f"{folder / name}: exists and does not belong to an exported model; expected a new "
-                "folder, or an earlier export; choose a different folder"
-            )
-
-
-def read_checkpoint(path: Path) -> Checkpoint:
-    """Reads a checkpoint: tensors and plain values, without executing its content."""
+def read_checkpoint(path: Path) -> dict[str, Any]:
+    """Reads a checkpoint of Lightning: tensors and plain values, without executing its content."""
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such checkpoint; nothing to resume; start a new run")
     content = io.BytesIO(path.read_bytes())

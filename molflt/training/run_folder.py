@@ -25,19 +25,14 @@ from molflt.files import (
     clear_parts,
     read_header,
     read_json,
+    save_tensors,
     shown,
     verify_tensors,
     write_atomically,
 )
 from molflt.lock import FolderLock
 from molflt.metrics import Metric
-from molflt.training.checkpoint import (
-    Checkpoint,
-    check_weights,
-    model_weights,
-    read_checkpoint,
-    save_weights,
-)
+from molflt.training.checkpoint import check_weights, model_weights, read_checkpoint
 from molflt.training.config import Config, defaults, plain, read_config
 from molflt.version import __version__
 
@@ -86,6 +81,7 @@ class RunFolder:
 
     Attributes:
         path: the folder.
+        last: path of the checkpoint from which to resume.
         writes: True in the first process.
         provenance: information about the run, stored in its checkpoints.
         checkpoint: the checkpoint to resume from; None in a new run.
@@ -97,18 +93,13 @@ class RunFolder:
 
         # False in the other DDP processes launched by Lightning or torchrun
         self.writes = (getattr(rank_zero_only, "rank", None) or 0) == 0
-        self.path = path
+        self.path, self.last = path, path / "checkpoints" / "last.ckpt"
         self.provenance: Provenance = {}
-        self.checkpoint: Checkpoint | None = None
+        self.checkpoint: dict[str, Any] | None = None
         self.stored: Provenance = {}
         self._lock = FolderLock(path, _BUSY)
         self._files: dict[str, str] = {}
         self._begun = time.perf_counter()
-
-    @property
-    def last(self) -> Path:
-        """Path of the checkpoint from which to resume."""
-        return self.path / "checkpoints" / "last.ckpt"
 
     @contextlib.contextmanager
     def held(self, resume: bool) -> Iterator[None]:
@@ -295,9 +286,11 @@ class RunFolder:
         """Writes the model weights to checkpoints/NAME.safetensors."""
         if self.writes:
             self._expect_held()
-            path = self.last.with_name(f"{name}.safetensors")
-            options = self.provenance["config"]["model"]
-            save_weights(path, weights, options, self._files, metadata)
+            header = {name: str(value) for name, value in metadata.items()}
+            # compared with these files by `read_saved`
+            header["model"] = json.dumps(self.provenance["config"]["model"])
+            header["files"] = json.dumps(self._files)
+            save_tensors(self.last.with_name(f"{name}.safetensors"), weights, header)
 
     def save_checkpoint(self, checkpoint: Mapping[str, Any]) -> None:
         """Writes last.ckpt and then last.safetensors."""
@@ -337,10 +330,15 @@ class RunFolder:
 
 
 def _versions() -> dict[str, str | None]:
+    command = ["git", f"--git-dir={Path(__file__).parents[2] / '.git'}", "rev-parse", "HEAD"]
+    try:
+        commit = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        commit = None  # the package is not in a repository
     packages = ("torch-geometric", "lightning", "numpy", "safetensors")
     return {
         "molflt": __version__,
-        "git_commit": _git_commit(),
+        "git_commit": commit,
         "python": platform.python_version(),
         "torch": str(torch.__version__),  # with the build, such as +cu130
         **{name: importlib.metadata.version(name) for name in packages},
@@ -355,15 +353,6 @@ def read_versions(run: Path) -> dict[str, object]:
     path = Path(run) / _VERSIONS
     content: Any = read_json(path, "JSON", "restore it") if path.is_file() else {}
     return dict(content)
-
-
-def _git_commit() -> str | None:
-    """Returns the git commit of the package; None if the package is not in a repository."""
-    command = ["git", f"--git-dir={Path(__file__).parents[2] / '.git'}", "rev-parse", "HEAD"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return None
 
 
 class Best(NamedTuple):

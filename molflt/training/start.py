@@ -7,7 +7,7 @@ import os
 import re
 import time
 from argparse import ArgumentError
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from jsonargparse import ArgumentParser, Namespace
 from molflt.data.text.tokenizer import TOKENIZER
 from molflt.files import shown
 from molflt.shipped import find_config
-from molflt.training.checkpoint import Saved, find, is_packaged
+from molflt.training.checkpoint import Saved, packaged
 from molflt.training.config import absolute, add_options, read_config, read_yaml
 from molflt.training.initial import read_initial_weights
 from molflt.training.recipes import DEFAULT, Recipe
@@ -77,7 +77,7 @@ def _values_in(key: str, files: Sequence[str]) -> list[str]:
 
 def _resolved_init(name: str, config: Path) -> Path:
     """Resolves `init` of a configuration: a packaged model, hf:OWNER/NAME or a relative path."""
-    return find(name) if is_packaged(name) else absolute(Path(name), config.absolute().parent)
+    return packaged(name) or absolute(Path(name), config.absolute().parent)
 
 
 class _TrainParser(ArgumentParser):
@@ -94,7 +94,7 @@ class _TrainParser(ArgumentParser):
             self._resume(given["resume"][-1], given["run"])
         # configurations come first, to be overridden
         words = [f"--config={find_config(name)}" for name in given["config"]]
-        words += [f"--init={find(x) if is_packaged(x) else x}" for x in given["init"]]
+        words += [f"--init={packaged(x) or x}" for x in given["init"]]
         config = super().parse_args(words + _read(args, ("config", "init"))[1])
         if self.without_tokenizer and config.data.tokenizer is None and config.data.kind is None:
             raise ValueError(
@@ -103,7 +103,10 @@ class _TrainParser(ArgumentParser):
             )
         for key in ("config", "__default_config__"):
             config.pop(key, None)
-        _keep_one_length(config, given)
+        # max_steps on the command line replaces max_epochs in a file, and vice versa
+        sets_steps, sets_epochs = (bool({*given[name]} - {"null"}) for name in (_STEPS, _EPOCHS))
+        if sets_steps != sets_epochs:
+            config.trainer["max_epochs" if sets_steps else "max_steps"] = None
         if given["resume"]:
             config.run = Path(given["resume"][-1])
         elif config.run is None:
@@ -161,13 +164,6 @@ class _TrainParser(ArgumentParser):
             if name == "init" and value is not None:
                 config[name] = _resolved_init(str(value), Path(path))
         return config
-
-
-def _keep_one_length(config: Namespace, given: Mapping[str, Sequence[str]]) -> None:
-    """Removes max_steps set in a file if the command line sets max_epochs, and vice versa."""
-    sets_steps, sets_epochs = (bool({*given[name]} - {"null"}) for name in (_STEPS, _EPOCHS))
-    if sets_steps != sets_epochs:
-        config.trainer["max_epochs" if sets_steps else "max_steps"] = None
 
 
 def dated_run(name: str) -> Path:
