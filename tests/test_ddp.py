@@ -80,7 +80,7 @@ def test_two_processes_train_on_twice_as_many_systems_and_validate_each_once(bot
 
 
 def test_a_signal_during_communication_is_not_lost(tmp_path):
-    callback = _LastCheckpoint(RunFolder(tmp_path), every=10)
+    callback = _LastCheckpoint(RunFolder(tmp_path), every=10, val_every=10)
 
     class Strategy:
         root_device = torch.device("cpu")
@@ -101,7 +101,7 @@ def test_a_slow_rank_joins_the_first_checkpoint(tmp_path):
     folder.last.touch()  # by the first rank, which waits for the others
     saved = []
     trainer = SimpleNamespace(global_step=1, max_steps=2, save_checkpoint=saved.append)
-    _LastCheckpoint(folder, every=10)._save_early(trainer)
+    _LastCheckpoint(folder, every=10, val_every=10)._save_early(trainer)
     assert saved == [folder.last]
 
 

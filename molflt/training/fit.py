@@ -11,10 +11,10 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence, Sized
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any, TypeVar
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -30,17 +30,15 @@ from molflt.memory import within_memory
 from molflt.tasks.base import Task
 from molflt.training.loop import _CheckpointIO, _LightningTask, _MetricsFile
 from molflt.training.run_folder import RunFolder, _flat, duration
-from molflt.training.trainer import LoggerName, TrainerOptions, computes_on
+from molflt.training.trainer import TrainerOptions, computes_on
 
 _HANGUP = getattr(signal, "SIGHUP", None)  # not on Windows
 _WARNING = getattr(signal, "SIGUSR1", None)  # from a scheduler; Lightning would requeue the job
 _LOST = re.compile("gloo|NCCL|closed by peer|reset by peer", re.IGNORECASE)
-_Batch = TypeVar("_Batch")
-_Data = TypeVar("_Data", bound=BatchedData[Sized])
 
 
 def fit(
-    task: Task[_Batch, _Data], data: _Data, folder: RunFolder, options: TrainerOptions
+    task: Task[Any, Any], data: BatchedData[Any], folder: RunFolder, options: TrainerOptions
 ) -> tuple[int, int] | None:
     """Trains a task, or resumes from the checkpoint in the run folder.
 
@@ -90,11 +88,11 @@ def fit(
             logger=loggers,
             callbacks=_callbacks_of(task, folder, options),
         )
-        last = None if folder.checkpoint is None else folder.last
         # Lightning would convert the weights after restoring and averaging them, which would first
         # round float64 weights to float32
         trainer.precision_plugin.convert_module(module)
         try:
+            last = None if folder.checkpoint is None else folder.last
             trainer.fit(module, ckpt_path=last, weights_only=True)
         except _Interrupted as stop:
             signum, step = stop.args
@@ -149,7 +147,7 @@ def _warn_of_slow_average(decay: float | None, max_steps: int) -> None:
 
 
 @contextmanager
-def _loggers(name: LoggerName, folder: RunFolder) -> Iterator[list[Logger]]:
+def _loggers(name: str, folder: RunFolder) -> Iterator[list[Logger]]:
     """Yields a list of loggers, which is empty for "csv", because metrics.csv is always written."""
     if name == "csv" or not folder.writes:
         yield []
@@ -196,7 +194,7 @@ def _callbacks_of(
     callbacks = [metrics, best, _Progress(task, metrics)]
     if options.ema_decay is not None:
         callbacks.append(_Averages(options.ema_decay))
-    return [*callbacks, _LastCheckpoint(folder, options.checkpoint_every)]
+    return [*callbacks, _LastCheckpoint(folder, options.checkpoint_every, options.val_every)]
 
 
 class _Progress(Callback):
@@ -234,10 +232,9 @@ class _Progress(Callback):
             return
         self._bar.set_description("training", refresh=False)
         self._bar.set_postfix(self.table.latest)
-        if not sys.stdout.isatty():
-            self._print_validation(trainer, pl_module.validation_metrics())
-
-    def _print_validation(self, trainer: pl.Trainer, values: Mapping[str, float]) -> None:
+        if sys.stdout.isatty():
+            return
+        values = pl_module.validation_metrics()
         measured = [name for name in self.metrics if math.isfinite(values.get(name, math.nan))]
         # without duplicates: the ranking metric may equal another metric, such as the accuracy
         texts = list(dict.fromkeys(self.metrics[name].shown(values[name]) for name in measured))
@@ -351,18 +348,16 @@ class _LastCheckpoint(Checkpoint):
     Lightning places `Checkpoint` callbacks last, after weight averaging, as required here.
     """
 
-    def __init__(self, folder: RunFolder, every: int) -> None:
+    def __init__(self, folder: RunFolder, every: int, val_every: int) -> None:
         self.folder = folder
         self.every = every
+        self.val_every = val_every
         self.signum = 0  # first signal received; 0 before
         self._exists = folder.checkpoint is not None
         self._validation_due = False
         self._terminals: list[int] = []  # file descriptors
 
-    def on_sanity_check_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._watch_signals()
-
-    def _watch_signals(self) -> None:
+    def on_sanity_check_start(self, *_: object) -> None:
         """Replaces the signal handlers; Lightning restores the previous handlers at the end.
 
         Lightning's SIGTERM handler communicates between ranks, and its SIGINT handler stops
@@ -375,7 +370,7 @@ class _LastCheckpoint(Checkpoint):
         self._terminals = [number for number in (1, 2) if os.isatty(number)]
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._watch_signals()  # `on_sanity_check_start` is skipped without a sanity check
+        self.on_sanity_check_start()  # Lightning skips it without a sanity check
         self.folder.start_steps(trainer.strategy.root_device.type)
         self._save_early(trainer)
 
@@ -401,7 +396,7 @@ class _LastCheckpoint(Checkpoint):
             return  # checkpoints cannot store accumulated gradients
         if step >= trainer.max_steps:
             trainer.should_stop = True  # Lightning then validates regardless of the interval
-        elif not pl_module.validation_follows():
+        elif step % self.val_every:  # otherwise a validation follows
             signum = self._agreed_signal(trainer)
             if signum or step % self.every == 0:
                 self._save(trainer)

@@ -3,6 +3,7 @@
 Ranges are intervals: [0, 1) contains 0 but not 1.
 """
 
+import operator
 import re
 from collections.abc import Iterator, Mapping
 
@@ -79,17 +80,12 @@ def check_ranges(options: Mapping[str, object]) -> None:
     """Raises ValueError for the first option, such as "trainer.max_steps", that is out of range."""
     for key, value in options.items():
         interval = LIMITS.get(key, "(-1e15, 1e15)")  # range of options that are not listed
-        if not all(_is_within(number, interval) for number in _numbers(value)):
+        low, high = (float(end) for end in interval[1:-1].split(","))
+        above = operator.ge if interval[0] == "[" else operator.gt
+        below = operator.le if interval[-1] == "]" else operator.lt
+        if not all(above(x, low) and below(x, high) for x in _numbers(value)):  # includes NaN
             kind = type(value).__name__ if isinstance(value, int | float) else "numbers"
             raise ValueError(f"{key}: expected {kind} in {interval}; got {shown(value)}")
-
-
-def _is_within(number: float, interval: str) -> bool:
-    """Returns True if a number is in an interval; False for NaN."""
-    low, high = (float(end) for end in interval[1:-1].split(","))
-    above = number >= low if interval[0] == "[" else number > low
-    below = number <= high if interval[-1] == "]" else number < high
-    return above and below
 
 
 def _numbers(value: object) -> Iterator[int | float]:

@@ -96,11 +96,6 @@ class _LightningTask(pl.LightningModule):
         """Returns True if the last batch completed a step; gradients may be accumulated."""
         return self.global_step > self._step_before
 
-    def validation_follows(self) -> bool:
-        every = int(self.trainer.val_check_interval) // self.trainer.accumulate_grad_batches
-        step = self.global_step
-        return step > 0 and (step >= self.trainer.max_steps or step % every == 0)
-
     def on_validation_epoch_start(self) -> None:
         self._sums, self._metrics = [], None
 
@@ -154,7 +149,7 @@ def _stacked(scalars: list[Tensor], device: torch.device) -> Tensor:
 
 
 class _CheckpointIO(TorchCheckpointIO):
-    """Provides Lightning with access to checkpoints through the run folder."""
+    """Saves Lightning's checkpoints through the run folder."""
 
     def __init__(self, folder: RunFolder) -> None:
         self.folder = folder
@@ -163,12 +158,6 @@ class _CheckpointIO(TorchCheckpointIO):
         self, checkpoint: dict[str, object], path: str | Path, storage_options: object = None
     ) -> None:
         self.folder.save_checkpoint(checkpoint)
-
-    def load_checkpoint(
-        self, path: str | Path, map_location: object = None, weights_only: bool | None = True
-    ) -> dict[str, object]:
-        assert self.folder.checkpoint is not None
-        return self.folder.checkpoint
 
 
 class _MetricsFile(Callback):
@@ -185,7 +174,6 @@ class _MetricsFile(Callback):
         self.path = folder.path / "metrics.csv"
         self.log_every = log_every
         self.latest: dict[str, str] = {}  # values for the progress bar
-        self._restored: dict[str, Any] = {}  # totals and seconds in the checkpoint
         self._start_row()
 
     def _start_row(self) -> None:
@@ -194,22 +182,24 @@ class _MetricsFile(Callback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
         self._start_row()
-        if self._restored:
-            totals = torch.tensor(self._restored["totals"], dtype=torch.float64)
+        callbacks = {} if self.folder.checkpoint is None else self.folder.checkpoint["callbacks"]
+        # the sums since the last row, which version 0.1 did not save
+        if restored := callbacks.get(self.state_key):
+            totals = torch.tensor(restored["totals"], dtype=torch.float64)
             if not trainer.is_global_zero:  # the checkpoint contains the sum over ranks
                 totals.zero_()
             self._totals = totals.to(pl_module.device)
-            self._since -= self._restored["seconds"]
-            pl_module.last_lr, pl_module.gradient_norm = self._restored["last"]
+            self._since -= restored["seconds"]
+            pl_module.last_lr, pl_module.gradient_norm = restored["last"]
         if trainer.is_global_zero:
-            rows = self._rewind(trainer.global_step)
+            rows = self._rewind(trainer.global_step, restored is not None)
             for logger in trainer.loggers:
                 if isinstance(logger, TensorBoardLogger):  # it has removed the rows of the step
                     for row in rows:
                         numbers = {name: float(cell) for name, cell in row.items() if cell}
                         logger.log_metrics(numbers, step=int(numbers.pop("step")))
         if pl_module.task.validates_start and self.folder.checkpoint is None:
-            self._write_validation(trainer, pl_module)
+            self.on_validation_epoch_end(trainer, pl_module)
 
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
@@ -222,22 +212,22 @@ class _MetricsFile(Callback):
             state = {"totals": totals.tolist(), "seconds": seconds, "last": last}
             checkpoint["callbacks"][self.state_key] = state
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restores the sums, which version 0.1 did not save."""
-        self._restored = state_dict
+    def _rewind(self, step: int, restored: bool) -> list[dict[str, str]]:
+        """Removes rows that will be written again; returns the other rows of the last step.
 
-    def _rewind(self, step: int) -> list[dict[str, str]]:
-        """Removes rows that will be written again; returns the other rows of the last step."""
+        `restored` is True if the checkpoint contains sums for the next row.
+        """
         validates = False  # again, if the checkpoint was saved before the end of a validation
+        rows: list[tuple[int, dict[str, str]]] = []
         if self.folder.checkpoint is not None:
             loops = self.folder.checkpoint["loops"]["fit_loop"]
             progress = loops["epoch_loop.val_loop.batch_progress"]["total"]
             validates = progress["processed"] < progress["ready"]
-        rows = [] if self.folder.checkpoint is None else self._read()
+            rows = self._read()
         earlier = [row for number, row in rows if number < step]
         # Only training rows have a learning rate. Early stopping writes one of sums it saves.
         last = [row for number, row in rows if number == step]
-        last = [row for row in last if not (self._restored if row["lr"] else validates)]
+        last = [row for row in last if not (restored if row["lr"] else validates)]
         write_atomically(self.path, csv_text(earlier + last, self.columns).encode())
         return last
 
@@ -298,11 +288,9 @@ class _MetricsFile(Callback):
             logger.log_metrics(numbers, step=trainer.global_step)
 
     def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
-        if not trainer.sanity_checking:
-            self._write_validation(trainer, pl_module)
-
-    def _write_validation(self, trainer: pl.Trainer, module: _LightningTask) -> None:
-        metrics = module.validation_metrics()
+        if trainer.sanity_checking:
+            return
+        metrics = pl_module.validation_metrics()
         known = [name for name in self.val if name in metrics]
         row = {f"val_{name}": metrics[name] for name in known}
         self._write(trainer, {"step": trainer.global_step, **row})

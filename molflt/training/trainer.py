@@ -11,8 +11,6 @@ from molflt.training.limits import check_ranges
 STEPS = 10_000
 """Default number of steps if neither max_steps nor max_epochs is set."""
 
-LoggerName = Literal["csv", "tensorboard", "wandb"]
-
 
 @dataclass(frozen=True)
 class TrainerOptions:
@@ -59,7 +57,7 @@ class TrainerOptions:
     num_sanity: int = 2
     accumulate: int = 1
     patience: int | None = None
-    logger: LoggerName = "csv"
+    logger: Literal["csv", "tensorboard", "wandb"] = "csv"
 
     def __post_init__(self) -> None:
         check_ranges({f"trainer.{name}": value for name, value in vars(self).items()})
