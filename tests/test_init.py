@@ -32,8 +32,7 @@ from molflt.evaluation.ensemble import load_ensemble
 from molflt.evaluation.evaluated import EvaluationData
 from molflt.training.checkpoint import load_run, packaged, read_saved
 from molflt.training.config import read_config
-from molflt.training.initial import _transfer
-from molflt.training.start import build_parser
+from molflt.training.start import _transfer, build_parser
 
 STEPS = ["--trainer.max_steps=2", "--trainer.val_every=2", "--trainer.num_sanity=0"]
 # the steps are too small to change a weight, so the last weights are the initial weights

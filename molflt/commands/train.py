@@ -17,11 +17,15 @@ from torch import nn
 from molflt.data.batches import BatchedData
 from molflt.metrics import Metric
 from molflt.training.config import Config, absolute
-from molflt.training.initial import describe_initial, load_initial, read_initial_weights
 from molflt.training.recipes import Recipe
 from molflt.training.run_folder import INIT_RECORD, RunFolder, best_of, duration
 from molflt.training.start import build_parser as build_parser  # of this command
-from molflt.training.start import dated_run
+from molflt.training.start import (
+    dated_run,
+    describe_initial,
+    load_initial,
+    read_initial_weights,
+)
 from molflt.training.trainer import TrainerOptions
 
 _Options = dict[str, Any]

@@ -1,8 +1,5 @@
 """Weights, checkpoints and exported models, which are read without executing code.
 
-In this order: names of trained models; weights files; the run or export of a weights file; models
-built from them; exports; last.ckpt.
-
 An exported model is a safetensors file whose header describes the model and its training as JSON.
 config.json is a copy of the header for readers and the Hugging Face Hub.
 """
@@ -200,7 +197,17 @@ def read_saved(path: Path, run: Path | None = None) -> Saved:
     verify_tensors(path)
     weights, header = load_file(path), read_header(path)
     if run is None and _KEY in header:
-        return _exported(path, weights, _parsed(header[_KEY]))
+        content = _parsed(header[_KEY])
+        if content.get("format") != _FORMAT:
+            raise ValueError(
+                f"{path}: expected an exported model of format {_FORMAT}; got "
+                f"{shown(content.get('format'))}; export it again, or download it again, using "
+                "this version of molflt"
+            )
+        models, members = content["models"], [weights]
+        if len(models) > 1:
+            members = [_with_prefix(weights, f"members.{i}.") for i in range(len(models))]
+        return Saved(path, None, str(content["recipe"]), models, members, content["files"], content)
     options, files = _parsed(header.get("model", "")), _parsed(header.get("files", ""))
     if run is None or config is None:
         return Saved(path, None, None, [options], [weights], files or None, {})
@@ -218,20 +225,6 @@ def read_saved(path: Path, run: Path | None = None) -> Saved:
                 f"{path.name} was trained with {shown(trained)}; restore the old value"
             )
     return Saved(path, run, config["recipe"], [config["model"]], [weights], files, {**config})
-
-
-def _exported(path: Path, weights: dict[str, Tensor], content: dict[str, Any]) -> Saved:
-    """Checks the header of an exported model or ensemble, and separates weights by member."""
-    if content.get("format") != _FORMAT:
-        raise ValueError(
-            f"{path}: expected an exported model of format {_FORMAT}; got "
-            f"{shown(content.get('format'))}; export it again, or download it again, using this "
-            "version of molflt"
-        )
-    options, members = content["models"], [weights]
-    if len(options) > 1:
-        members = [_with_prefix(weights, f"members.{i}.") for i in range(len(options))]
-    return Saved(path, None, str(content["recipe"]), options, members, content["files"], content)
 
 
 def _with_prefix(weights: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
