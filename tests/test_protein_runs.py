@@ -11,8 +11,8 @@ from tiny_run import results_of
 import molflt
 from molflt.data.text.datamodule import read_pieces
 from molflt.data.text.sources import _records
-from molflt.data.text.vocabulary import AMINO_ACIDS, RESIDUES
-from molflt.evaluation.common import tokenizer_of, vocabulary_of
+from molflt.data.text.tokenizer import Tokenizer, find_tokenizer
+from molflt.data.text.vocabulary import AMINO_ACIDS, RESIDUES, Vocabulary
 from molflt.evaluation.language import _blosum, correlation, draw_substitutions
 from molflt.sequence.heads import _PlainHead
 from molflt.tasks.masked import Draws, MaskedTask
@@ -38,7 +38,7 @@ def test_ends_of_records_do_not_count() -> None:
     share = 100 * val[max(train, key=train.__getitem__)] / val.total()
     assert results["val"]["unigram_accuracy_percent"] == pytest.approx(share, rel=1e-12)
     model, _ = load_run(run)
-    vocabulary = vocabulary_of(run)
+    vocabulary = Vocabulary.from_json((run / "vocabulary.json").read_bytes())
     records = _records(str(data_of(CAUSAL) / "test.fasta"))
     ids = vocabulary.encode("".join(f"{one.residues}\n" for one in records))
     stream, scores = torch.cat((torch.tensor([vocabulary.eos]), ids)), []
@@ -62,7 +62,7 @@ def test_judged_residues_are_always_masked(tmp_path) -> None:
     """The unigram baseline is omitted if the training data are missing."""
     run, results = trained(MASKED), evaluated(MASKED)
     model, _ = load_run(run)
-    tokenizer = tokenizer_of(run)
+    tokenizer = Tokenizer.from_json(*find_tokenizer(run))
     blocks = read_pieces(str(data_of(MASKED) / "val.fasta"), tokenizer, 33)
     batch = [torch.stack(parts) for parts in zip(*blocks, strict=True)]
     draws = Draws.of_content(batch[0], batch[2]).tokens

@@ -20,7 +20,6 @@ from molflt.data.text.sentences import GLUE
 from molflt.data.text.tokenizer import Tokenizer
 from molflt.data.text.vocabulary import Vocabulary
 from molflt.evaluation import translation
-from molflt.evaluation.common import vocabulary_of
 from molflt.evaluation.sentences import official
 from molflt.sequence import EncoderDecoder, MaskedLanguageModel, SequenceClassifier
 from molflt.tasks.masked import Draws, MaskedTask, hide, swap_parts
@@ -48,7 +47,7 @@ def test_evaluation_counts_every_token_once(tmp_path, monkeypatch) -> None:
         logged(run, "val_bits_per_token"), rel=1e-9
     )
     model, _ = load_run(run)
-    vocabulary = vocabulary_of(run)
+    vocabulary = Vocabulary.from_json((run / "vocabulary.json").read_bytes())
     assert set(vocabulary.tokens) == {*ORDERED, "<eos>", "<unk>"}
     for name, found in results.items():
         ids = vocabulary.encode((data_of("language") / f"{name}.txt").read_text())
@@ -93,7 +92,7 @@ def test_generated_text(tmp_path, capsys) -> None:
 def test_a_changed_vocabulary_is_refused(tmp_path, capsys) -> None:
     """A vocabulary in another order would silently exchange words."""
     copy = shutil.copytree(trained("language"), tmp_path / "run")
-    own = vocabulary_of(copy).tokens
+    own = Vocabulary.from_json((copy / "vocabulary.json").read_bytes()).tokens
     tokens = [*own[:-2], own[-1], own[-2]]
     (copy / "vocabulary.json").write_bytes(Vocabulary("word", tokens).to_json())
     for command in ("evaluate", "generate"):

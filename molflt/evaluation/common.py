@@ -1,6 +1,5 @@
 """Functions shared by the evaluations of several recipes."""
 
-import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,9 +16,6 @@ from molflt.attention import Attention, Position, Stack
 from molflt.data.batches import BatchedData
 from molflt.data.images.datamodule import ImageData
 from molflt.data.images.files import LabeledImages
-from molflt.data.text.sentences import CLASSES
-from molflt.data.text.tokenizer import TOKENIZER, Tokenizer
-from molflt.data.text.vocabulary import Vocabulary
 from molflt.evaluation.results import Evaluation, Results, results_table
 from molflt.memory import within_memory
 from molflt.metrics import locality
@@ -251,20 +247,3 @@ def locality_of(
         "nearest": float(np.mean([share.nearest for share in shares])),
         "farthest": float(np.mean([share.farthest for share in shares])),
     }
-
-
-def vocabulary_of(run: Path) -> Vocabulary:
-    """Reads the vocabulary of a run."""
-    file = run / "vocabulary.json"
-    return Vocabulary.from_json(file.read_bytes(), str(file))
-
-
-def tokenizer_of(run: Path) -> Tokenizer:
-    """Reads the tokenizer of a run."""
-    file = run / TOKENIZER
-    return Tokenizer.from_json(file.read_bytes(), str(file))
-
-
-def classes_of(run: Path) -> list[str]:
-    """Reads the class names of a run."""
-    return json.loads((run / CLASSES).read_bytes())

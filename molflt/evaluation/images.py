@@ -1,5 +1,6 @@
 """Evaluation of image classifiers and of autoregressive image models."""
 
+import json
 import math
 from collections.abc import Mapping
 from functools import partial
@@ -15,6 +16,7 @@ from torch.utils.data import DataLoader
 from molflt import plots
 from molflt.data.images.datamodule import ImageData, PixelData
 from molflt.data.images.files import LabeledImages
+from molflt.data.text.sentences import CLASSES
 from molflt.evaluation import common
 from molflt.evaluation.results import Evaluation, Results, results_table, write_csv
 from molflt.image.classifier import ImageClassifier
@@ -44,7 +46,7 @@ def evaluate(
         last two are the attention to the nearest and farthest 10 % of the patches, averaged over
         heads, layers and the first 16 images.
     """
-    classes = common.classes_of(run)
+    classes = json.loads((run / CLASSES).read_bytes())
     results: Results = {}
     rows: list[dict[str, object]] = []
     by_split = _datasets(config["data"], classes, **which)

@@ -2,7 +2,7 @@
 
 import importlib.util
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,13 +15,15 @@ from torch.utils.data import DataLoader
 
 from molflt import plots
 from molflt.data.text.datamodule import PieceBlocks, TokenBlocks, read_blocks, read_pieces
+from molflt.data.text.tokenizer import Tokenizer, find_tokenizer
+from molflt.data.text.vocabulary import Vocabulary
 from molflt.evaluation import common
 from molflt.evaluation.results import Evaluation, Results, results_table
 from molflt.sequence.encoder import MaskedLanguageModel
 from molflt.sequence.heads import Head
 from molflt.sequence.language_model import LanguageModel
 from molflt.tasks.language import LanguageTask
-from molflt.tasks.masked import Draws, MaskedTask
+from molflt.tasks.masked import MaskedTask
 from molflt.training.config import Config
 
 _SHOWN = 128  # tokens in the figure of attention matrices
@@ -56,7 +58,8 @@ def evaluate(
         (the number of residues, without ends of records), unigram_perplexity and
         unigram_accuracy_percent.
     """
-    vocabulary, length = common.vocabulary_of(run), config["data"]["length"]
+    file, length = run / "vocabulary.json", config["data"]["length"]
+    vocabulary = Vocabulary.from_json(file.read_bytes(), str(file))
     read = partial(read_blocks, vocabulary=vocabulary, length=length)
     residues = None
     if vocabulary.level == "protein":  # the unigram model also predicts ends of records
@@ -72,7 +75,11 @@ def evaluate(
         )
         is_token = np.isfinite(curves[split])
         losses = curves[split][is_token]
-        results[split] = {**metrics_of(losses), "tokens": len(losses), **_locality(model, blocks)}
+        tokens = _first_block(model, blocks)
+        positions = torch.arange(tokens.shape[1])
+        distances = (positions[:, None] - positions).abs()
+        shares = common.locality_of(model.stack, partial(model, tokens), distances, causal=True)
+        results[split] = {**metrics_of(losses), "tokens": len(losses), **shares}
         if residues is not None:
             is_residue = blocks.ids != blocks.eos
             accuracy = 100 * float(correct[is_token][is_residue].mean())
@@ -124,13 +131,6 @@ def _first_block(model: LanguageModel, blocks: TokenBlocks) -> Tensor:
     return tokens[targets >= 0].to(common.device_of(model))[None]
 
 
-def _locality(model: LanguageModel, blocks: TokenBlocks) -> dict[str, float | None]:
-    tokens = _first_block(model, blocks)
-    positions = torch.arange(tokens.shape[1])
-    distances = (positions[:, None] - positions).abs()
-    return common.locality_of(model.stack, lambda: model(tokens), distances, causal=True)
-
-
 def evaluate_masked(
     run: Path,
     model: MaskedLanguageModel,
@@ -157,7 +157,7 @@ def evaluate_masked(
         residue_perplexity and residue_accuracy_percent, computed with the mask token in every gap;
         residues (the number of gaps); and unigram_perplexity and unigram_accuracy_percent.
     """
-    tokenizer, options = common.tokenizer_of(run), config["data"]
+    tokenizer, options = Tokenizer.from_json(*find_tokenizer(run)), config["data"]
     read = partial(read_pieces, tokenizer=tokenizer, length=options["length"])
     shares = {name: config["task"][name] for name in ("mask_rate", "mask_share", "random_share")}
     task = MaskedTask(model, **shares)
@@ -179,9 +179,10 @@ def evaluate_masked(
         results[split] = {**task.summarize(total), "gaps": int(total[2])}
         if residues is not None:
             scores = hides_all.summarize(common.total_of(hides_all, loader, split, batch))
-            results[split] |= residues.metrics(
-                scores["perplexity"], scores["accuracy_percent"], _targets(hides_all, loader)
-            )
+            with common.batches(loader, model, split, batch) as loaded:
+                ids = np.concatenate([hides_all.hidden_ids(each).cpu().numpy() for each in loaded])
+            perplexity, accuracy = scores["perplexity"], scores["accuracy_percent"]
+            results[split] |= residues.metrics(perplexity, accuracy, ids)
     split, blocks = next(reversed(texts.items()))  # for the figures
     tokens, types, key_mask = (part[None] for part in blocks[0])
     count = min(_SHOWN, int(key_mask.sum()))
@@ -193,16 +194,6 @@ def evaluate_masked(
     if residues is not None:
         text += residues.report(results, model.head, out / "substitutions.png")
     return Evaluation(results, f"\n\n{text}\n")
-
-
-def _targets(task: MaskedTask, loader: Iterable[Sequence[Tensor]]) -> NDArray[np.int64]:
-    """Returns the ids (gaps,) of all hidden tokens of a text."""
-    ids = []
-    for batch in loader:
-        tokens, types, key_mask = (part.to(common.device_of(task.model)) for part in batch)
-        targets = task.gaps((tokens, types, key_mask), Draws.of_content(tokens, key_mask))[1]
-        ids.append(targets[targets >= 0].cpu().numpy())
-    return np.concatenate(ids)
 
 
 class Residues:

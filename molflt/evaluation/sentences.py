@@ -1,5 +1,6 @@
 """Evaluation of sentence classifiers: the metrics of GLUE, or accuracy for other tasks."""
 
+import json
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -11,6 +12,7 @@ from numpy.typing import NDArray
 from torch.utils.data import DataLoader
 
 from molflt.data.text.sentences import (
+    CLASSES,
     GLUE,
     TASKS,
     Example,
@@ -19,7 +21,7 @@ from molflt.data.text.sentences import (
     read_examples,
     read_splits,
 )
-from molflt.data.text.tokenizer import Tokenizer
+from molflt.data.text.tokenizer import Tokenizer, find_tokenizer
 from molflt.evaluation import common
 from molflt.evaluation.results import Evaluation, Results, results_table, write_csv
 from molflt.files import warn
@@ -54,8 +56,8 @@ def evaluate(
         tasks, also glue_percent, the mean of these metrics, which enters the GLUE average.
     """
     task, length = config["data"]["task"], config["data"]["length"]
-    tokenizer = common.tokenizer_of(run)
-    classes = common.classes_of(run)
+    tokenizer = Tokenizer.from_json(*find_tokenizer(run))
+    classes = json.loads((run / CLASSES).read_bytes())
     results: Results = {}
     rows: list[dict[str, object]] = []
     known = ["train", "val", "test"] + (["val_mismatched"] if task == "MNLI" else [])

@@ -12,7 +12,7 @@ from molflt import plots
 from molflt.attention.checks import no_effect
 from molflt.data.text.datamodule import padded_rows
 from molflt.data.text.parallel import Pairs, paired, read_parallel
-from molflt.data.text.tokenizer import Tokenizer
+from molflt.data.text.tokenizer import Tokenizer, find_tokenizer
 from molflt.evaluation import common
 from molflt.evaluation.results import Evaluation, Results, results_table
 from molflt.files import write_atomically
@@ -52,7 +52,7 @@ def evaluate(
     """
     if beam == 1 and length_penalty != 1:
         no_effect("with a beam of 1", length_penalty=length_penalty)
-    tokenizer, options = common.tokenizer_of(run), config["data"]
+    tokenizer, options = Tokenizer.from_json(*find_tokenizer(run)), config["data"]
     languages = options["source"], options["target"]
     lowercase = tokenizer.ignores_case
     bleu(["a"], ["a"])  # fails without sacrebleu before anything is computed

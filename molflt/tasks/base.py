@@ -62,7 +62,7 @@ class Task(ABC, Generic[_Batch, _Data]):
     """
 
     unit: ClassVar[str]
-    sums: ClassVar[type[_Sums]]
+    sums: ClassVar[Callable[..., _Sums]]
     metrics: ClassVar[Mapping[str, Metric]]
     best: ClassVar[str]
 
@@ -145,8 +145,7 @@ class Task(ABC, Generic[_Batch, _Data]):
 
     def summarize(self, totals: Tensor) -> dict[str, float]:
         """Computes the metrics from `totals`, the sums over all batches, of shape (fields,)."""
-        make: Callable[..., _Sums] = self.sums
-        return make(*totals).metrics()
+        return self.sums(*totals).metrics()
 
     def ranking(self, metrics: Mapping[str, float]) -> list[str]:
         """Returns the names of the metrics that select the best weights, in order.

@@ -98,13 +98,17 @@ class MaskedTask(Task[_Batch, "TokenizedText"]):
         """Raises ValueError if no token of the text is hidden; the perplexity would then be 1."""
         for i in range(len(blocks)):
             tokens, types, key_mask = (x[None].to(self.model.mask_id.device) for x in blocks[i])
-            targets = self.gaps((tokens, types, key_mask), Draws.of_content(tokens, key_mask))[1]
-            if bool((targets >= 0).any()):
+            if len(self.hidden_ids((tokens, types, key_mask))):
                 return
         raise ValueError(
             f"{name}: expected hidden tokens among its {blocks.tokens:,}; got none with "
             f"task.mask_rate={self.shares['rate']:g}; use a longer text"
         )
+
+    def hidden_ids(self, batch: _Batch) -> Tensor:
+        """Returns the ids (gaps,) of the tokens that validation hides."""
+        targets = self.gaps(batch, Draws.of_content(batch[0], batch[2]))[1]
+        return targets[targets >= 0]
 
     def gaps(self, batch: _Batch, draws: Draws) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Hides tokens and swaps second parts.
