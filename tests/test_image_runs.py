@@ -10,14 +10,14 @@ import torch
 from PIL import Image
 from recipe_runs import SHAPES, SIDE, data_of, trained, words_of
 from tiny_run import logged, page_of, printed, results_of, table
+from token_files import write_folder
 from torch.utils.data import DataLoader
 
 import molflt
 from molflt.commands.cli import main
 from molflt.data.images.datamodule import ImageData, PixelData
 from molflt.evaluation import images as evaluation
-from molflt.evaluation.common import logits_of
-from molflt.evaluation.images import _datasets
+from molflt.evaluation.common import logits_of, named_images
 from molflt.image import ImageClassifier
 from molflt.metrics import locality
 from molflt.tasks.images import ImageTask
@@ -56,14 +56,14 @@ def test_evaluation_sees_the_pixels_of_validation(tmp_path: Path) -> None:
         ImageTask.sums.of(*logits_of(model, DataLoader(images, 64), name, "")).metrics()
         | {"n": len(images)}
         for splits, other in ((["train", "val"], None), (None, idx))
-        for name, images in _datasets(config["data"], SHAPES, splits=splits, data=other).items()
+        for name, images in named_images(ImageData, config["data"], splits, other)[1].items()
     ]
     train, val, whole = found
     for name in ("top1_percent", "cross_entropy"):
         assert val[name] == pytest.approx(logged(run, f"val_{name}")[-1], rel=1e-5)
         mean = sum(part["n"] * part[name] for part in (train, val)) / 75
         assert whole[name] == pytest.approx(mean, rel=1e-5)
-    images = _datasets(config["data"], SHAPES, data=idx)[idx.name]
+    images = named_images(ImageData, config["data"], data=idx)[1][idx.name]
     logits, _ = logits_of(model, DataLoader(images, 64), "", "")
     molflt.load(run).save_pretrained(tmp_path / "labeler")
     for source in (run, tmp_path / "labeler"):
@@ -71,6 +71,20 @@ def test_evaluation_sees_the_pixels_of_validation(tmp_path: Path) -> None:
         assert main(["predict", str(source), str(idx), "--out", str(out), "--device=cpu"]) == 0
         shares = [row["probability"] for row in json.loads(out.read_text())]
         assert shares == pytest.approx(logits.softmax(dim=1).amax(dim=1).tolist(), rel=1e-5)
+
+
+def test_other_images_may_lack_classes_but_not_add_any(tmp_path: Path) -> None:
+    root, some = write_folder(tmp_path / "all"), write_folder(tmp_path / "some", classes="dog eel")
+    (tmp_path / "classes.json").write_text('["cat", "dog", "eel"]')
+    model = ImageClassifier(3, 3, 8, patch_size=4, dim=8, heads=2, layers=1).eval()
+    given = tmp_path, model, {"data": {"train": root, "val": root}}, tmp_path
+    assert evaluation.evaluate(*given, data=some).results["some"]["n"] == 8
+    assert [row["class"] for row in table(tmp_path / "predictions.csv")] == ["dog"] * 4 + [
+        "eel"
+    ] * 4
+    write_folder(some, classes="fox")
+    with pytest.raises(ValueError, match="fox"):
+        evaluation.evaluate(*given, data=some)
 
 
 def test_sums_by_hand() -> None:

@@ -49,7 +49,8 @@ def evaluate(
     classes = json.loads((run / CLASSES).read_bytes())
     results: Results = {}
     rows: list[dict[str, object]] = []
-    by_split = _datasets(config["data"], classes, **which)
+    options = {**config["data"], "class_names": classes}  # other images may lack some classes
+    _, by_split = common.named_images(ImageData, options, **which)
     for split, images in by_split.items():
         batch = f"{batch_size} images"
         logits, labels = common.logits_of(model, DataLoader(images, batch_size), split, batch)
@@ -68,18 +69,6 @@ def evaluate(
         scale, side = 1.0, side**2
     common.draw_stack(out, model.stack, lambda: model(first), title, scale, side, "patches")
     return Evaluation(results, f"\n\n{results_table('images', results)}\n\n{_NOTE}\n")
-
-
-def _datasets(
-    options: Mapping[str, object], classes: list[str], **which: Any
-) -> dict[str, LabeledImages]:
-    data, by_split = common.named_images(ImageData, options, **which)
-    if data.classes != classes:
-        raise ValueError(
-            f"{data.sources['val']}: classes {', '.join(data.classes[:5])} ...; expected "
-            f"{', '.join(classes[:5])} ..., as in the run; use data with the same classes"
-        )
-    return by_split
 
 
 def _locality(model: ImageClassifier, images: LabeledImages) -> dict[str, float | None]:
