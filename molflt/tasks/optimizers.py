@@ -12,7 +12,7 @@ from molflt.metrics import Metric
 from molflt.optimizers.functions import FAMILIES, Functions
 from molflt.optimizers.population import MEMBERS, PopulationModel, Populations, PopulationState
 from molflt.optimizers.problems import draw_problem
-from molflt.optimizers.unroll import Unrolled, unroll
+from molflt.optimizers.unroll import unroll
 from molflt.tasks.base import Task
 
 if TYPE_CHECKING:
@@ -26,11 +26,6 @@ class _OptimizerSums(NamedTuple):
     mean: Tensor  # logarithm of loss / initial loss, averaged over steps
     last: Tensor  # logarithm of loss / initial loss after the last step
     problems: Tensor
-
-    @classmethod
-    def of(cls, unrolled: Unrolled) -> _OptimizerSums:
-        count = torch.tensor(len(unrolled.mean), dtype=torch.float64)
-        return cls(unrolled.mean.detach().sum(), unrolled.last.detach().sum(), count)
 
     def metrics(self) -> dict[str, float]:
         return {
@@ -73,21 +68,24 @@ class OptimizerTask(Task[Tensor, object]):
 
     def loss(self, batch: Tensor, progress: float) -> tuple[Tensor, _OptimizerSums]:
         burn_in = int((self.burn_in + 2) ** float(torch.rand(()))) - 1  # seeded at each step
-        unrolled = self._unroll(batch, self.unroll, burn_in)
-        return unrolled.loss.to(next(self.model.parameters()).dtype), _OptimizerSums.of(unrolled)
+        return self._loss_and_sums(batch, self.unroll, burn_in)
 
     def validation_sums(self, batch: Tensor) -> _OptimizerSums:
         # problems cannot be differentiated if their tensors are created in inference mode
         with torch.inference_mode(False), torch.no_grad():
-            return _OptimizerSums.of(self._unroll(batch, self.burn_in + self.unroll, 0))
+            return self._loss_and_sums(batch, self.burn_in + self.unroll, 0)[1]
 
     def name(self, batch: Tensor) -> str:
         return f"problems of seeds {', '.join(map(str, batch.tolist()))}"
 
-    def _unroll(self, batch: Tensor, steps: int, burn_in: int) -> Unrolled:
+    def _loss_and_sums(
+        self, batch: Tensor, steps: int, burn_in: int
+    ) -> tuple[Tensor, _OptimizerSums]:
         like = next(self.model.parameters())
         problems = [draw_problem(seed, like) for seed in batch.tolist()]
-        return unroll(self.model, problems, steps, burn_in)
+        loss, mean, last = unroll(self.model, problems, steps, burn_in)
+        count = torch.tensor(len(mean), dtype=torch.float64)
+        return loss.to(like.dtype), _OptimizerSums(mean.detach().sum(), last.detach().sum(), count)
 
 
 class _PopulationSums(NamedTuple):

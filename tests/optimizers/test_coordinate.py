@@ -140,11 +140,11 @@ def test_unrolls_have_the_gradient_of_backpropagation(name: str, before: int) ->
 def test_numbers_of_preceding_steps_are_0_to_burn_in(burn_in: int, monkeypatch) -> None:
     task, seen = OptimizerTask(learned(), unroll=1, burn_in=burn_in), []
 
-    def unrolled(batch: Tensor, steps: int, before: int) -> Unrolled:
+    def unrolled(model: object, problems: object, steps: int, before: int) -> Unrolled:
         seen.append(before)
         return Unrolled(torch.zeros(()), torch.zeros(1), torch.zeros(1))
 
-    monkeypatch.setattr(task, "_unroll", unrolled)
+    monkeypatch.setattr("molflt.tasks.optimizers.unroll", unrolled)
     torch.manual_seed(0)
     for _ in range(60):
         task.loss(torch.tensor([0]), 0.0)
