@@ -57,6 +57,7 @@ class EvaluationData:
         own: the training data of the run.
         is_whole: True for a single file that is not the data of the run.
         splits: names of the splits to evaluate.
+        learned: name of the training split, or "" for a file that is not part of the own data.
         absent: message about missing default splits, or an empty string.
     """
 
@@ -90,6 +91,8 @@ class EvaluationData:
         self.skip_bad = skip_bad if own is None else self._own_skip_bad
         self.is_whole = own is None and self.data.is_one
         self.splits = _splits_of(self.data, self.is_whole, splits or [])
+        is_other = self.is_whole and not is_within(path, self.own.root)
+        self.learned = "" if is_other else self.own.train
         missing = [split for split in VAL_SPLITS if split not in self.splits]
         by_default = not splits and len(self.splits) > 1
         self.absent = f"missing splits: {', '.join(missing)}" if by_default and missing else ""
@@ -150,12 +153,6 @@ class EvaluationData:
                 "data.val_fraction differ from those of the first run; restore the file, train all "
                 "runs with the same options, or pass unseen structures with --data"
             )
-
-    @property
-    def learned(self) -> str:
-        """Returns the name of the training split, or "" for a file that is not part of its data."""
-        is_other = self.is_whole and not is_within(self.data.root, self.own.root)
-        return "" if is_other else self.own.train
 
     def domain(self, model: nn.Module | None = None) -> Domain | None:
         """Returns the domain of the training data; None for runs from earlier versions."""
