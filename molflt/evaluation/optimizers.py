@@ -134,8 +134,22 @@ def tasks_of(names: Sequence[str] | None, data: Path | None) -> dict[str, _Probl
 def _race(
     problem_of: _ProblemOf, optimizer_of: _OptimizerOf, steps: int, repeats: int, like: Tensor
 ) -> Raced:
-    problems = (problem_of(seed, like) for seed in problem_seeds("test", repeats))
-    return Raced(np.stack([_loss_curve(problem, optimizer_of, steps) for problem in problems]))
+    curves = np.full((repeats, steps), np.inf)
+    for curve, seed in zip(curves, problem_seeds("test", repeats), strict=True):
+        problem = problem_of(seed, like)
+        theta = nn.Parameter(problem.start.detach().clone())
+        optimizer = optimizer_of([theta])
+        for step in range(steps):
+            optimizer.zero_grad()
+            with torch.enable_grad():
+                loss = problem.loss(theta, step)
+                loss.backward()
+            assert theta.grad is not None
+            if not bool(loss.isfinite()) or not bool(theta.grad.isfinite().all()):
+                break
+            curve[step] = loss.item()
+            optimizer.step()
+    return Raced(curves)
 
 
 def tuned_adam(
@@ -147,24 +161,6 @@ def tuned_adam(
         for lr in rates
     )
     return min(races, key=lambda raced: final_loss(raced.curves)[0])
-
-
-def _loss_curve(problem: Problem, optimizer_of: _OptimizerOf, steps: int) -> _Curve:
-    """Returns the loss before each step, of shape (steps,); infinite after divergence."""
-    theta = nn.Parameter(problem.start.detach().clone())
-    optimizer = optimizer_of([theta])
-    curve = np.full(steps, np.inf)
-    for step in range(steps):
-        optimizer.zero_grad()
-        with torch.enable_grad():
-            loss = problem.loss(theta, step)
-            loss.backward()
-        assert theta.grad is not None
-        if not bool(loss.isfinite()) or not bool(theta.grad.isfinite().all()):
-            break
-        curve[step] = loss.item()
-        optimizer.step()
-    return curve
 
 
 def final_loss(curves: _Curve) -> tuple[float, float]:
