@@ -381,7 +381,7 @@ def test_a_missing_domain_of_the_source_gives_a_warning(copied_run, gold, tmp_pa
 
 @pytest.mark.usefixtures("undrawn")
 def test_evaluation_guesses_tags_as_training_did(tmp_path: Path, capsys) -> None:
-    """The surface range of the packaged weights excludes the guess for slabs of five layers."""
+    """The surface range of the packaged weights excludes the guess for slabs of six layers."""
     frames = []
     for layers in (2, 3, 4, 5, 6) * 2:
         frames.append(on_slab(layers=layers))
