@@ -149,7 +149,7 @@ def _stacked(scalars: list[Tensor], device: torch.device) -> Tensor:
 
 
 class _CheckpointIO(TorchCheckpointIO):
-    """Saves Lightning's checkpoints through the run folder."""
+    """Provides Lightning with access to checkpoints through the run folder."""
 
     def __init__(self, folder: RunFolder) -> None:
         self.folder = folder
@@ -158,6 +158,10 @@ class _CheckpointIO(TorchCheckpointIO):
         self, checkpoint: dict[str, object], path: str | Path, storage_options: object = None
     ) -> None:
         self.folder.save_checkpoint(checkpoint)
+
+    def load_checkpoint(self, *_: object, **__: object) -> dict[str, Any]:
+        assert self.folder.checkpoint is not None  # has been read
+        return self.folder.checkpoint
 
 
 class _MetricsFile(Callback):
