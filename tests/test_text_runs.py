@@ -20,7 +20,7 @@ from molflt.data.text.sentences import GLUE
 from molflt.data.text.tokenizer import Tokenizer
 from molflt.data.text.vocabulary import Vocabulary
 from molflt.evaluation import translation
-from molflt.evaluation.sentences import official
+from molflt.evaluation.language import official
 from molflt.sequence import EncoderDecoder, MaskedLanguageModel, SequenceClassifier
 from molflt.tasks.masked import Draws, MaskedTask, hide, swap_parts
 from molflt.tasks.sentences import SentenceTask

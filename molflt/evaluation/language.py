@@ -1,8 +1,10 @@
-"""Evaluation of causal and masked language models: perplexity, accuracy and attention."""
+"""Evaluation of causal and masked language models, and of sentence classifiers."""
 
 import importlib.util
+import json
 import math
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,16 +12,27 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 from torch.utils.data import DataLoader
 
 from molflt import plots
 from molflt.data.text.datamodule import PieceBlocks, TokenBlocks, read_blocks, read_pieces
+from molflt.data.text.sentences import (
+    CLASSES,
+    GLUE,
+    TASKS,
+    Example,
+    Sentences,
+    padded,
+    read_examples,
+    read_splits,
+)
 from molflt.data.text.tokenizer import Tokenizer, find_tokenizer
 from molflt.data.text.vocabulary import Vocabulary
 from molflt.evaluation import common
-from molflt.evaluation.results import Evaluation, Results, results_table
-from molflt.sequence.encoder import MaskedLanguageModel
+from molflt.evaluation.results import Evaluation, Results, results_table, write_csv
+from molflt.files import warn
+from molflt.optional import require
+from molflt.sequence.encoder import MaskedLanguageModel, SequenceClassifier
 from molflt.sequence.heads import Head
 from molflt.sequence.language_model import LanguageModel
 from molflt.tasks.language import LanguageTask
@@ -75,7 +88,8 @@ def evaluate(
         )
         is_token = np.isfinite(curves[split])
         losses = curves[split][is_token]
-        tokens = _first_block(model, blocks)
+        tokens, targets = blocks[0]
+        tokens = tokens[targets >= 0].to(common.device_of(model))[None]
         positions = torch.arange(tokens.shape[1])
         distances = (positions[:, None] - positions).abs()
         shares = common.locality_of(model.stack, partial(model, tokens), distances, causal=True)
@@ -86,8 +100,7 @@ def evaluate(
             perplexity = metrics_of(losses[is_residue])["perplexity"]
             results[split] |= residues.metrics(perplexity, accuracy, blocks.ids[is_residue])
     plots.losses_by_place(curves, out / "losses.png")
-    split, blocks = next(reversed(texts.items()))  # for the figures
-    first = _first_block(model, blocks)[:, :_SHOWN]
+    first = tokens[:, :_SHOWN]  # of the last split
     title = f"last layer, first {first.shape[1]} tokens of {split}"
     common.draw_stack(out, model.stack, lambda: model(first), title, model.position_scale, length)
     text = f"{results_table('text', results)}\n\n{_NOTE}"
@@ -123,12 +136,6 @@ def token_losses(
             common.expect_finite(name, loss)
             losses.append(loss.masked_fill(targets < 0, torch.nan).cpu().numpy())
     return np.concatenate(losses), np.concatenate(correct)
-
-
-def _first_block(model: LanguageModel, blocks: TokenBlocks) -> Tensor:
-    """Returns the tokens of the first block without padding: (1, tokens)."""
-    tokens, targets = blocks[0]
-    return tokens[targets >= 0].to(common.device_of(model))[None]
 
 
 def evaluate_masked(
@@ -183,8 +190,7 @@ def evaluate_masked(
                 ids = np.concatenate([hides_all.hidden_ids(each).cpu().numpy() for each in loaded])
             perplexity, accuracy = scores["perplexity"], scores["accuracy_percent"]
             results[split] |= residues.metrics(perplexity, accuracy, ids)
-    split, blocks = next(reversed(texts.items()))  # for the figures
-    tokens, types, key_mask = (part[None] for part in blocks[0])
+    tokens, types, key_mask = (part[None] for part in blocks[0])  # of the last split
     count = min(_SHOWN, int(key_mask.sum()))
     first = [part[:, :count].to(common.device_of(model)) for part in (tokens, types)]
     stack, scale = model.encoder.stack, model.encoder.position_scale
@@ -277,3 +283,104 @@ def _blosum() -> NDArray[np.float64] | None:
     from Bio.Align import substitution_matrices
 
     return np.array(substitution_matrices.load("BLOSUM62").select(_ORDER))
+
+
+def evaluate_sentences(
+    run: Path,
+    model: SequenceClassifier,
+    config: Config,
+    out: Path,
+    splits: list[str] | None = None,
+    data: Path | None = None,
+    batch_size: int = 64,
+) -> Evaluation:
+    """Evaluates a sentence classifier with the metrics of its task, as in GLUE.
+
+    The metrics are accuracy, F1, and the Matthews, Pearson and Spearman correlations. Writes
+    predictions.csv.
+
+    Args:
+        splits: any of train, val, test and, for MNLI, val_mismatched; by default the val splits.
+        data: a different file of the task to evaluate.
+        batch_size: number of sentences or pairs per batch.
+
+    Returns:
+        For each split, the metrics of the task in percent and n, the number of items. For GLUE
+        tasks, also glue_percent, the mean of these metrics, which enters the GLUE average.
+    """
+    task, length = config["data"]["task"], config["data"]["length"]
+    tokenizer = Tokenizer.from_json(*find_tokenizer(run))
+    classes = json.loads((run / CLASSES).read_bytes())
+    results: Results = {}
+    rows: list[dict[str, object]] = []
+    known = ["train", "val", "test"] + (["val_mismatched"] if task == "MNLI" else [])
+    usual = [name for name in known if name.startswith("val")]
+    chosen = common.chosen_splits(known, splits, usual, data)
+    if data is None:
+        root, fraction = Path(config["data"]["root"]), config["data"].get("val_fraction")
+        read = read_splits(root, task, chosen, fraction, classes)
+        texts = {name: examples for name, (_, examples) in read.items()}
+    else:
+        texts = {Path(data).name: read_examples(Path(data), task, classes)}
+    for split, examples in texts.items():
+        logits = text_logits(model, tokenizer, examples, length, batch_size, split)
+        labels = np.array([example.label for example in examples])
+        predicted = logits[:, 0] if model.classes == 1 else logits.argmax(axis=1).astype(float)
+        results[split] = {**official(task, predicted, labels), "n": len(labels)}
+        for i in range(len(labels)):
+            row: dict[str, Any] = {"label": labels[i], "predicted": predicted[i]}
+            if model.classes > 1:
+                row = {name: classes[int(index)] for name, index in row.items()}
+            rows.append({"split": split, "index": i, **row})
+    write_csv(out / "predictions.csv", rows)
+    table = results_table("sentences", results)
+    return Evaluation(results, f", {task}\n\n{table}\n")
+
+
+def official(
+    task: str, predicted: NDArray[np.float64], label: NDArray[np.float64]
+) -> dict[str, float | None]:
+    """Computes the metrics of a task in percent and, for GLUE tasks, their mean, glue_percent.
+
+    Args:
+        task: key of `molflt.data.text.sentences.TASKS`.
+        predicted: (items,), predicted classes (indices) or scores.
+        label: (items,), true classes or scores.
+    """
+    from scipy import stats
+
+    metrics = require("sklearn.metrics", "GLUE", "text")
+    known: dict[str, Callable[..., Any]] = {
+        "accuracy": metrics.accuracy_score,
+        "f1": metrics.f1_score,
+        "matthews": metrics.matthews_corrcoef,
+        "pearson": lambda y, x: stats.pearsonr(x, y)[0] if len(x) > 1 else np.nan,
+        "spearman": lambda y, x: stats.spearmanr(x, y)[0],
+    }
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # for constant predictions
+        values = [float(known[name](label, predicted)) for name in TASKS[task].metrics]
+    # The undefined correlation of constant predictions counts as 0, as in Matthews' correlation.
+    values = [100 * value if np.isfinite(value) else 0.0 for value in values]
+    names = [f"{name}_percent" for name in TASKS[task].metrics]
+    scores: dict[str, float | None] = dict(zip(names, values, strict=True))
+    return {**scores, "glue_percent": float(np.mean(values))} if task in GLUE else scores
+
+
+def text_logits(
+    model: SequenceClassifier,
+    tokenizer: Tokenizer,
+    examples: Sequence[Example],
+    length: int,
+    batch_size: int,
+    name: str,
+) -> NDArray[np.float64]:
+    """Returns the logits (items, classes) of sentences or sentence pairs.
+
+    Inputs of more than `length` tokens are truncated, as in training, with a warning.
+    """
+    rows = Sentences(examples, tokenizer, length, name)
+    if rows.cut:
+        warn(f"{name}: {rows.cut:,} of {len(rows):,} exceed {length} tokens and were truncated")
+    loader = DataLoader(rows, batch_size, collate_fn=partial(padded, pad=tokenizer.pad))
+    return common.logits_of(model, loader, name, f"{batch_size} x {length:,} tokens")[0].numpy()

@@ -16,7 +16,7 @@ from molflt.data.text.sentences import CLASSES, TASKS, Example
 from molflt.data.text.tokenizer import TOKENIZER, Tokenizer
 from molflt.data.text.vocabulary import Vocabulary
 from molflt.evaluation.common import device_of
-from molflt.evaluation.sentences import text_logits
+from molflt.evaluation.language import text_logits
 from molflt.evaluation.translation import translate
 from molflt.image.classifier import ImageClassifier
 from molflt.pretrained.base import Card, Pretrained

@@ -64,7 +64,7 @@ RECIPES: dict[str, Recipe] = {
         "molflt.sequence.encoder:SequenceClassifier",
         "molflt.data.text.sentences:SentenceData",
         "molflt.tasks.sentences:SentenceTask",
-        "molflt.evaluation.sentences:evaluate",
+        "molflt.evaluation.language:evaluate_sentences",
         relatives=("masked_language",),
     ),
     "translation": Recipe(
