@@ -7,15 +7,13 @@ that do not occur in the training data are calibrated separately, because member
 wrong energies for them.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -75,10 +73,10 @@ class Calibration:
     split: str
     systems: int
     members: tuple[str, ...]
-    new: Calibration | None = None
+    new: "Calibration | None" = None
 
     @staticmethod
-    def fit(error: _Array, spread: _Array, split: str, members: Sequence[str]) -> Calibration:
+    def fit(error: _Array, spread: _Array, split: str, members: Sequence[str]) -> "Calibration":
         """Fits a calibration to held-out systems.
 
         The factor is computed by `conformal_factor`. The floor minimizes the interval score, a
@@ -131,11 +129,11 @@ class Calibration:
         write_atomically(path, (json.dumps(content, indent=2) + "\n").encode())
 
     @staticmethod
-    def read(path: Path) -> Calibration:
+    def read(path: Path) -> "Calibration":
         """Reads a file written by :meth:`save`."""
         return Calibration.from_json(read_json(path, "a calibration in JSON", EVALUATE), str(path))
 
-    def expect_weights(self, model: EnsembleRegressor, name: str) -> Calibration:
+    def expect_weights(self, model: EnsembleRegressor, name: str) -> Self:
         """Returns the calibration; raises ValueError if it is not for the weights of `model`."""
         if self.members != tuple(sorted(model.weights)):
             raise ValueError(
@@ -145,7 +143,7 @@ class Calibration:
         return self
 
     @staticmethod
-    def from_json(content: Any, name: str) -> Calibration:
+    def from_json(content: Any, name: str) -> "Calibration":
         """Parses the content of a calibration file; `name` is its path, for error messages."""
         try:
             factor, floor = float(content["factor"]), float(content["floor_eV"])
@@ -239,7 +237,11 @@ def assess(
         for name, part in found.items()
     }
     rest = _errors(source, source.spread, source.labeled & ~source.is_new & ~calibrating)
-    rows[chosen]["coverage_crossed_percent"] = _crossed(calibration, fitted, rest)
+    if len(rest.error) >= _LEAST:  # each half calibrates the other
+        other = Calibration.fit(*rest, chosen, model.weights)
+        covered = [rest.error <= calibration.uncertainty(rest.width)]
+        covered.append(fitted.error <= other.uncertainty(fitted.width))
+        rows[chosen]["coverage_crossed_percent"] = 100 * float(np.concatenate(covered).mean())
     calibration.save(out / CALIBRATION)
     if evaluated:
         _draw(calibration, fitted, evaluated, out / "uncertainty.png")
@@ -329,7 +331,7 @@ def _with_new(
     if smallest < _LEAST or not all(spread[mask].any() for mask in others.values()):
         return calibration, widths
 
-    def extended(mask: NDArray[np.bool_]) -> Calibration:
+    def extended(mask: NDArray[np.bool_]) -> "Calibration":
         new = Calibration.fit(error[mask], spread[mask], calibration.split, calibration.members)
         return replace(calibration, new=new)
 
@@ -387,16 +389,6 @@ def _over_all_splits(evaluated: Sequence[_Errors], is_new: NDArray[np.bool_]) ->
         area = mannwhitneyu(new, known, method="asymptotic").statistic / len(known) / len(new)
         text += f"; larger for new elements, with an area under the ROC curve of {area:.2f}"
     return text
-
-
-def _crossed(calibration: Calibration, fitted: _Errors, rest: _Errors) -> float | None:
-    """Returns the coverage in % if each part calibrates the other; None if `rest` is too small."""
-    if len(rest.error) < _LEAST:
-        return None
-    other = Calibration.fit(*rest, calibration.split, calibration.members)
-    covered = [rest.error <= calibration.uncertainty(rest.width)]
-    covered.append(fitted.error <= other.uncertainty(fitted.width))
-    return 100 * float(np.concatenate(covered).mean())
 
 
 def _draw(

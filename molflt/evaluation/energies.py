@@ -100,19 +100,17 @@ def evaluate(
     spreads, columns, spread_table = assess(model, found, out, calibration_split, source.learned)
     adds_baseline = source.own.reading.baseline_key is not None
     results: Results = {}
+    rows: list[dict[str, object]] = []
     for split, part in found.items():
         _warn_of_labels(split, part, datasets[split])
         results[split] = _metrics(part, median, adds_baseline)
         results[split] |= {**spreads.get(split, {}), **relaxations.get(split, {})}
-    group_errors = _errors_by_group(found)
-    rows: list[dict[str, object]] = []
-    for split, part in found.items():
         numbers = {"error_eV": part.energy - part.target, **columns.get(split, {})}
         rows += part.rows(split, datasets[split], ("adsorbate", "slab"), numbers)
     write_csv(out / "predictions.csv", rows)
     _write_arrays(out / "predictions.npz", found)
     by_group = ""
-    if group_errors:
+    if group_errors := _errors_by_group(found):
         write_csv(out / "errors_by_group.csv", group_errors)
         by_group = _group_tables(group_errors)
     _draw(out, found, model, datasets)

@@ -1,7 +1,5 @@
 """Ensembles of trained runs that predict the mean energy of their members."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -61,8 +61,7 @@ def evaluate(
             names = {"class": classes[label], "predicted": classes[predicted[i]]}
             rows.append({"split": split, "index": i, **names, "probability": probabilities[i]})
     write_csv(out / "predictions.csv", rows)
-    images = next(reversed(by_split.values()))  # for the figures
-    first = images[0][0][None].to(common.device_of(model))
+    first = images[0][0][None].to(common.device_of(model))  # of the last split
     title = "last layer, first image; patches row by row"
     position, scale, side = model.stack.position, model.position_scale, model.side
     if position is not None and position.dim == 1:

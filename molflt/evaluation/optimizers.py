@@ -170,10 +170,7 @@ def final_loss(curves: _Curve) -> tuple[float, float]:
     return (float(10**mean), sd) if math.isfinite(mean) else (math.inf, math.nan)
 
 
-_Ends = Mapping[str, tuple[float, float]]  # mean and standard deviation (or NaN) by optimizer
-
-
-def _metrics(ends: _Ends, name: str) -> dict[str, float | None]:
+def _metrics(ends: Mapping[str, tuple[float, float]], name: str) -> dict[str, float | None]:
     """Returns means and deviations; the keys of all but the first optimizer begin with its name."""
     metrics: dict[str, float | None] = {}
     for number, (optimizer, (mean, sd)) in enumerate(ends.items()):

@@ -1,11 +1,9 @@
 """Evaluation of potentials: errors of energies, forces and stress, with trivial baselines."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -13,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from molflt import plots
-from molflt.atoms import symbol
+from molflt.atoms import Batch, symbol
 from molflt.data.structures.base import AS_TRAINED
 from molflt.data.structures.domain import Domain
 from molflt.data.structures.force_units import unit_fault
@@ -26,14 +24,21 @@ from molflt.files import warn
 from molflt.tasks.potential import PotentialTask, point_errors
 from molflt.training.config import Config
 
-if TYPE_CHECKING:
-    from torch_geometric.data import Batch
-
 _Array = NDArray[np.float64]
 _COLUMNS = (
     "energy_mae_meV_per_atom", "baseline_energy_mae_meV_per_atom", "force_mae_meV_per_A",
     "force_rmse_meV_per_A", "baseline_force_mae_meV_per_A", "stress_mae_meV_per_A3",
 )  # fmt: skip
+
+
+class Points(NamedTuple):
+    """Predictions of a potential for the structures of one source, in the order of the source."""
+
+    energies: Predictions
+    force_mae: _Array  # (systems,), force MAE of each structure in eV/Å; NaN without labels
+    metrics: dict[str, float]  # metrics over all structures, as in training
+    elements: NDArray[np.int64]  # (atoms,), atomic numbers of the atoms with force labels
+    forces: _Array  # (2, atoms, 3), labels and predictions for these atoms, in eV/Å
 
 
 def evaluate(
@@ -69,6 +74,7 @@ def evaluate(
     results: Results = {}
     found: dict[str, Points] = {}
     datasets: dict[str, SinglePoints] = {}
+    rows: list[dict[str, object]] = []
     domain = source.domain(model)
     for split, dataset in source.open(model, domain).items():
         points = datasets[split] = SinglePoints(dataset)
@@ -82,29 +88,23 @@ def evaluate(
         if points.without_energy:
             warn(f"{split}: {points.without_energy} structures have no energy and are skipped")
         warn_of_labels(split, dataset, points.absurd)
-        found[split] = infer_points(model, points, batch_size, split, domain)
-        row = {name: found[split].metrics.get(name) for name in _COLUMNS}
-        results[split] = {**row, **_baseline(model, points), "n": len(points)}
-        _warn_if_trivial(split, results[split])
-    rows: list[dict[str, object]] = []
-    for split, part in found.items():
+        part = found[split] = infer_points(model, points, batch_size, split, domain)
         numbers = {"force_mae_eV_per_A": part.force_mae}
-        rows += part.energies.rows(split, datasets[split], ("formula",), numbers)
+        rows += part.energies.rows(split, points, ("formula",), numbers)
+        row = {name: part.metrics.get(name) for name in _COLUMNS}
+        results[split] = row = {**row, **_baseline(model, points), "n": len(points)}
+        mae, baseline = row["energy_mae_meV_per_atom"], row["baseline_energy_mae_meV_per_atom"]
+        if mae is not None and baseline is not None and mae > baseline > 0:
+            warn(
+                f"{split}: the energy MAE, {mae:.1f} meV/atom, is larger than the MAE of reference "
+                f"energies per element and a constant, {baseline:.1f} meV/atom; train longer, or "
+                "increase task.energy_weight"
+            )
     write_csv(out / "predictions.csv", rows)
     _draw(out, found, datasets)
     table = results_table("split", results, n=("structures", 0))
     text = "\n\n".join(filter(None, (f" on {source.data.root}", source.absent, table)))
     return Evaluation(results, f"{text}\n")
-
-
-def _warn_if_trivial(split: str, row: Mapping[str, float | None]) -> None:
-    mae, baseline = row["energy_mae_meV_per_atom"], row["baseline_energy_mae_meV_per_atom"]
-    if mae is not None and baseline is not None and mae > baseline > 0:
-        warn(
-            f"{split}: the energy MAE, {mae:.1f} meV/atom, is larger than the MAE of reference "
-            f"energies per element and a constant, {baseline:.1f} meV/atom; train longer, or "
-            "increase task.energy_weight"
-        )
 
 
 def _baseline(model: nn.Module, points: SinglePoints) -> dict[str, float | None]:
@@ -154,16 +154,6 @@ def _force_errors(found: Mapping[str, Points]) -> list[dict[str, Any]]:
     if known.any():
         groups += errors_by_group(mae[known], {"natoms": size_ranges(natoms[known])}, metric)
     return groups
-
-
-class Points(NamedTuple):
-    """Predictions of a potential for the structures of one source, in the order of the source."""
-
-    energies: Predictions
-    force_mae: _Array  # (systems,), force MAE of each structure in eV/Å; NaN without labels
-    metrics: dict[str, float]  # metrics over all structures, as in training
-    elements: NDArray[np.int64]  # (atoms,), atomic numbers of the atoms with force labels
-    forces: _Array  # (2, atoms, 3), labels and predictions for these atoms, in eV/Å
 
 
 def infer_points(

@@ -1,7 +1,5 @@
 """Predictions of a trained model for a data set, with warnings about unusual structures."""
 
-from __future__ import annotations
-
 import re
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Relaxation with ASE's optimizers, and files of the structures predicted by the position head."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Mapping
 from math import nan

@@ -76,8 +76,7 @@ def evaluate(
         scores = bleu(translated, text.target, lowercase)
         results[split] |= {"bleu": scores.bleu, "chrf": scores.chrf}
         results[split] |= {"length_ratio": scores.length_ratio, "pairs": len(translated)}
-    split, (_, pairs) = next(reversed(texts.items()))  # for the figures
-    _draw(out, model, pairs, tokenizer, split)
+    _draw(out, model, pairs, tokenizer, split)  # of the last split
     settings = f"beam {beam}, length penalty {length_penalty:g}, {'-'.join(languages)}"
     settings += ", ignoring case, as the tokenizer does" if lowercase else ""
     table = results_table("text", results)
