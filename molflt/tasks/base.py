@@ -99,10 +99,15 @@ class Task(ABC, Generic[_Batch, _Data]):
 
     def check_new(self) -> None:
         """Raises ValueError for options that have no effect; called only for new runs."""
-        if self.redraw_every is not None and not _is_random(self.model):
-            raise ValueError(
-                f"task.redraw_every={self.redraw_every} needs random features; remove the option"
-            )
+        if self.redraw_every is not None:
+            redrawn: Any = copy.deepcopy(self.model)
+            if hasattr(redrawn, "redraw_"):
+                redrawn.redraw_(torch.Generator().manual_seed(0))
+            before, after = self.model.state_dict(), redrawn.state_dict()
+            if all(torch.equal(before[k].nan_to_num(), after[k].nan_to_num()) for k in before):
+                raise ValueError(
+                    f"task.redraw_every={self.redraw_every} needs random features; remove it"
+                )
         parameters = dict(self.model.named_parameters())
         free = {name for name, parameter in parameters.items() if parameter.requires_grad}
         for pattern in self.lr_factors:
@@ -178,16 +183,6 @@ class Task(ABC, Generic[_Batch, _Data]):
         remaining = max(0.0, (max_steps - step) / max(1, max_steps - self.warmup_steps))
         linear = self.schedule == "linear"
         return remaining if linear else 0.5 * (1 - math.cos(math.pi * remaining))
-
-
-def _is_random(model: nn.Module) -> bool:
-    """Returns True if a redraw changes a copy of the model."""
-    if not hasattr(model, "redraw_"):
-        return False
-    redrawn: Any = copy.deepcopy(model)
-    redrawn.redraw_(torch.Generator().manual_seed(0))
-    before, after = model.state_dict(), redrawn.state_dict()
-    return any(not torch.equal(before[k].nan_to_num(), after[k].nan_to_num()) for k in before)
 
 
 def _matching(parameters: Mapping[str, nn.Parameter], pattern: str, option: str) -> list[str]:

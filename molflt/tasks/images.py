@@ -1,20 +1,16 @@
 """Image classification."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from molflt.data.images.augment import Augmentation, augment
+from molflt.data.images.datamodule import ImageData
+from molflt.image.classifier import ImageClassifier
 from molflt.metrics import Metric
 from molflt.tasks.base import Task
-
-if TYPE_CHECKING:
-    from molflt.data.images.datamodule import ImageData
-    from molflt.image.classifier import ImageClassifier
 
 _Batch = tuple[Tensor, Tensor]
 
@@ -26,7 +22,7 @@ class _ImageSums(NamedTuple):
     images: Tensor
 
     @classmethod
-    def of(cls, logits: Tensor, labels: Tensor) -> _ImageSums:
+    def of(cls, logits: Tensor, labels: Tensor) -> Self:
         """Computes the sums from logits (images, classes) and labels (images,)."""
         of_label = logits.gather(1, labels[:, None])
         # ties and NaN count as errors; otherwise a constant output would always be correct
@@ -43,7 +39,7 @@ class _ImageSums(NamedTuple):
         }
 
 
-class ImageTask(Task[_Batch, "ImageData"]):
+class ImageTask(Task[_Batch, ImageData]):
     """Cross-entropy of image classes.
 
     Batches consist of uint8 images (batch, channels, height, width) and labels (batch,).

@@ -1,29 +1,23 @@
 """Relaxed energies, with displacements during relaxation as an auxiliary target."""
 
-# No `from __future__ import annotations`: to resolve them, jsonargparse would import PyG.
-
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 import numpy as np
 import torch
-import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from molflt.atoms import Batch
 from molflt.data.structures import augment
 from molflt.data.structures.base import with_bar
+from molflt.data.structures.datamodule import IS2REData
 from molflt.files import is_first_process, warn
+from molflt.graph import EnergyRegressor
 from molflt.graph.heads import by_contact
 from molflt.metrics import EWT_THRESHOLD, Metric
 from molflt.tasks.base import Task
 from molflt.tasks.structures import OfStructures, expect_same_shape
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-    from torch_geometric.data import Batch
-
-    from molflt.data.structures.datamodule import IS2REData
-    from molflt.graph import EnergyRegressor
 
 _AT_ONCE = 32  # number of structures predicted at once
 _LEAST_SCALE = 0.5  # scale of initial predictions below which a warning is issued
@@ -44,7 +38,7 @@ class _EnergySums(NamedTuple):
         target: Tensor,
         displacement: Tensor | None = None,
         known: Tensor | None = None,
-    ) -> "_EnergySums":
+    ) -> Self:
         """Computes the sums from predicted energies and labels, each (structures,), both in eV.
 
         The displacement error, in Å, is included if `known` is True for any atom.
@@ -74,7 +68,7 @@ class _EnergySums(NamedTuple):
         return metrics
 
 
-class IS2RETask(OfStructures, Task["Batch", "IS2REData"]):
+class IS2RETask(OfStructures, Task[Batch, IS2REData]):
     """Loss, optimizer and schedule of IS2RE direct training (3D-Graphormer, arXiv:2203.04810).
 
     Loss = L1(normalized energy) + w(t) L1(displacement). The displacement error is averaged over
@@ -108,7 +102,7 @@ class IS2RETask(OfStructures, Task["Batch", "IS2REData"]):
         optimization: further arguments of `molflt.tasks.base.Task`.
     """
 
-    model: "EnergyRegressor"
+    model: EnergyRegressor
     sums: ClassVar[type[_EnergySums]] = _EnergySums
     metrics: ClassVar = {
         "mae_eV": Metric("MAE", "eV", "log"),
@@ -150,7 +144,7 @@ class IS2RETask(OfStructures, Task["Batch", "IS2REData"]):
         self.noise = noise
         self.repeat = repeat
 
-    def prepare(self, data: "IS2REData") -> None:
+    def prepare(self, data: IS2REData) -> None:
         """Stores element energies, and the mean and standard deviation of energies, in the model.
 
         All values are in eV.
@@ -184,7 +178,7 @@ class IS2RETask(OfStructures, Task["Batch", "IS2REData"]):
         scale.fill_(std)
 
     def _offsets(
-        self, data: "IS2REData", slab_by_contact: bool, adsorbate_by_contact: bool
+        self, data: IS2REData, slab_by_contact: bool, adsorbate_by_contact: bool
     ) -> tuple[float | None, Literal["none", "fit", "adapt"] | Path | None]:
         """Returns `energy_mean` and `references` for the readout; rejects conflicting options."""
         mean, references = self.energy_mean, self.references
@@ -206,7 +200,7 @@ class IS2RETask(OfStructures, Task["Batch", "IS2REData"]):
                 )
         return 0.0, "none" if adsorbate_by_contact else references or "fit"
 
-    def _scale_readout(self, data: "IS2REData", of_adsorbates: bool) -> "NDArray[np.float64]":
+    def _scale_readout(self, data: IS2REData, of_adsorbates: bool) -> NDArray[np.float64]:
         """Scales the readout by ridge regression (prior 1 ± 0.3); returns predictions in eV."""
         if data.initial is None:
             raise ValueError(
@@ -224,7 +218,7 @@ class IS2RETask(OfStructures, Task["Batch", "IS2REData"]):
         predicted = torch.cat(energies).numpy()
         atoms = dataset.compositions(np.arange(len(dataset)), of_adsorbates).astype(np.float64)
 
-        def residuals(energies: "NDArray[np.float64]") -> "NDArray[np.float64]":
+        def residuals(energies: NDArray[np.float64]) -> NDArray[np.float64]:
             return energies - atoms @ np.linalg.lstsq(atoms, energies, rcond=None)[0]
 
         x, y = residuals(predicted), residuals(data.targets())
@@ -247,7 +241,7 @@ class IS2RETask(OfStructures, Task["Batch", "IS2REData"]):
         """Returns True if an untrained model predicts baseline energies plus references."""
         return bool(self.model.adds_baseline)
 
-    def loss(self, batch: "Batch", progress: float) -> tuple[Tensor, _EnergySums]:
+    def loss(self, batch: Batch, progress: float) -> tuple[Tensor, _EnergySums]:
         if self.interpolate:
             batch = augment.interpolate(batch, self.interpolate, self.noise)
         if self.repeat:
@@ -258,7 +252,7 @@ class IS2RETask(OfStructures, Task["Batch", "IS2REData"]):
         out = self.model(batch)
         energy, target = out["energy"], batch.y_relaxed
         scale = self.model.energy_std
-        loss = F.l1_loss(energy / scale, target / scale)
+        loss = nn.functional.l1_loss(energy / scale, target / scale)
         if "displacement" not in out:
             return loss, _EnergySums.of(energy.detach(), target)
         by_pass = out.get("displacement_by_pass", out["displacement"][None])
@@ -267,20 +261,20 @@ class IS2RETask(OfStructures, Task["Batch", "IS2REData"]):
         known = _target_displacements(batch)[1]
         return loss, _EnergySums.of(energy.detach(), target, errors[-1], known)
 
-    def validation_sums(self, batch: "Batch") -> "_EnergySums":
+    def validation_sums(self, batch: Batch) -> "_EnergySums":
         return _EnergySums.of(self.model(batch)["energy"], batch.y_relaxed)
 
     def _position_weight(self, progress: float) -> float:
         return self.position_weight + progress * (self.position_weight_final - self.position_weight)
 
 
-def _target_displacements(batch: "Batch") -> tuple[Tensor, Tensor]:
+def _target_displacements(batch: Batch) -> tuple[Tensor, Tensor]:
     """Returns target displacements (atoms, 3) in Å, and a mask of the free atoms with a target."""
     target = batch.pos_relaxed - batch.pos
     return target, torch.isfinite(target).all(dim=1) & ~batch.fixed
 
 
-def _displacement_error(displacement: Tensor, batch: "Batch") -> Tensor:
+def _displacement_error(displacement: Tensor, batch: Batch) -> Tensor:
     """Averages absolute errors in Å over free atoms, then structures; 0 without known positions."""
     target, known = _target_displacements(batch)
     target = torch.where(known[:, None], target, torch.zeros_like(target))

@@ -1,17 +1,13 @@
 """Language modeling and image generation: prediction of the next token or byte."""
 
-from __future__ import annotations
-
 import math
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 from torch import Tensor
 
 from molflt.metrics import Metric
+from molflt.sequence.language_model import LanguageModel, PixelModel
 from molflt.tasks.base import Task
-
-if TYPE_CHECKING:
-    from molflt.sequence.language_model import LanguageModel, PixelModel
 
 _Batch = tuple[Tensor, Tensor]
 

@@ -1,21 +1,16 @@
 """Masked language modeling as in BERT (arXiv:1810.04805, section 3.1)."""
 
-from __future__ import annotations
-
 import hashlib
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from molflt.data.text.datamodule import PieceBlocks, TokenizedText
 from molflt.metrics import Metric
+from molflt.sequence.encoder import MaskedLanguageModel
 from molflt.tasks.base import Task
 from molflt.tasks.language import perplexity
-
-if TYPE_CHECKING:
-    from molflt.data.text.datamodule import PieceBlocks, TokenizedText
-    from molflt.sequence.encoder import MaskedLanguageModel
 
 _Batch = tuple[Tensor, Tensor, Tensor]
 
@@ -36,7 +31,35 @@ class _GapSums(NamedTuple):
         return metrics
 
 
-class MaskedTask(Task[_Batch, "TokenizedText"]):
+class Draws(NamedTuple):
+    """Uniform random numbers in [0, 1)."""
+
+    tokens: Tensor  # (3, batch, length); see `hide`
+    sequences: Tensor  # (batch,); see `swap_parts`
+
+    @staticmethod
+    def new(tokens: Tensor) -> "Draws":
+        """Draws new random numbers for ids (batch, length) with torch's default generator."""
+        of_tokens = torch.rand(3, *tokens.shape, device=tokens.device)
+        return Draws(of_tokens, torch.rand(len(tokens), device=tokens.device))
+
+    @staticmethod
+    def of_content(tokens: Tensor, key_mask: Tensor) -> "Draws":
+        """Derives the numbers of each sequence from its tokens, independently of the padding.
+
+        The numbers are 1 for padding, where `key_mask`, of shape (batch, length), is False.
+        """
+        of_tokens, of_sequences = torch.ones(3, *tokens.shape), torch.empty(len(tokens))
+        for i, (row, mask) in enumerate(zip(tokens.cpu(), key_mask.cpu(), strict=True)):
+            ids = row[mask].to(torch.int64)
+            digest = hashlib.sha256(ids.numpy().tobytes()).digest()
+            generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
+            of_tokens[:, i, mask] = torch.rand(3, len(ids), generator=generator)
+            of_sequences[i] = torch.rand((), generator=generator)
+        return Draws(of_tokens.to(tokens.device), of_sequences.to(tokens.device))
+
+
+class MaskedTask(Task[_Batch, TokenizedText]):
     """Mean negative log-likelihood of hidden tokens, in nats, plus the next-sentence loss.
 
     Batches consist of ids, types and a mask, each (batch, length); the mask is False for padding.
@@ -136,39 +159,11 @@ class MaskedTask(Task[_Batch, "TokenizedText"]):
         pairs = torch.tensor(0), torch.tensor(0)
         if model.next_sentence is not None:
             logits = model.follows(hidden)
-            loss = loss + F.cross_entropy(logits.float(), label)
+            loss = loss + nn.functional.cross_entropy(logits.float(), label)
             if len(label) > 1:  # a single sequence keeps its second part
                 pairs = (logits.argmax(dim=1) == label).sum(), torch.tensor(len(label))
         nats = -log_p.detach().double().sum()
         return loss, _GapSums(nats, right, torch.tensor(len(log_p)), *pairs)
-
-
-class Draws(NamedTuple):
-    """Uniform random numbers in [0, 1)."""
-
-    tokens: Tensor  # (3, batch, length); see `hide`
-    sequences: Tensor  # (batch,); see `swap_parts`
-
-    @staticmethod
-    def new(tokens: Tensor) -> Draws:
-        """Draws new random numbers for ids (batch, length) with torch's default generator."""
-        of_tokens = torch.rand(3, *tokens.shape, device=tokens.device)
-        return Draws(of_tokens, torch.rand(len(tokens), device=tokens.device))
-
-    @staticmethod
-    def of_content(tokens: Tensor, key_mask: Tensor) -> Draws:
-        """Derives the numbers of each sequence from its tokens, independently of the padding.
-
-        The numbers are 1 for padding, where `key_mask`, of shape (batch, length), is False.
-        """
-        of_tokens, of_sequences = torch.ones(3, *tokens.shape), torch.empty(len(tokens))
-        for i, (row, mask) in enumerate(zip(tokens.cpu(), key_mask.cpu(), strict=True)):
-            ids = row[mask].to(torch.int64)
-            digest = hashlib.sha256(ids.numpy().tobytes()).digest()
-            generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
-            of_tokens[:, i, mask] = torch.rand(3, len(ids), generator=generator)
-            of_sequences[i] = torch.rand((), generator=generator)
-        return Draws(of_tokens.to(tokens.device), of_sequences.to(tokens.device))
 
 
 def hide(

@@ -1,22 +1,18 @@
 """Learned optimizers: meta-training of coordinate and population optimizers."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from molflt.data.optimizers import ProblemData, generator_of
 from molflt.metrics import Metric
+from molflt.optimizers.coordinate import CoordinateOptimizer
 from molflt.optimizers.functions import FAMILIES, Functions
 from molflt.optimizers.population import MEMBERS, PopulationModel, Populations, PopulationState
 from molflt.optimizers.problems import draw_problem
 from molflt.optimizers.unroll import unroll
 from molflt.tasks.base import Task
-
-if TYPE_CHECKING:
-    from molflt.optimizers.coordinate import CoordinateOptimizer
 
 SMALLEST = 1e-12
 """Lower bound on best values, below which they are rounding errors."""
@@ -92,11 +88,6 @@ class _PopulationSums(NamedTuple):
     best: Tensor  # log10 of the best value after the last generation
     problems: Tensor
 
-    @classmethod
-    def of(cls, state: PopulationState) -> _PopulationSums:
-        best = state.best_value.detach().amin(dim=1).clamp(min=SMALLEST).log10()
-        return cls(best.sum(), best.new_tensor(len(best)))
-
     def metrics(self) -> dict[str, float]:
         return {"log10_best": float(self.best / self.problems)}
 
@@ -145,7 +136,10 @@ class PopulationTask(Task[Tensor, ProblemData]):
         self.resolution = resolution
 
     def loss(self, batch: Tensor, progress: float) -> tuple[Tensor, _PopulationSums]:
-        functions, populations = self._begin(batch)
+        generators = [generator_of(seed, 0) for seed in batch.tolist()]
+        functions = Functions.draw(next(iter(FAMILIES)), self.model.dimension, generators)
+        functions = functions.to(batch.device)
+        populations = Populations(self.model, batch.tolist(), self.members)
         populations.tell(functions(populations.state.position))
         first = populations.state.best_value.median(dim=1).values  # before any member has moved
         terms = []
@@ -156,17 +150,6 @@ class PopulationTask(Task[Tensor, ProblemData]):
             populations.tell(functions(populations.state.position))
             best = populations.state.best_value.amin(dim=1)
             terms.append((best / first + self.resolution).log().mean())
-        return torch.stack(terms).mean().float(), _PopulationSums.of(populations.state)
-
-    @torch.no_grad()
-    def validation_sums(self, batch: Tensor) -> _PopulationSums:
-        functions, populations = self._begin(batch)
-        for _ in range(self.generations):
-            populations.tell(functions(populations.state.position))
-        return _PopulationSums.of(populations.state)
-
-    def _begin(self, batch: Tensor) -> tuple[Functions, Populations]:
-        seeds, family = batch.tolist(), next(iter(FAMILIES))
-        generators = [generator_of(seed, 0) for seed in seeds]
-        functions = Functions.draw(family, self.model.dimension, generators)
-        return functions.to(batch.device), Populations(self.model, seeds, self.members)
+        best = populations.state.best_value.detach().amin(dim=1).clamp(min=SMALLEST).log10()
+        sums = _PopulationSums(best.sum(), best.new_tensor(len(best)))
+        return torch.stack(terms).mean().float(), sums

@@ -1,24 +1,18 @@
 """Training of interatomic potentials on energies, forces and stress."""
 
-# No `from __future__ import annotations`: to resolve them, jsonargparse would import PyG.
-
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from molflt.atoms import Batch
+from molflt.data.structures.potential_data import PotentialData
 from molflt.metrics import Metric
 from molflt.tasks.base import Task
 from molflt.tasks.structures import OfStructures, expect_same_shape
-
-if TYPE_CHECKING:
-    from torch_geometric.data import Batch
-
-    from molflt.data.structures.potential_data import PotentialData
 
 _HUBER = 0.01  # width of the quadratic part in normalized units, as in MACE's universal loss
 _FORCE_LABELS = "force_labels_meV_per_A"
@@ -47,7 +41,7 @@ class _PointSums(NamedTuple):
     force_labels: Tensor  # sum of |label| over components, in eV/Å
 
     @classmethod
-    def of(cls, errors: _Errors) -> "_PointSums":
+    def of(cls, errors: _Errors) -> Self:
         energy, forces, stress = (part.detach().double() for part in errors[:3])
         return cls(
             energy=energy.abs().sum(),
@@ -80,7 +74,7 @@ class _PointSums(NamedTuple):
         return metrics
 
 
-class PotentialTask(OfStructures, Task["Batch", "PotentialData"]):
+class PotentialTask(OfStructures, Task[Batch, PotentialData]):
     """Loss, optimizer and schedule of interatomic potentials.
 
     Loss = energy_weight L(energy per atom) + force_weight L(force components) + stress_weight
@@ -130,7 +124,7 @@ class PotentialTask(OfStructures, Task["Batch", "PotentialData"]):
         self.loss_form = loss
         self.references = references
 
-    def prepare(self, data: "PotentialData") -> None:
+    def prepare(self, data: PotentialData) -> None:
         """Stores element energies and the scale of the forces in buffers of the model."""
         self.check_data(data)
         if self.weights[1]:
@@ -148,7 +142,7 @@ class PotentialTask(OfStructures, Task["Batch", "PotentialData"]):
             return names
         return sorted(names, key=lambda name: name.startswith("force"))
 
-    def loss(self, batch: "Batch", progress: float) -> tuple[Tensor, _PointSums]:
+    def loss(self, batch: Batch, progress: float) -> tuple[Tensor, _PointSums]:
         errors = point_errors(self.model(batch), batch)
         scale = self.model.get_buffer("energy_std")
         terms = (errors.energy, errors.forces, errors.virial)
@@ -160,11 +154,11 @@ class PotentialTask(OfStructures, Task["Batch", "PotentialData"]):
 
     def _mean_loss(self, x: Tensor) -> Tensor:
         if self.loss_form == "huber":
-            return F.huber_loss(x, torch.zeros_like(x), delta=_HUBER) / _HUBER
+            return nn.functional.huber_loss(x, torch.zeros_like(x), delta=_HUBER) / _HUBER
         return x.abs().mean() if self.loss_form == "l1" else x.square().mean()
 
 
-def point_errors(out: Mapping[str, Tensor], batch: "Batch") -> _Errors:
+def point_errors(out: Mapping[str, Tensor], batch: Batch) -> _Errors:
     """Returns predictions minus labels for all known labels.
 
     Args:

@@ -1,19 +1,15 @@
 """Classification and scoring of sentences and sentence pairs."""
 
-from __future__ import annotations
-
 import math
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from molflt.metrics import Metric
+from molflt.sequence.encoder import SequenceClassifier
 from molflt.tasks.base import Task
-
-if TYPE_CHECKING:
-    from molflt.sequence.encoder import SequenceClassifier
 
 _Batch = tuple[Tensor, Tensor, Tensor, Tensor]
 
@@ -29,7 +25,7 @@ class _LabelSums(NamedTuple):
     product: Tensor
 
     @classmethod
-    def of(cls, predicted: Tensor, label: Tensor, loss: Tensor) -> _LabelSums:
+    def of(cls, predicted: Tensor, label: Tensor, loss: Tensor) -> Self:
         """Computes the sums from predictions (items,), labels (items,) and the summed loss."""
         predicted, label = predicted.detach().double(), label.double()
         parts = (predicted, label, predicted.square(), label.square(), predicted * label)

@@ -1,26 +1,20 @@
 """Methods shared by tasks on atomic structures."""
 
-# No `from __future__ import annotations`: to resolve them, jsonargparse would import PyG.
-
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from molflt.atoms import symbol
+from molflt.atoms import Batch, symbol
+from molflt.data.structures.datamodule import IS2REData
+from molflt.data.structures.labels import ElementEnergies
 from molflt.data.structures.parts import element_faults
+from molflt.data.structures.potential_data import PotentialData
 from molflt.graph.heads import undescribed
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-    from torch_geometric.data import Batch
-
-    from molflt.data.structures.datamodule import IS2REData
-    from molflt.data.structures.labels import ElementEnergies
-    from molflt.data.structures.potential_data import PotentialData
 
 
 def expect_same_shape(name: str, predicted: Tensor, label: Tensor) -> None:
@@ -41,11 +35,11 @@ class OfStructures:
 
     def store_references(
         self,
-        data: "IS2REData | PotentialData",
+        data: IS2REData | PotentialData,
         references: Literal["none", "fit", "adapt"] | Path | None,
         of_adsorbates: bool = False,
-        predicted: "NDArray[np.float64] | float" = 0.0,
-    ) -> "ElementEnergies | None":
+        predicted: NDArray[np.float64] | float = 0.0,
+    ) -> ElementEnergies | None:
         """Stores element energies, fitted or read from a file, in a buffer of the model.
 
         `predicted` contains the energies, in eV, that the fit subtracts from the labels.
@@ -60,7 +54,7 @@ class OfStructures:
         self._fitted = {symbol(z): float(fit.energies[z]) for z in np.flatnonzero(fit.present)}
         return fit
 
-    def check_data(self, data: "IS2REData | PotentialData") -> None:
+    def check_data(self, data: IS2REData | PotentialData) -> None:
         """Raises ValueError for shared structures, and for charges and elements not supported."""
         data.refuse_copies()
         if getattr(self.model, "charge_share", None) is None:
@@ -80,9 +74,9 @@ class OfStructures:
             return {}
         return {"references.json": (json.dumps(self._fitted, indent=2) + "\n").encode()}
 
-    def size(self, batch: "Batch") -> int:
+    def size(self, batch: Batch) -> int:
         return int(batch.num_nodes)
 
-    def name(self, batch: "Batch") -> str:
+    def name(self, batch: Batch) -> str:
         """Returns the sids of a batch as text for messages."""
         return f"sids {', '.join(map(str, batch.sid.tolist()))}"

@@ -1,18 +1,14 @@
 """Translation: prediction of the next target token."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from molflt.metrics import Metric
+from molflt.sequence.encoder_decoder import EncoderDecoder
 from molflt.tasks.base import Task
 from molflt.tasks.language import perplexity
-
-if TYPE_CHECKING:
-    from molflt.sequence.encoder_decoder import EncoderDecoder
 
 _Batch = tuple[Tensor, Tensor, Tensor, Tensor]
 
