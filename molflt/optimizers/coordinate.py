@@ -1,7 +1,5 @@
 """Learned optimizer that applies one small model to each coordinate, and the model's memories."""
 
-from __future__ import annotations
-
 import math
 from abc import ABC, abstractmethod
 from typing import Any, Literal, NamedTuple, cast
@@ -264,22 +262,17 @@ class AttentionMemory(Memory):
         self.window = window
 
     def forward(self, x: Tensor, state: MemoryState = (), start: int = 0) -> Tensor:
-        steps = x.shape[1]
+        steps, before = x.shape[1], self._unpacked(state)
         if self.window is None:
-            positions = self._positions(start, steps, x)
-            if not state:  # `decode` would bypass the attention matrices that evaluation plots
-                return self.stack(x, positions)
-            return self.stack.decode(x, positions, self._unpacked(state))[0]
+            return self.stack.decode(x, self._positions(start, steps, x), before)[0]
         keys = steps + (state[0].shape[2] if state else 0)
         key_step = torch.arange(keys, device=x.device) - (keys - steps)
         lag = torch.arange(steps, device=x.device)[:, None] - key_step  # [query, key]
         far = torch.zeros_like(lag, dtype=x.dtype).masked_fill(lag >= self.window, -torch.inf)
         seen = Bias(far[None, None])
-        if not state:
-            return self.stack.norm(self.stack.one_pass(x, seen))
-        for number, block in enumerate(self.stack.blocks):
-            before = KeyValues(*state[2 * number : 2 * number + 2])
-            x = cast(Block, block).decode(x, state=before, encoding=seen)[0]
+        states = [None] * len(self.stack.blocks) if before is None else before.blocks
+        for block, earlier in zip(self.stack.blocks, states, strict=True):
+            x = cast(Block, block).decode(x, state=earlier, encoding=seen)[0]
         return self.stack.norm(x)
 
     def step(self, x: Tensor, state: MemoryState, start: int) -> tuple[Tensor, MemoryState]:

@@ -8,11 +8,9 @@ The training family, "rastrigin_like", is a quadratic form plus cosines, as in L
 (arXiv:1911.03787) and Open-L2O (arXiv:2103.12828), shifted to have a minimum of 0.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -120,7 +118,7 @@ class Functions(NamedTuple):
     shape: dict[str, Tensor]  # further drawn parameters, each (batch, ...)
 
     @classmethod
-    def draw(cls, family: str, dimension: int, generators: Sequence[torch.Generator]) -> Functions:
+    def draw(cls, family: str, dimension: int, generators: Sequence[torch.Generator]) -> Self:
         """Draws one function from each CPU generator, independently of the other functions."""
         kind = FAMILIES[family]
         if dimension < kind.least_dimension:
@@ -142,10 +140,10 @@ class Functions(NamedTuple):
         turned = (moved @ self.rotation.mT).view(x.shape)
         return kind.base(kind.minimizer + kind.half_width / HALF_WIDTH * turned, self.shape)
 
-    def only(self, index: int) -> Functions:
+    def only(self, index: int) -> Self:
         """Returns a batch that contains only the function with this index."""
         return tree_map_only(Tensor, lambda drawn: drawn[index : index + 1], self)
 
-    def to(self, device: torch.device) -> Functions:
+    def to(self, device: torch.device) -> Self:
         """Returns the functions, moved to a device."""
         return tree_map_only(Tensor, lambda drawn: drawn.to(device), self)

@@ -7,13 +7,11 @@ depends on their features and on an FLT mask f(x_i - x_j) of their positions. Th
 specify the features or the update.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -183,7 +181,7 @@ class PopulationModel(Redrawn):
         exact = self.read.mixing == "softmax"
         return mask.num_nodes if isinstance(mask, PopulationMask) and not exact else 0
 
-    def of_dimension(self, dimension: int) -> PopulationModel:
+    def of_dimension(self, dimension: int) -> "PopulationModel":
         """Returns a model with the same weights for functions of a different dimension."""
         at_least_one(dimension=dimension)
         if dimension == self.dimension:
@@ -418,7 +416,7 @@ class PopulationOptimizer:
         start: float | Sequence[float] | Tensor = 0.0,
         scale: float = START_SCALE,
         checkpoint: str = "best",
-    ) -> PopulationOptimizer:
+    ) -> Self:
         """Creates the optimizer from a run folder of the recipe `population_optimizer`.
 
         By default, `dimension` and `members` have the values used in training. `checkpoint` is
