@@ -6,7 +6,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from molflt.attention import Attention, Position, Stack
+from molflt.attention import Attention, Stack
 from molflt.attention.checks import (
     at_least_one,
     known_names,
@@ -107,7 +107,20 @@ class ImageClassifier(Redrawn):
         self.stack = Stack(
             dim=dim, dropout=dropout, position=position, position_options=options, **stack
         )
-        _refuse_misfits(self.stack.position, pool, absolute, self.position_scale)
+        one_of("pool", pool, ("mean", "token"))
+        one_of("absolute", absolute, ABSOLUTE)
+        if (encoding := self.stack.position) is not None:
+            one_of("position_options dim", encoding.dim, (1, 2))
+            if encoding.dim == 1 and self.position_scale != 1:
+                why = "in one dimension, where positions are indices"
+                no_effect(why, position_scale=self.position_scale)
+            if encoding.grid and encoding.dim == 2 and pool == "token":
+                raise ValueError(
+                    f"{type(encoding).__name__} is a table of the offsets between patches, and "
+                    "pool='token' adds a token that is not a patch; use pool='mean', or another "
+                    "position"
+                )
+            expect_unit_scale(encoding, self.position_scale)
         self.embed = nn.Conv2d(channels, dim, patch_size, stride=patch_size)
         self.class_token = nn.Parameter(0.02 * torch.randn(1, 1, dim)) if pool == "token" else None
         self.place: nn.Parameter | None = None
@@ -190,23 +203,6 @@ class ImageClassifier(Redrawn):
 
     def extra_repr(self) -> str:
         return f"image_size={self.image_size}, patch_size={self.patch_size}, pool={self.pool!r}"
-
-
-def _refuse_misfits(position: Position | None, pool: str, absolute: str, scale: float) -> None:
-    one_of("pool", pool, ("mean", "token"))
-    one_of("absolute", absolute, ABSOLUTE)
-    if position is None:
-        return
-    name = type(position).__name__
-    one_of("position_options dim", position.dim, (1, 2))
-    if position.dim == 1 and scale != 1:
-        no_effect("in one dimension, where positions are indices", position_scale=scale)
-    if position.grid and position.dim == 2 and pool == "token":
-        raise ValueError(
-            f"{name} is a table of the offsets between patches, and pool='token' adds a token that "
-            "is not a patch; use pool='mean', or another position"
-        )
-    expect_unit_scale(position, scale)
 
 
 def _sinusoids(side: int, dim: int) -> Tensor:

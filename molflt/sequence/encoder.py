@@ -113,11 +113,7 @@ class EncoderModel(Redrawn):
         known_names(type(self), encoder, TokenEncoder, TokenModel, Stack, Attention)
         super().__init__()
         self.encoder = TokenEncoder(vocabulary, **encoder)
-
-    @property
-    def vocabulary(self) -> int:
-        """Number of token ids."""
-        return self.encoder.vocabulary
+        self.vocabulary = self.encoder.vocabulary
 
 
 class MaskedLanguageModel(EncoderModel):
@@ -149,7 +145,7 @@ class MaskedLanguageModel(EncoderModel):
         self.pooler = nn.Linear(dim, dim) if next_sentence else None
         self.next_sentence = nn.Linear(dim, 2) if next_sentence else None
         self.mask_id = nn.Buffer(torch.tensor(-1))
-        self.ordinary = nn.Buffer(torch.ones(self.encoder.vocabulary, dtype=torch.bool))
+        self.ordinary = nn.Buffer(torch.ones(self.vocabulary, dtype=torch.bool))
 
     def set_special(self, mask_id: int, special: list[int]) -> None:
         """Sets the id of the mask token and the ids of all special tokens, including this one."""
