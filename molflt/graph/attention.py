@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from molflt.attention.layer import Attention
 from molflt.attention.numerics import at_least_float32
 from molflt.attention.positions.base import MixingName
 from molflt.attention.stack import Redrawn
-from molflt.graph.encoding import GraphEncoding, GraphPositionName, _encode, _make_encoding
+from molflt.graph.encoding import GraphPositionName, _encode, _make_encoding
 from molflt.graph.geometry import Geometry
 from molflt.graph.periodic import Open
 
@@ -121,30 +121,19 @@ class GraphAttention(Redrawn):
         if self.encoding is None:
             pos = x.new_zeros(x.shape[0], 3)  # not used
         else:
-            self._expect_cell(self.encoding, cell, pbc)
+            if self.encoding.periodic.needs_cell:
+                suffices = cell is not None
+            else:
+                suffices = self.periodic is not None or (cell is None and pbc is None)
+            if not suffices and (pbc is None or torch.compiler.is_compiling() or bool(pbc.any())):
+                raise ValueError(
+                    "got a periodic structure, which needs cell, (graphs, 3, 3), Å, and periodic="
+                    "'reciprocal' or 'images', or 'none' to ignore the boundaries; the layer has "
+                    f"periodic={self.periodic!r}; pass pbc of False for molecules"
+                )
             if pos is not None:  # ASE's positions are float64
                 pos = pos.to(at_least_float32(next(self.encoding.parameters())).dtype)
         geometry = Geometry.of(pos, batch, cell, pbc, graphs=batch_size, atoms=x.shape[0])
         if not x.shape[0]:
             return x.clone()
         return _encode(self.encoding, geometry).apply(self.attention, x)
-
-    if TYPE_CHECKING:  # torch declares Any as the result of a call
-        __call__ = forward
-
-    def _expect_cell(
-        self, encoding: GraphEncoding, cell: Tensor | None, pbc: Tensor | None
-    ) -> None:
-        """Raises ValueError for periodic structures without a cell or a choice of `periodic`."""
-        if encoding.periodic.needs_cell:
-            suffices = cell is not None
-        else:
-            suffices = self.periodic is not None or (cell is None and pbc is None)
-        if suffices:
-            return
-        if pbc is None or torch.compiler.is_compiling() or bool(pbc.any()):
-            raise ValueError(
-                f"got a periodic structure, which needs cell, (graphs, 3, 3), Å, and periodic="
-                f"'reciprocal' or 'images', or 'none' to ignore the boundaries; the layer has "
-                f"periodic={self.periodic!r}; pass pbc of False for molecules"
-            )

@@ -7,11 +7,13 @@ nodes, padding. `EnergyComputation` is one computation graph for all sizes.
 import copy
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.export import Dim, ExportedProgram, export
 
+from molflt.atoms import Data
 from molflt.attention import Attention
 from molflt.attention.positions.spectral import GraphNodes
 from molflt.graph.dense import DenseAtoms, SizeClass, places_of
@@ -19,10 +21,6 @@ from molflt.graph.geometry import Atoms, Geometry, _starts
 from molflt.graph.neighbors import NearPairs, Neighbors, _Terms, neighbor_list
 from molflt.graph.periodic import Auto, Images, OnMesh
 from molflt.graph.regressor import EnergyRegressor
-
-if TYPE_CHECKING:
-    from torch.export import ExportedProgram
-    from torch_geometric.data import Data
 
 _MOST_IN_MATRIX = 2048
 """largest number of atoms per graph in machine code; larger N x N matrices would exhaust memory"""
@@ -73,7 +71,7 @@ class EnergyInputs(NamedTuple):
     """(edges, 3), from center to neighbor"""
 
     @classmethod
-    def of(cls, model: EnergyRegressor, batch: "Data") -> "EnergyInputs":
+    def of(cls, model: EnergyRegressor, batch: Data) -> "EnergyInputs":
         """Checks and prepares a batch in the format of `EnergyRegressor.forward`."""
         expect_compilable(model)
         atoms = Atoms.of(batch, model.embedding.element.weight)
@@ -169,14 +167,12 @@ class EnergyComputation(nn.Module):
         return energy + inputs.references
 
 
-def export_energies(model: EnergyRegressor, batch: "Data") -> "ExportedProgram":
+def export_energies(model: EnergyRegressor, batch: Data) -> ExportedProgram:
     """Exports an `EnergyComputation` with `torch.export`, for any number of atoms and graphs.
 
     `batch` is an example with at least two graphs of at least two atoms. The `.module()` of the
     exported program maps the `EnergyInputs` of any batch to energies in eV.
     """
-    from torch.export import Dim, export
-
     computation, inputs = EnergyComputation(model), EnergyInputs.of(model, batch)
     dims = {name: Dim(name, min=1) for names in _DIMENSIONS.values() for name in names}
     ordered = tuple(
@@ -248,7 +244,7 @@ class CompiledEnergies(nn.Module):
         self.trained_elements, self.descriptors = model.trained_elements, model.descriptors
         self.element_energies = model.element_energies
 
-    def forward(self, batch: "Data") -> Mapping[str, Tensor]:
+    def forward(self, batch: Data) -> Mapping[str, Tensor]:
         """Computes float64 energies (graphs,), in eV, like `EnergyRegressor.forward`."""
         inputs = EnergyInputs.of(self.model, batch)
         if self.matrix and inputs.mask.shape[1] > _MOST_IN_MATRIX:  # too large for machine code
@@ -256,7 +252,7 @@ class CompiledEnergies(nn.Module):
         return {"energy": self.program(*inputs) + self.model.baseline(batch)}
 
 
-def _example(model: EnergyRegressor) -> "Data":
+def _example(model: EnergyRegressor) -> Data:
     """Returns two graphs, of three and two atoms, that every model accepts."""
     from torch_geometric.data import Data
 

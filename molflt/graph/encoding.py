@@ -1,11 +1,10 @@
 """Relative encoding of the atoms of a batch: mask or kernel, periodicity, and near field."""
 
 from collections.abc import Mapping
-from typing import Any, Literal, TypeAlias, cast, get_args
+from typing import Any, Literal, cast, get_args
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from molflt.attention.checks import no_effect, one_of, readable
 from molflt.attention.encodings import (
@@ -33,7 +32,6 @@ from molflt.graph.neighbors import NearPairs, Neighbors, _bound, _Terms, in_piec
 from molflt.graph.periodic import Auto, Images, Near, OnMesh, Open, Reciprocal, make_periodic
 from molflt.memory import expect_memory
 
-_KernelFactors: TypeAlias = tuple[Tensor, Tensor]
 _NARROWEST = 0.2  # Å, narrowest Gaussian of the near field
 _WAVES_PER_PHASE = 4  # cosine and sine, of queries and of keys
 _WHILE_MADE = 1.5  # peak memory for computing waves of nodes, relative to their own memory
@@ -88,7 +86,14 @@ class GraphEncoding(nn.Module):
                 self.periodic.nodes_only = True
         self.near_field: NearField | None = None
         if near_field:
-            self.near_field = _make_near_field(heads, near_field, position, near_exact)
+            if near_field <= _NARROWEST or position != "multiplicative":
+                raise ValueError(
+                    f"near_field corrects a multiplicative kernel and must be above {_NARROWEST} "
+                    f"Å, the width of its narrowest Gaussian; got {near_field=} and {position=}"
+                )
+            # Near kernels learn much faster if their initial values differ between heads.
+            basis = GaussianBasis(heads, 32, width_range=(_NARROWEST, near_field), amplitude=0.7)
+            self.near_field = NearField(basis, near_field, exact=near_exact)
         if near_exact:
             if self.near_field is None:
                 no_effect("without near_field", near_exact=True)
@@ -192,35 +197,33 @@ class GraphEncoding(nn.Module):
 
     def _evaluate(self, dense: DenseAtoms, terms: _Terms) -> Encoding:
         """Evaluates the encoding without a mesh; exported programs require that all are tensors."""
+        positions, keys, position = dense.positions, dense.key_positions, self.position
         if self.softmax and terms.nodes is None:
-            return self._exact_mask(dense, terms)
-        nodes = None if terms.nodes is None else _rounded(terms.nodes, dense.positions)
-        factors = self.position.factors(dense.positions, dense.key_positions, nodes)
-        if isinstance(self.position, MultiplicativePosition):
+            pairs = self._corrected_pairs(terms)
+            if pairs is None:
+                return position("softmax", positions, keys)
+            assert isinstance(position, MultiplicativePosition)
+            batch, queries, _ = positions.shape
+            kernel = position.kernel(differences(positions, keys))
+            kernel = kernel + pairs.dense(batch, queries, keys.shape[1])
+            return Bias(kernel.clamp(min=position.positive).log())
+        nodes = None if terms.nodes is None else _rounded(terms.nodes, positions)
+        factors = position.factors(positions, keys, nodes)
+        if isinstance(position, MultiplicativePosition):
             encoding = Kernel(*factors, self._corrected_pairs(terms, factors))
             if not self.softmax:
                 return encoding
-            kernel = encoding.dense(dense.positions.shape[1], dense.key_positions.shape[1])
-            return Bias(kernel.clamp(min=self.position.positive).log())
+            kernel = encoding.dense(positions.shape[1], keys.shape[1])
+            return Bias(kernel.clamp(min=position.positive).log())
         if self.softmax:
             return Bias(products_of_all(*factors))
         if self.frequency_projection is not None and terms.nodes is not None:
             return Factors(*self.frequency_projection(factors, terms.nodes.xi))
         return Factors(*factors)
 
-    def _exact_mask(self, dense: DenseAtoms, terms: _Terms) -> Encoding:
-        """Computes the exact mask for softmax, including the near field."""
-        positions, keys, position = dense.positions, dense.key_positions, self.position
-        if self.near_field is None or not isinstance(position, MultiplicativePosition):
-            return position("softmax", positions, keys)
-        kernel = position.kernel(differences(positions, keys))
-        pairs = self._corrected_pairs(terms)
-        if pairs is not None:
-            batch, queries, _ = positions.shape
-            kernel = kernel + pairs.dense(batch, queries, keys.shape[1])
-        return Bias(kernel.clamp(min=position.positive).log())
-
-    def _far(self, near: NearPairs, farthest: float, factors: _KernelFactors | None) -> Tensor:
+    def _far(
+        self, near: NearPairs, farthest: float, factors: tuple[Tensor, Tensor] | None
+    ) -> Tensor:
         """Computes the far field of pairs: (heads, pairs); `farthest` bounds distances, in Å."""
         assert isinstance(self.position, MultiplicativePosition)
         if self.periodic.lattice:
@@ -230,7 +233,7 @@ class GraphEncoding(nn.Module):
         return products(*factors, near.pairs())
 
     def _corrected_pairs(
-        self, terms: _Terms, factors: _KernelFactors | None = None
+        self, terms: _Terms, factors: tuple[Tensor, Tensor] | None = None
     ) -> Pairs | None:
         """Returns near-field pairs and their corrections; each atom is also paired with itself.
 
@@ -269,7 +272,7 @@ class GraphEncoding(nn.Module):
             return self.position.radial_profile(distance)
         kernel = self.periodic.profile(self.position, distance, float(distance.max()))
         if self.near_field is not None:
-            vector = F.pad(distance[None, :, None], (0, 2))  # (1, n, 3), along x
+            vector = nn.functional.pad(distance[None, :, None], (0, 2))  # (1, n, 3), along x
             near = self.near_field.spectrum.mask(vector)[0].exp()
             kernel = kernel + self.near_field.switch(distance) * (near - kernel)
         return kernel.clamp(min=self.position.positive).log()
@@ -321,17 +324,6 @@ def _expect_memory(weights: Tensor, geometry: Geometry, heads: int) -> None:
         f"of the largest of {len(atoms)} structures, plus those of the others,",
         "reduce max_frequency, or use periodic='mesh' (predict: --mesh-order 5)",
     )
-
-
-def _make_near_field(heads: int, cutoff: float, position: str, exact: bool) -> NearField:
-    if cutoff <= _NARROWEST or position != "multiplicative":
-        raise ValueError(
-            f"near_field corrects a multiplicative kernel and must be above {_NARROWEST} Å, the "
-            f"width of its narrowest Gaussian; got near_field={cutoff} and position={position!r}"
-        )
-    # Near kernels learn much faster if their initial values differ between heads.
-    basis = GaussianBasis(heads, 32, width_range=(_NARROWEST, cutoff), amplitude=0.7)
-    return NearField(basis, cutoff, exact=exact)
 
 
 def _expect_map(feature_map: str, capability: str, why: str) -> None:

@@ -1,17 +1,13 @@
 """Positions, cells and batch indices of a PyG batch, checked and converted to a uniform format."""
 
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-from molflt.atoms import FARTHEST, MAX_ATOMIC_NUMBER, Tag
+from molflt.atoms import FARTHEST, MAX_ATOMIC_NUMBER, Data, Tag
 from molflt.attention.checks import graph_name, is_traced, readable, tensors, whole
 from molflt.attention.numerics import at_least_float32, counts_of
-
-if TYPE_CHECKING:
-    from torch_geometric.data import Data
 
 _MOST_GRAPHS = 2**31  # limit on indices in `batch`; the last is the number of graphs minus 1
 
@@ -74,7 +70,7 @@ class Geometry(NamedTuple):
         return cls(pos, batch, _starts(counts_of(batch, graphs)), cell, pbc, tags)
 
     @classmethod
-    def of_data(cls, data: "Data") -> "Geometry":
+    def of_data(cls, data: Data) -> "Geometry":
         """Builds the geometry of a PyG structure or batch, with tags if present."""
         if not hasattr(data, "stores"):  # all PyG data have `stores`; avoids loading PyG
             raise TypeError(
@@ -133,7 +129,7 @@ def _sum_by(x: Tensor, index: Tensor, size: int) -> Tensor:
 
 def _starts(counts: Tensor) -> Tensor:
     """Returns the first index of each group and the total number, for groups of given sizes."""
-    return F.pad(counts.cumsum(0), (1, 0))
+    return torch.nn.functional.pad(counts.cumsum(0), (1, 0))
 
 
 def _checked_positions(pos: Tensor | None, atoms: int | None) -> Tensor:
@@ -203,7 +199,7 @@ class Atoms(NamedTuple):
     """(atoms,) bool, True for fixed atoms; by default all False"""
 
     @classmethod
-    def of(cls, data: "Data", weight: Tensor, charged: bool = False) -> "Atoms":
+    def of(cls, data: Data, weight: Tensor, charged: bool = False) -> "Atoms":
         """Reads the data that `EnergyRegressor.forward` accepts, in the precision of `weight`.
 
         Total charges other than 0 are rejected unless `charged` is True.
@@ -254,7 +250,7 @@ class Atoms(NamedTuple):
 
 
 def _numbers_of(
-    data: "Data", geometry: Geometry, name: str, usual: float, why: str | None
+    data: Data, geometry: Geometry, name: str, usual: float, why: str | None
 ) -> Tensor | None:
     """Returns numbers (graphs,), with the `usual` one for NaN; None if the data lack them.
 

@@ -12,9 +12,8 @@ from molflt.atoms import MAX_ATOMIC_NUMBER, Tag
 from molflt.attention.checks import one_of, readable
 from molflt.attention.numerics import fade
 from molflt.graph.geometry import Geometry, _sum_by
-from molflt.graph.messages import EquivariantMessages
+from molflt.graph.messages import EquivariantMessages, radial_bumps
 from molflt.graph.neighbors import Neighbors, sum_in_pieces
-from molflt.graph.radial import radial_bumps
 
 _WAVES = 64  # number of functions of descriptors
 _WAVE_NUMBER = 0.3  # wave number per standard deviation; keeps elements of a group close
@@ -53,14 +52,6 @@ def period_and_group(number: int) -> tuple[int, int]:
     return period, max(3, 18 - (_NOBLE_GASES[period] - number))
 
 
-def _valence(number: int) -> tuple[int, int, int, int]:
-    """Returns the numbers of s, p, d and f electrons outside closed shells, except for He."""
-    period, group = period_and_group(number)
-    d = group - 2 if 3 <= group <= 12 else 0
-    f = max(0, min(14, number - _NOBLE_GASES[period - 1] - 3)) if group == 3 and period >= 6 else 0
-    return min(2, group), max(0, group - 12), d, f
-
-
 def element_descriptors() -> Tensor:
     """Returns a float32 table (119, 8) of element descriptors; row indices are atomic numbers.
 
@@ -78,8 +69,11 @@ def element_descriptors() -> Tensor:
     for number, electronegativity in enumerate(map(float, _ELECTRONEGATIVITY.split()), start=1):
         if not math.isnan(electronegativity):
             period, group = period_and_group(number)
-            radius = covalent_radii[number]
-            rows[number] = period, group, radius, electronegativity, *_valence(number)
+            # electrons outside closed shells; He, for which this is wrong, has no electronegativity
+            d = group - 2 if 3 <= group <= 12 else 0
+            f = max(0, min(14, number - _NOBLE_GASES[period - 1] - 3))
+            valence = min(2, group), max(0, group - 12), d, f if group == 3 and period >= 6 else 0
+            rows[number] = period, group, covalent_radii[number], electronegativity, *valence
     rows = (rows - np.nanmean(rows, axis=0)) / np.nanstd(rows, axis=0)
     return torch.tensor(rows, dtype=torch.float32)
 

@@ -1,7 +1,5 @@
 """Interatomic potential: energies, with forces and stress as exact derivatives."""
 
-# No `from __future__ import annotations`: to resolve them, jsonargparse would import PyG.
-
 import copy
 from collections.abc import Mapping
 from typing import Any, cast
@@ -127,7 +125,7 @@ class Potential(EnergyRegressor):
         if total_charge:
             self.charge_vector = nn.Parameter(torch.zeros(dim))
 
-    def forward(self, batch: "Data") -> Mapping[str, Tensor]:
+    def forward(self, batch: Data) -> Mapping[str, Tensor]:
         """Computes energies, forces and stress, which are differentiable in training mode.
 
         Args:
@@ -164,7 +162,7 @@ class Potential(EnergyRegressor):
                 out["stress"] = torch.where(volume > 0, stress, torch.nan)
         return out if self.training else {name: x.detach() for name, x in out.items()}
 
-    def parts(self, batch: "Data") -> dict[str, Tensor]:
+    def parts(self, batch: Data) -> dict[str, Tensor]:
         """Returns differentiable contributions to the energies, each float64 (graphs,), in eV.
 
         They are "local", from elements and attention, and, with `long_range`, also "near" and
@@ -172,7 +170,7 @@ class Potential(EnergyRegressor):
         """
         return self._parts(batch)[0]
 
-    def _parts(self, batch: "Data") -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    def _parts(self, batch: Data) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Returns the parts of the energies, and the other outputs of `forward`."""
         untagged = copy.copy(batch)  # all atoms count equally
         untagged.tags = torch.full(batch.pos.shape[:1], int(Tag.SURFACE), device=batch.pos.device)
@@ -197,7 +195,7 @@ class Potential(EnergyRegressor):
         return super()._refine(geometry, tokens, neighbors, fixed)
 
 
-def _strained(batch: "Data") -> tuple["Data", Tensor, Tensor | None]:
+def _strained(batch: Data) -> tuple[Data, Tensor, Tensor | None]:
     """Applies zero strain; returns the batch, its positions and the strain (None without cells)."""
     pos = Geometry.of_data(batch).pos.detach().clone().requires_grad_()
     out = copy.copy(batch)

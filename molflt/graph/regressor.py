@@ -1,9 +1,7 @@
 """IS2RE model, which predicts relaxed energies and displacements from initial structures."""
 
-# No `from __future__ import annotations`: to resolve them, jsonargparse would import PyG.
-
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -148,14 +146,26 @@ class EnergyRegressor(Redrawn):
                 "also takes structures without tags; change one of them"
             )
         kernel = dict[str, Any](mixing=mixing, feature_map=feature_map, num_features=num_features)
+        multiplicative = position == "multiplicative"
+        scheme: str | Open = periodic or ("auto" if multiplicative else "none")
+        if near_field is None and multiplicative and scheme != "images":
+            near_field = 5.0
         if not far_field:
             why = "with far_field=False"
             no_effect(why, max_frequency=max_frequency, position_options=position_options)
+            if scheme not in ("auto", "reciprocal") or not near_field:
+                raise ValueError(
+                    "far_field=False needs a multiplicative position with a near field and "
+                    f"periodic 'auto' or 'reciprocal'; got periodic={scheme!r} and {near_field=}; "
+                    "change one"
+                )
+            scheme = Near()
         self.encoding: GraphEncoding | None = _make_encoding(
             heads,
             position,
             kernel,
-            **_periodic_and_near(position, periodic, near_field, far_field),
+            periodic=scheme,
+            near_field=near_field,
             position_options=position_options,
             image_cutoff=image_cutoff,
             max_frequency=max_frequency,
@@ -207,7 +217,7 @@ class EnergyRegressor(Redrawn):
                 self.register_buffer(name, original.to(converted.device))
         return self
 
-    def forward(self, batch: "Data") -> Mapping[str, Tensor]:
+    def forward(self, batch: Data) -> Mapping[str, Tensor]:
         """Predicts energies and, with a position head, displacements.
 
         Args:
@@ -243,10 +253,7 @@ class EnergyRegressor(Redrawn):
             out["adsorbate_energy"] = out["adsorbate_energy"] + references
         return out
 
-    if TYPE_CHECKING:  # torch declares Any as the result of a call
-        __call__ = forward
-
-    def baseline(self, batch: "Data") -> Tensor | float:
+    def baseline(self, batch: Data) -> Tensor | float:
         """Returns the baseline energies (graphs,) to be added, in eV, or 0 without a baseline."""
         if not self.adds_baseline:
             return 0.0
@@ -326,21 +333,3 @@ def _fill_added(
         initial = model.get_buffer(name)
         is_flag = initial.dtype == torch.bool
         weights.setdefault(prefix + name, torch.zeros_like(initial) if is_flag else initial)
-
-
-def _periodic_and_near(
-    position: str, periodic: str | Open | None, near_field: float | None, far_field: bool
-) -> dict[str, Any]:
-    """Returns the periodic scheme and the near field, with the defaults of `EnergyRegressor`."""
-    multiplicative = position == "multiplicative"
-    scheme = periodic or ("auto" if multiplicative else "none")
-    if near_field is None and multiplicative and scheme != "images":
-        near_field = 5.0
-    if not far_field:
-        if scheme not in ("auto", "reciprocal") or not near_field:
-            raise ValueError(
-                "far_field=False needs a multiplicative position with a near field and periodic "
-                f"'auto' or 'reciprocal'; got periodic={scheme!r} and {near_field=}; change one"
-            )
-        scheme = Near()
-    return {"periodic": scheme, "near_field": near_field}
