@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from molflt.commands.options import did_you_mean, options_of, parse
+from molflt.commands.options import did_you_mean, kinds_of, parse
 from molflt.memory import is_out_of_memory
 from molflt.training.recipes import DEFAULT
 from molflt.version import __version__
@@ -36,21 +36,15 @@ class Command(NamedTuple):
     # ``module:function``, where {0} is the last word of the command; its arguments are the options
     function: str = "molflt.commands.{0}:{0}"
     has_parser: bool = False  # True if `build_parser` in that module returns the parser
-    places: Sequence[str] = ()  # positional arguments; the first may have many values
 
 
 COMMANDS: dict[tuple[str, ...], Command] = {
-    ("data", "inspect"): Command(
-        "summary of structures in files: counts, energies, warnings", places=("path",)
-    ),
+    ("data", "inspect"): Command("summary of structures in files: counts, energies, warnings"),
     ("data", "convert"): Command(
-        "convert readable files to a compact store",
-        "molflt.data.structures.convert:convert",
-        places=("src", "dst"),
+        "convert readable files to a compact store", "molflt.data.structures.convert:convert"
     ),
     ("data", "baseline"): Command(
-        "add energies from an ASE calculator, for models that learn the difference",
-        places=("src", "dst"),
+        "add energies from an ASE calculator, for models that learn the difference"
     ),
     ("data", "download"): Command(
         "download, check and unpack a public data set", "molflt.data.structures.download:download"
@@ -62,14 +56,12 @@ COMMANDS: dict[tuple[str, ...], Command] = {
     ("info",): Command("summary of a run: data, model, steps, best value"),
     ("report",): Command("write an HTML page about a run: curves, errors, settings"),
     ("evaluate",): Command("metrics of a run on splits, with tables and plots", has_parser=True),
-    ("compare",): Command("compare runs: options, size, time, metrics, curves", places=("runs",)),
-    ("predict",): Command("predict structures, sentences or images in files", places=("file",)),
+    ("compare",): Command("compare runs: options, size, time, metrics, curves"),
+    ("predict",): Command("predict structures, sentences or images in files"),
     ("merge",): Command("join the predictions of several processes"),
     ("export",): Command("write a model for use and sharing: weights, model card"),
-    ("relax",): Command("relax structures with a trained potential", places=("structures",)),
-    ("adsorb",): Command(
-        "place a molecule on slabs and rank the placements", places=("slabs", "molecule")
-    ),
+    ("relax",): Command("relax structures with a trained potential"),
+    ("adsorb",): Command("place a molecule on slabs and rank the placements"),
     ("generate",): Command("generate text, translations or images"),
     ("schema",): Command("JSON Schema of configurations, for editors"),
 }
@@ -153,21 +145,17 @@ def parser_of(path: tuple[str, ...], words: Sequence[str] = ()) -> ArgumentParse
     from jsonargparse import ArgumentParser
 
     command, name, function = COMMANDS[path], " ".join(("molflt", *path)), _function(path)
-    parser = ArgumentParser()
     if command.has_parser:
         parser = pkgutil.resolve_name(f"{function.__module__}:build_parser")(words)
     else:
-        documented = ArgumentParser()
-        documented.add_function_arguments(function, as_group=False)
-        for i, argument in enumerate(command.places):
-            text = options_of(documented)[f"--{argument}"].help
-            parser.add_argument(argument, nargs="+" if i == 0 else None, type=Path, help=text)
-        parser.add_function_arguments(
-            function, as_group=False, as_positional=not command.places, skip={*command.places}
-        )
-    if command.has_parser or command.places:
-        usage = [name, *map(str.upper, command.places), "[--OPTION VALUE ...]"]
-        parser.usage = parser.usage or " ".join(usage)  # instead of a full page
+        parser = ArgumentParser()
+        parser.add_function_arguments(function, as_group=False, as_positional=True)
+    places = [action for action in parser._actions if not action.option_strings]
+    for action in places:
+        if kinds_of(action) & {list, Sequence}:  # several words instead of one list
+            action.nargs, action.metavar, action._typehint = "+", action.dest, Path
+    usage = [name, *(action.dest.upper() for action in places), "[--OPTION VALUE ...]"]
+    parser.usage = " ".join(usage)  # instead of a full page
     recipe = next((action.default for action in parser._actions if action.dest == "recipe"), None)
     parser.prog = name if recipe in (None, DEFAULT) else f"{name} --recipe {recipe}"
     parser.description = re.split(r"\n+(?:Args|Returns):\n", inspect.getdoc(function) or "")[0]

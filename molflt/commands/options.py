@@ -66,7 +66,7 @@ def parse(parser: ArgumentParser, words: Sequence[str]) -> Namespace:
     for action in options_of(parser).values():  # --help shows flags and lists as users type them
         if _is_flag(action):
             action.metavar = ""
-        elif _kinds_of(action) & {list, tuple}:
+        elif kinds_of(action) & {list, tuple}:
             action.option_strings = [o for o in action.option_strings if not o.endswith("+")]
             action.metavar = "ITEM ..."
     words = normalized(words, parser)
@@ -95,13 +95,14 @@ def options_of(parser: ArgumentParser) -> dict[str, Action]:
     }
 
 
-def _kinds_of(action: Action) -> set[object]:
+def kinds_of(action: Action) -> set[object]:
+    """Returns the types that an option accepts, without the types of items in lists."""
     hint = getattr(action, "_typehint", None)
     return {get_origin(kind) or kind for kind in (hint, *get_args(hint))}
 
 
 def _is_flag(action: Action | None) -> bool:
-    return action is not None and _kinds_of(action) - {NoneType, Union, UnionType} == {bool}
+    return action is not None and kinds_of(action) - {NoneType, Union, UnionType} == {bool}
 
 
 def did_you_mean(word: str, names: Sequence[str]) -> str:
@@ -157,13 +158,13 @@ def _rewritten(
         positive, group = name.replace("--no_", "--", 1), options.get(name.rpartition(".")[0])
         if not equals and _is_flag(options.get(positive)):
             return [f"{positive}=false"]
-        if group is None or dict not in _kinds_of(group):  # unlike model.position_options
+        if group is None or dict not in kinds_of(group):  # unlike model.position_options
             hint = f"{_similar(name, options)}; see `{prog} --help`"
             raise ValueError(f"unknown option {shown(typed)[1:-1]}{hint}")
     action = options.get(name)
     if not equals:
         return _with_values(typed, f"{name}{plus}", action, remaining)
-    if action is not None and tuple in _kinds_of(action):
+    if action is not None and tuple in kinds_of(action):
         value = f"[{value.strip('[]')}]"  # --betas=0.9,0.99
     return [f"{name}{plus}={value}"]
 
@@ -193,7 +194,7 @@ def _with_values(typed: str, name: str, action: Action | None, remaining: list[s
         return [f"{name}={remaining.pop(0).lower() if has_value else 'true'}"]
     if action is not None and action.nargs is not None:  # --help, --print_config
         return [name]
-    kinds = set() if action is None else _kinds_of(action)
+    kinds = set() if action is None else kinds_of(action)
     several = bool(kinds & {list, tuple})
     items = list(takewhile(_is_value, remaining))
     if not items:
