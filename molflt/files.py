@@ -110,21 +110,12 @@ def _not_written(path: Path, error: OSError, outcome: str) -> OSError:
 
 def clear_parts(folder: Path, name: str = "*") -> None:
     """Removes unfinished files of `name` that killed processes of this machine left in a folder."""
+    import psutil
+
     for part in folder.glob(f".{name}.*.part"):
         pid = part.name.split(".")[-2]
-        if pid.isdecimal() and not _is_alive(int(pid)):
+        if re.fullmatch("[0-9]{1,9}", pid) and not psutil.pid_exists(int(pid)):
             part.unlink(missing_ok=True)
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        if os.name == "posix":  # elsewhere os.kill(pid, 0) would end the process
-            os.kill(pid, 0)
-    except PermissionError:  # a process of another user
-        return True
-    except (ProcessLookupError, OverflowError):
-        return False
-    return True
 
 
 def expect_ending(out: Path | None, *endings: str) -> None:

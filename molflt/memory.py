@@ -32,34 +32,28 @@ def within_memory(describe: Callable[[], str], advice: str) -> Iterator[None]:
 
 def expect_memory(size: float, contents: str, advice: str) -> None:
     """Raises MemoryError if `size` bytes, which the plural noun `contents` takes, are not free."""
-    free = available_memory() if size > _SMALL else None
-    if free is not None and size > free:
+    if size > _SMALL and size > (free := available_memory()):
         needed = f"{contents} take {size / 1e9:.1f} GB"
         raise MemoryError(f"{needed}; {free / 1e9:.1f} GB are free; {advice}")
 
 
-def available_memory() -> int | None:
+def available_memory() -> int:
     """Returns the memory, in bytes, available to this process on the host and in its cgroups.
 
-    Only cgroups of version 2 are considered. The result is None if the memory is unknown, for
-    example on systems other than Linux.
+    Only cgroups of version 2 are considered.
     """
-    known = [_of_machine(), *_of_groups()]
-    return min((size for size in known if size is not None), default=None)
+    import psutil
+
+    return min([psutil.virtual_memory().available, *_of_groups()])
 
 
 def _number(path: Path, name: str = "") -> int | None:
-    """Returns the number that follows `name` in a file of /proc or /sys; None if not found."""
+    """Returns the number that follows `name` in a file of a cgroup; None if not found."""
     try:
         found = re.search(rf"^{name}\s*(\d+)\b", path.read_text(), re.MULTILINE)
     except (OSError, ValueError):
         return None
     return int(found[1]) if found else None
-
-
-def _of_machine() -> int | None:
-    kilobytes = _number(Path("/proc/meminfo"), "MemAvailable:")
-    return None if kilobytes is None else kilobytes * 1024
 
 
 def _of_groups() -> Iterator[int]:

@@ -85,5 +85,5 @@ def test_limits_of_control_groups(monkeypatch, tmp_path, limited) -> None:
     own.write_text("1:cpu:/other\n0::/job/step\n")
     monkeypatch.setattr(molflt.memory, "_GROUPS", tmp_path)
     monkeypatch.setattr(molflt.memory, "_CGROUP", own)
-    monkeypatch.setattr(molflt.memory, "_of_machine", lambda: 100 * GIB)
+    monkeypatch.setattr("psutil.virtual_memory", lambda: Mock(available=100 * GIB))
     assert molflt.memory.available_memory() == (100 * GIB if limited is None else 3 * GIB // 4)
