@@ -16,8 +16,9 @@ import reprlib
 import sys
 import tempfile
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from difflib import get_close_matches
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import IO, TYPE_CHECKING, Any
@@ -288,6 +289,16 @@ def shown(value: object, most: int = 80) -> str:
     shortened.maxstring = shortened.maxother = shortened.maxlong = most
     text = shortened.repr(value)
     return text if len(text) <= most + 2 else f"{text[:most]}..."
+
+
+def did_you_mean(word: str, names: Iterable[str]) -> str:
+    """Returns ``; did you mean ...?`` if `word` resembles a name or its last part, otherwise ""."""
+    whole = {name: name for name in names}
+    last = {re.split("[./]", name)[-1].removeprefix("--"): name for name in names}
+    for typed, known in ((word, whole), (re.split("[./]", word)[-1].removeprefix("--"), last)):
+        if close := get_close_matches(typed, known, 1, 0.7):
+            return f"; did you mean {known[close[0]]}?"
+    return ""
 
 
 def natural(path: Path) -> list[str | int]:

@@ -4,9 +4,10 @@ In a repository or an editable install, they are in the folders ``configs`` and 
 wheel contains copies of these folders inside the package.
 """
 
-import difflib
 from importlib.resources import files
 from pathlib import Path
+
+from molflt.files import did_you_mean
 
 
 def shipped(folder: str) -> Path:
@@ -34,12 +35,8 @@ def find_config(name: str | Path) -> Path:
     short = str(name).removeprefix("configs/").removesuffix(".yaml")
     if str(name) in (short, f"{short}.yaml") and short in names:
         return shipped("configs") / f"{short}.yaml"
-    leaves = {known.rpartition("/")[2]: known for known in names}
-    leaves |= {known: known for known in names}
-    close = difflib.get_close_matches(short, leaves, 1, 0.7)
-    hint = f"; did you mean {leaves[close[0]]}?" if close else ""
     listed = ", ".join(sorted({known.partition("/")[0] for known in names}))
     raise ValueError(
-        f"{name}: no such file; expected a YAML configuration or the name of a shipped one{hint}; "
-        f"these begin with {listed}"
+        f"{name}: no such file; expected a YAML configuration or the name of a shipped one"
+        f"{did_you_mean(short, names)}; these begin with {listed}"
     )

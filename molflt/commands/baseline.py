@@ -8,7 +8,7 @@ import signal
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
-from importlib.metadata import PackageNotFoundError, packages_distributions, version
+from importlib.metadata import packages_distributions, version
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -151,12 +151,8 @@ def _count_totals(dataset: Structures) -> int:
 def _version(calculator: str) -> str:
     if not is_class(calculator):
         return weights_digest(find_weights(calculator, None)[0])[:12]
-    module = calculator.partition(":")[0].partition(".")[0]
-    try:
-        return version(module)  # listing the packages of all modules takes longer
-    except PackageNotFoundError:
-        packages = packages_distributions().get(module)
-        return version(packages[0]) if packages else "(version unknown)"
+    packages = packages_distributions().get(calculator.partition(":")[0].partition(".")[0])
+    return version(packages[0]) if packages else "(version unknown)"
 
 
 def _finished(table: Path, dataset: Structures, label: str) -> dict[int, _Row]:

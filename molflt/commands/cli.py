@@ -18,7 +18,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from molflt.commands.options import did_you_mean, kinds_of, parse
+from molflt.commands.options import kinds_of, parse
+from molflt.files import did_you_mean
 from molflt.memory import is_out_of_memory
 from molflt.training.recipes import DEFAULT
 from molflt.version import __version__

@@ -129,11 +129,10 @@ def compare(
 def _as_json(runs: Sequence[Run]) -> dict[str, object]:
     by_name = {}
     for run in runs:
-        errors: dict[str, dict[str, float]] = {split: {} for split in run.results}
-        for split, row in run.results.items():
-            for name in row:
-                if (error := standard_error(run, split, name)) is not None:
-                    errors[split][name] = error
+        errors = {
+            split: {name: x for name in row if (x := standard_error(run, split, name)) is not None}
+            for split, row in run.results.items()
+        }
         by_name[run.name] = {
             "path": str(run.path),
             "recipe": run.config["recipe"],

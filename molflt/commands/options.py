@@ -6,7 +6,6 @@ jsonargparse reads ``--skip_bad=true`` and ``--splits=[a,b]``; users type ``--sk
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import re
 import shlex
@@ -20,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Union, get_args, get_origin
 
 import yaml
 
-from molflt.files import shown
+from molflt.files import did_you_mean, shown
 from molflt.shipped import config_names
 from molflt.training.limits import check_ranges, readable
 
@@ -103,16 +102,6 @@ def kinds_of(action: Action) -> set[object]:
 
 def _is_flag(action: Action | None) -> bool:
     return action is not None and kinds_of(action) - {NoneType, Union, UnionType} == {bool}
-
-
-def did_you_mean(word: str, names: Sequence[str]) -> str:
-    """Returns ``; did you mean ...?`` if `word` resembles a name or its last part, otherwise ""."""
-    close = difflib.get_close_matches(word, names, 1, 0.7)
-    if not close:
-        last = {name.rpartition(".")[2].removeprefix("--"): name for name in names}
-        typed = word.rpartition(".")[2].removeprefix("--")
-        close = [last[name] for name in difflib.get_close_matches(typed, last, 1, 0.7)]
-    return f"; did you mean {close[0]}?" if close else ""
 
 
 def normalized(words: Sequence[str], parser: ArgumentParser) -> list[str]:

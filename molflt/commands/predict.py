@@ -227,8 +227,9 @@ def _rows(
     note: Mapping[str, object],
 ) -> list[dict[str, object]]:
     """Returns a row per structure, whose keys depend on this structure only, as merging needs."""
-    return [
-        {
+    rows = []
+    for i, energies in enumerate(predictions.by_adsorbate):
+        row = {
             "index": dataset.place(i),
             **({"file": str(dataset.file(i))} if len(dataset.files) > 1 else {}),
             **note,
@@ -237,15 +238,11 @@ def _rows(
             "natoms": int(predictions.natoms[i]),
             "outside": "; ".join(predictions.outside[i]) or None,
             **finite_row(columns, i),
-            **_by_adsorbate(predictions.by_adsorbate[i] or ()),
         }
-        for i in range(len(dataset))
-    ]
-
-
-def _by_adsorbate(energies: Sequence[float]) -> dict[str, object]:
-    text = " ".join(f"{energy:.6f}" for energy in energies)
-    return {"by_adsorbate_eV": text} if len(energies) > 1 else {}
+        if energies is not None and len(energies) > 1:
+            row["by_adsorbate_eV"] = " ".join(f"{energy:.6f}" for energy in energies)
+        rows.append(row)
+    return rows
 
 
 def _write_structures(

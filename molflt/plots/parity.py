@@ -48,7 +48,17 @@ def parity(
     sizes = (3.7, 4.0 if names is None else 4.6), (0.6, 0.4)
     with panels_of(file, len(panels), 2, *sizes, layout="compressed") as (figure, all_axes):
         for axes, (split, (target, energy)) in zip(all_axes, panels.items(), strict=True):
-            _parity_panel(axes, target, energy, low, high)
+            axes.plot([low, high], [low, high], color=GREY, linewidth=1, zorder=1)
+            alpha = min(0.5, max(0.02, 500 / len(target)))
+            # Points are rasterized because vector files of many points are large.
+            axes.scatter(
+                target, energy, 9, BLUE, alpha=alpha, rasterized=True, linewidth=0, zorder=2
+            )
+            axes.set(xlim=(low, high), ylim=(low, high), aspect="equal")
+            axes.grid()
+            if outside := int(((energy < low) | (energy > high)).sum()):
+                text = {"transform": axes.transAxes, "va": "top", "fontsize": "small"}
+                axes.text(0.03, 0.97, f"{outside} outside", text)
             mae, digits = np.abs(energy - target).mean(), 1 if unit.startswith("m") else 3
             axes.set_title(f"{plain(split)}: MAE {mae:.{digits}f} {unit} (n = {len(target):,})")
             worst = [] if names is None else _name_worst(axes, target, energy, names[split], unit)
@@ -74,19 +84,6 @@ def _name_worst(
             axes.plot(*point, "o", color=VERMILION, mfc="none", markersize=6)
             axes.annotate(str(number), point, xytext=shift, **text)
     return lines
-
-
-def _parity_panel(axes: Axes, target: _Array, energy: _Array, low: float, high: float) -> None:
-    axes.plot([low, high], [low, high], color=GREY, linewidth=1, zorder=1)
-    alpha = min(0.5, max(0.02, 500 / len(target)))
-    # Points are rasterized because vector files of many points are large.
-    options: dict[str, Any] = {"color": BLUE, "linewidths": 0, "zorder": 2, "rasterized": True}
-    axes.scatter(target, energy, s=9, alpha=alpha, **options)
-    axes.set(xlim=(low, high), ylim=(low, high), aspect="equal")
-    axes.grid()
-    if outside := int(((energy < low) | (energy > high)).sum()):
-        at = axes.transAxes
-        axes.text(0.03, 0.97, f"{outside} outside", transform=at, va="top", fontsize="small")
 
 
 def calibration(

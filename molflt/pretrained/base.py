@@ -122,19 +122,9 @@ def _json(path: Path) -> object:
 def _exported(saved: Saved, device: str) -> Trained:
     models = saved.models()
     model = models[0] if len(models) == 1 else EnsembleRegressor(models).eval()
-    content = saved.content
-    return Trained(
-        path=saved.path,
-        recipe=str(saved.recipe),
-        model=model.to(device),
-        options=saved.options,
-        task=content["task"],
-        results=content["results"],
-        files=content["files"],
-        about=content.get("about"),
-        license=content.get("license"),
-        datasets=content["datasets"],
-    )
+    names = ("task", "results", "files", "about", "license", "datasets")
+    known = {name: saved.content[name] for name in names if name in saved.content}
+    return Trained(saved.path, str(saved.recipe), model.to(device), saved.options, **known)
 
 
 class Card(NamedTuple):

@@ -44,8 +44,6 @@ from molflt.pretrained.base import Card, Pretrained, Trained
 _PACKAGE, _RECORD = "energies.pt2", "energies.json"
 _AGAIN = "export the run again, with --compiled true"
 
-_Energies = NDArray[np.float64]
-
 
 class Prediction(NamedTuple):
     """Prediction for one structure."""
@@ -204,7 +202,27 @@ class EnergyPredictor(Pretrained):
         by_atom += ["forces"] if self.predicts_forces else []
         found = self.infer(dataset, batch_size, dataset.path.name, by_atom, force)
         columns = uncertainty_of(self.model, found, self.calibration())
-        out = [self._prediction(i, dataset, found, columns, embedding) for i in range(len(dataset))]
+        out = []
+        for i in range(len(dataset)):
+            atomic = {name: values[i] for name, values in found.by_atom.items()}
+            row = finite_row(columns, i)
+            tokens = atomic.get("embedding")
+            if embedding == "pooled" and tokens is not None:
+                if not self.predicts_forces:
+                    tokens = tokens[Geometry.of_data(dataset[i]).above_subsurface().numpy()]
+                tokens = tokens.mean(axis=0)
+            moves = atomic.get("displacement")
+            prediction = Prediction(
+                energy=float(found.energy[i]),
+                uncertainty=row.get("uncertainty_eV"),
+                spread=row.get("spread_eV"),
+                relaxed=None if moves is None else _moved(dataset, i, moves),
+                outside=tuple(found.outside[i]),
+                embedding=tokens,
+                forces=atomic.get("forces"),
+                by_adsorbate=found.by_adsorbate[i],
+            )
+            out.append(prediction)
         return out[0] if is_one(structures) else out
 
     def reading_of(self, files: Paths | None, tags: Tags | None = None) -> Reading:
@@ -247,32 +265,6 @@ class EnergyPredictor(Pretrained):
         if tags == "ase" and not any(map(is_atoms, memory.given)):
             raise ValueError("tags='ase' is for ase.Atoms and files; got PyG data; remove it")
         return memory
-
-    def _prediction(
-        self,
-        i: int,
-        dataset: Structures,
-        found: Predictions,
-        columns: dict[str, _Energies],
-        embedding: str | None,
-    ) -> Prediction:
-        row = finite_row(columns, i)
-        by_atom = {name: values[i] for name, values in found.by_atom.items()}
-        displacement, tokens = by_atom.get("displacement"), by_atom.get("embedding")
-        if embedding == "pooled" and tokens is not None:
-            if not self.predicts_forces:
-                tokens = tokens[Geometry.of_data(dataset[i]).above_subsurface().numpy()]
-            tokens = tokens.mean(axis=0)
-        return Prediction(
-            energy=float(found.energy[i]),
-            uncertainty=row.get("uncertainty_eV"),
-            spread=row.get("spread_eV"),
-            relaxed=None if displacement is None else _moved(dataset, i, displacement),
-            outside=tuple(found.outside[i]),
-            embedding=tokens,
-            forces=by_atom.get("forces"),
-            by_adsorbate=found.by_adsorbate[i],
-        )
 
     def infer(
         self,

@@ -130,30 +130,26 @@ class ImageWriter(Pretrained):
         Returns:
             uint8 images (n, channels, side, side) on the CPU.
         """
-        known = self._known(count, given, rows)
+        at_least_one(count=count)
+        device, side = device_of(self.model), self.model.image_size
+        known = torch.zeros(count, 0, dtype=torch.long, device=device)
+        if given is not None:
+            rows = side // 2 if rows is None else rows
+            if not 1 <= rows < side:
+                raise ValueError(
+                    f"rows must be 1 to {side - 1}, less than the {side} rows of an image; got "
+                    f"{rows}"
+                )
+            known = self.model.bytes_of(torch.as_tensor(given, device=device))
+            known = known[:, : rows * side * self.model.channels]
+        elif rows is not None:
+            raise ValueError(f"rows={rows} has no effect without given images")
         prompt = torch.cat((known.new_full((len(known), 1), START), known), dim=1)
         left = self.model.longest - known.shape[1]
         generator = torch.Generator().manual_seed(seed)
         drawn = sample(self.model, prompt, left, temperature, top_k, generator)
         bar = tqdm(drawn, total=left, desc="bytes", disable=None if progress else True)
         return self.model.images_of(torch.cat((known.cpu(), torch.stack(list(bar), dim=1)), dim=1))
-
-    def _known(self, count: int, given: Tensor | None, rows: int | None) -> Tensor:
-        """Returns the known bytes (images, bytes) of each image on the device of the model."""
-        device = device_of(self.model)
-        at_least_one(count=count)
-        if given is None:
-            if rows is not None:
-                raise ValueError(f"rows={rows} has no effect without given images")
-            return torch.zeros(count, 0, dtype=torch.long, device=device)
-        side = self.model.image_size
-        rows = side // 2 if rows is None else rows
-        if not 1 <= rows < side:
-            raise ValueError(
-                f"rows must be 1 to {side - 1}, less than the {side} rows of an image; got {rows}"
-            )
-        known = self.model.bytes_of(torch.as_tensor(given, device=device))
-        return known[:, : rows * side * self.model.channels]
 
 
 class _Classifier(Pretrained):
