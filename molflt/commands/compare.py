@@ -40,20 +40,12 @@ class Run:
     """Contents of a run folder; parts whose files are missing are empty.
 
     Attributes:
-        path: folder of the run.
         name: short, unique name.
-        metrics: metrics of the task.
         measure: name of the metric that selects the best weights.
-        best: the best validation; None without best weights.
         parameters: number of parameters, including frozen parameters.
-        step: number of steps; None without a last checkpoint.
         provenance: entries of molflt in the last checkpoint, such as "seconds" and "data".
         seconds: time of training and validation; None in runs from earlier versions.
-        time: `seconds` as text.
-        columns: columns of metrics.csv.
         unmeasured: reason why the results in the folder do not belong to the run; empty if they do.
-        results: content of results.json if it belongs to the run.
-        predictions: rows of predictions.csv if results exist.
         errors: |error| of the systems in eV, by split, if known.
     """
 

@@ -148,22 +148,17 @@ def _rewritten(
         if not equals and _is_flag(options.get(positive)):
             return [f"{positive}=false"]
         if group is None or dict not in kinds_of(group):  # unlike model.position_options
-            hint = f"{_similar(name, options)}; see `{prog} --help`"
-            raise ValueError(f"unknown option {shown(typed)[1:-1]}{hint}")
+            part, _, last = name.partition(".")
+            hint = did_you_mean(name, options)
+            if part == "--model" and f"--{last}" in options_of(_position_parser()):
+                hint = f"; did you mean --{_POSITION}.{last}?"
+            raise ValueError(f"unknown option {shown(typed)[1:-1]}{hint}; see `{prog} --help`")
     action = options.get(name)
     if not equals:
         return _with_values(typed, f"{name}{plus}", action, remaining)
     if action is not None and tuple in kinds_of(action):
         value = f"[{value.strip('[]')}]"  # --betas=0.9,0.99
     return [f"{name}{plus}={value}"]
-
-
-def _similar(name: str, options: Mapping[str, Action]) -> str:
-    """Returns the result of `did_you_mean` for an option, which may be one of `_POSITION`."""
-    part, _, last = name.partition(".")
-    if part == "--model" and f"--{last}" in options_of(_position_parser()):
-        return f"; did you mean --{_POSITION}.{last}?"
-    return did_you_mean(name, list(options))
 
 
 def _meant(word: str, remaining: Sequence[str], out: Sequence[str]) -> str:

@@ -20,28 +20,13 @@ from molflt.training.config import Config, absolute
 from molflt.training.recipes import Recipe
 from molflt.training.run_folder import INIT_RECORD, RunFolder, best_of, duration
 from molflt.training.start import build_parser as build_parser  # of this command
-from molflt.training.start import (
-    dated_run,
-    describe_initial,
-    load_initial,
-    read_initial_weights,
-)
+from molflt.training.start import describe_initial, load_initial, read_initial_weights
 from molflt.training.trainer import TrainerOptions
 
 _Options = dict[str, Any]
 
 
-def train(
-    run: Path | None,
-    seed: int,
-    recipe: str,
-    model: _Options,
-    data: _Options,
-    task: _Options,
-    trainer: _Options,
-    resume: Path | None = None,
-    init: Path | None = None,
-) -> int:
+def train(resume: Path | None = None, **config: Any) -> int:
     """Trains a model, from random or existing weights (--init), or resumes a run.
 
     The run folder contains config.yaml (all options, including defaults), versions.json,
@@ -49,25 +34,17 @@ def train(
     with last.ckpt (to resume), last.safetensors and best.safetensors (weights; best by validation).
 
     Args:
-        run: folder to write to or to resume; by default a new folder named after the recipe.
-        seed: seed of weights, batches and dropout.
-        recipe: name of the recipe.
-        model, data, task: arguments of these classes of the recipe; sizes of the model that depend
-            on the data are None.
-        trainer: arguments of `molflt.training.trainer.TrainerOptions`.
         resume: the run folder if a run is resumed.
-        init: run folder or weights to start from; has no effect on a resumed run.
+        config: options of the run; sizes of the model that depend on the data are None, and `init`
+            has no effect on a resumed run.
 
     Returns:
         0, or 128 plus the number of the signal that stopped training after the state was saved.
     """
-    run = dated_run(recipe) if run is None else run
-    TrainerOptions(**trainer).check()
-    folder = RunFolder(run)
+    TrainerOptions(**config["trainer"]).check()
+    folder = RunFolder(config["run"])
     with folder.held(resume is not None), _one_line_warnings(folder):
-        config = {"run": run, "seed": seed, "recipe": recipe, "init": init, "model": model}
-        config |= {"data": data, "task": task, "trainer": trainer}
-        return _train(folder, absolute(config))
+        return _train(folder, absolute({key: config[key] for key in Config.__annotations__}))
 
 
 def _train(folder: RunFolder, config: Config) -> int:

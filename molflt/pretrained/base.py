@@ -149,6 +149,7 @@ class Pretrained:
     Attributes:
         models: classes of the modules that this class supports.
         card: tags, metric and examples of the model card.
+        model: the module in evaluation mode.
         name: name of the run or of the exported folder.
         about: one line about the predicted quantity; for energies also the structures, the
             references and the level of theory; None if unknown.
@@ -161,14 +162,10 @@ class Pretrained:
 
     def __init__(self, trained: Trained) -> None:
         self.trained = trained
+        self.model: nn.Module = trained.model
         self.name = trained.name
         self.about, self.license = trained.about, trained.license
         self.datasets = list(trained.datasets)
-
-    @property
-    def model(self) -> nn.Module:
-        """The module in evaluation mode."""
-        return self.trained.model
 
     @property
     def summary(self) -> str:
