@@ -14,7 +14,6 @@ from molflt.data.text.parallel import read_lines
 from molflt.files import expect_ending, expect_writable
 from molflt.pretrained import ImageWriter, TextWriter, Translator, load
 from molflt.pretrained.tokens import IMAGES
-from molflt.sequence import LanguageModel
 
 
 def generate(
@@ -71,6 +70,12 @@ def generate(
     of_sampling = {"temperature": temperature, "top_k": top_k, "seed": seed}
     of_search = {"beam": beam, "length_penalty": length_penalty}
     of_images = {"images": images, "rows": rows, "fit": fit or None, "out": out}
+    if isinstance(model, ImageWriter | TextWriter) and not model.model.decodes:
+        print(
+            "molflt: this attention mechanism does not support step-by-step decoding; the whole "
+            "sequence is recomputed for every token",
+            file=sys.stderr,
+        )
     if isinstance(model, ImageWriter):
         refuse_idle(
             run, "an image model", {"prompt": prompt or None, "tokens": tokens, **of_search}
@@ -86,7 +91,6 @@ def generate(
             print(line)
     elif isinstance(model, TextWriter):
         refuse_idle(run, "a language model", {"file": file, **of_search, **of_images})
-        _say_cost(model.model)
         for piece in model.stream(prompt, **_without_none({**of_sampling, "tokens": tokens})):
             print(piece, end="", flush=True)
         print()
@@ -121,7 +125,6 @@ def _draw(
         inputs.append(out)  # in the folder `file`, it would become an input image
     expect_writable(out, *inputs)
     count = IMAGES if images is None else images
-    _say_cost(model.model)
     if file is None:
         refuse_idle(model.name, "no --file to continue", {"rows": rows, "fit": fit or None})
         drawn = model.generate(count, progress=True, **options)
@@ -135,12 +138,3 @@ def _draw(
     given[:, :, rows:] = 128  # gray
     write_sheet(out, [given, drawn, original])
     print(f"{out}: {len(drawn)} images; rows: given ({rows} of {size}), drawn, original")
-
-
-def _say_cost(model: LanguageModel) -> None:
-    if not model.decodes:
-        print(
-            "molflt: this attention mechanism does not support step-by-step decoding; the whole "
-            "sequence is recomputed for every token",
-            file=sys.stderr,
-        )

@@ -139,12 +139,9 @@ def _inspect_folder(path: Path, json: bool, inspected: Callable[[Path], Inspecte
         raise ValueError(f"{path}: cannot read any of {', '.join(sources)}")
     for name, text in _shared_structures(by_split):
         by_split[name].summary["warnings"].append(text)
-    splits = {name: split.summary for name, split in by_split.items()}
-    if json:
-        print(dumps({"path": str(path), "splits": splits, "others": others}))
-    else:
-        readable = {name: _readable(summary) for name, summary in splits.items()}
-        print(yaml_of({"path": str(path), "splits": readable, "others": others}))
+    splits = {name: x.summary if json else _readable(x.summary) for name, x in by_split.items()}
+    content = {"path": str(path), "splits": splits, "others": others}
+    print(dumps(content) if json else yaml_of(content))
 
 
 def _shared_structures(by_split: dict[str, Inspected]) -> Iterator[tuple[str, str]]:

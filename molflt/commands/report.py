@@ -73,7 +73,6 @@ class Page(Run):
     def __init__(self, path: Path) -> None:
         self.missing: list[str] = []
         super().__init__(path, path.resolve().name)
-        self.recipe = str(self.config["recipe"])
         self.versions: Mapping[str, object] = self.attempt(lambda: read_versions(path), {})
         self.missing += [
             f"{path / name}: missing; {lost}"
@@ -129,7 +128,7 @@ def _overview(run: Page) -> list[_Part]:
     steps = "unknown" if run.step is None else f"{run.step:,}"
     validation = f"{measure.shown(best.value)} at step {best.step:,}" if best else "none"
     rows = [
-        ("recipe", f"{run.recipe}, seed {run.config['seed']}"),
+        ("recipe", f"{run.config['recipe']}, seed {run.config['seed']}"),
         ("data", ", ".join(f"{k} {v}" for k, v in data.items() if isinstance(v, str))),
         ("sets", "; ".join(sets) or "unknown"),
         ("parameters", f"{run.parameters:,}" if run.parameters else "unknown"),
@@ -190,7 +189,7 @@ def _pictures(page: Page) -> list[_Part]:
 def _worst(page: Page) -> list[_Part]:
     """Returns a table of the structures with the largest force MAEs or energy errors."""
     rows = page.predictions
-    if page.recipe not in ("is2re", "potential") or not page.results:
+    if page.config["recipe"] not in ("is2re", "potential") or not page.results:
         return []
     if not rows:
         raise ValueError(f"{page.path / 'predictions.csv'}: missing or empty; evaluate again")
@@ -214,7 +213,7 @@ def _worst(page: Page) -> list[_Part]:
 
 
 def _settings(page: Page) -> list[_Part]:
-    by_default = dict(flat_options(plain(defaults(page.recipe))))
+    by_default = dict(flat_options(plain(defaults(page.config["recipe"]))))
     options = flat_options(page.config)
     rows = [(name, value) for name, value in options if by_default.get(name) != value]
     caption = "Options that differ from their defaults; config.yaml contains all options."
