@@ -30,7 +30,7 @@ from molflt.data.structures import Reading, open_dataset
 from molflt.data.structures.base import ANY_TAGS, to_atoms
 from molflt.data.structures.data_set import DataSet
 from molflt.data.structures.datamodule import IS2REData
-from molflt.evaluation.results import why_of_others
+from molflt.evaluation.results import own_results
 
 pytestmark = pytest.mark.usefixtures("undrawn")
 STEPS = ("--trainer.max_steps=2", "--task.warmup_steps=1")
@@ -193,7 +193,7 @@ def test_other_energies_of_the_data_are_not_the_results_of_the_run(run, file, tm
     weights = [own / "checkpoints" / "best.safetensors"]
     for words, said in (([], ""), (["--energy_key=other_energy"], "with energy_key other_energy")):
         row = results_of(own, "--device=cpu", *words)["val_id"]
-        why = why_of_others(own, weights)
+        _, why = own_results(own, weights)
         assert said in why and bool(said) == bool(why)
     assert row["mae_eV"] > 50 and row["baseline_mae_eV"] is None
 

@@ -10,15 +10,8 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from molflt.evaluation.results import (
-    RESULTS,
-    Results,
-    align,
-    number_format,
-    read_rows,
-    why_of_others,
-)
-from molflt.files import read_json, shown, write_atomically
+from molflt.evaluation.results import Results, align, number_format, own_results, read_rows
+from molflt.files import shown, write_atomically
 from molflt.metrics import Metric
 from molflt.plots import further_formats, overlaid_curves
 from molflt.plots.training import read_columns
@@ -67,12 +60,10 @@ class Run:
         self.columns: _Columns = attempt(lambda: read_columns(table), {}) if table.is_file() else {}
         files = [path / f"checkpoints/{kind}.safetensors" for kind in ("best", "last")]
         weights = [file for file in files if file.is_file()][:1]
-        self.unmeasured: str = attempt(lambda: why_of_others(path, weights), "")
-        self.results: Results = {}
+        self.results: Results
+        self.unmeasured: str
+        self.results, self.unmeasured = attempt(lambda: own_results(path, weights), ({}, ""))
         self.predictions: Sequence[Mapping[str, str]] = []
-        if not self.unmeasured and (path / RESULTS).is_file():
-            reading: Any = (path / RESULTS, "metrics by split in JSON", "evaluate the run again")
-            self.results = attempt(lambda: read_json(*reading), {})
         if self.results:
             self.predictions = attempt(lambda: read_rows(predictions), [])
         self.errors: _Columns = attempt(lambda: _errors(self.predictions), {})

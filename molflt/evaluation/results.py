@@ -258,21 +258,22 @@ def is_within(data: Path, source: Path) -> bool:
     return data == source or data.name == source.name
 
 
-def why_of_others(folder: Path, weights: Sequence[Path]) -> str:
-    """Explains why results do not belong to these weights or to the data of the run.
+def own_results(folder: Path, weights: Sequence[Path]) -> tuple[Results, str]:
+    """Returns results.json if it belongs to these weights and to the data of the run.
 
-    The text is empty if the results belong to both or if results_of.json is missing, as in earlier
-    versions. Without `weights`, only the data are compared.
+    Otherwise, returns no results and the reason, which is empty if the file is missing. Without
+    results_of.json, as in earlier versions, results belong to both. Without `weights`, only the
+    data are compared.
     """
-    path = folder / RESULTS
-    note = _note(folder)
-    if not note:
-        return ""
-    if note["data"] is not None:
-        return f"{path}: belongs to different data, {shown(note['data'])}"
-    if weights and note["weights"] != sorted(map(weights_digest, weights)):
-        return f"{path}: belongs to different weights, checkpoint {shown(note['checkpoint'])}"
-    return ""
+    path, note = folder / RESULTS, _note(folder)
+    if note and note["data"] is not None:
+        return {}, f"{path}: belongs to different data, {shown(note['data'])}"
+    if note and weights and note["weights"] != sorted(map(weights_digest, weights)):
+        return {}, f"{path}: belongs to different weights, checkpoint {shown(note['checkpoint'])}"
+    content: object = {}
+    if path.is_file():
+        content = read_json(path, "metrics by split in JSON", "evaluate the run again")
+    return content if isinstance(content, dict) else {}, ""
 
 
 def _note(folder: Path) -> ResultsOf:

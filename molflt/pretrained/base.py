@@ -14,7 +14,7 @@ from torch import nn
 from molflt.data.structures.domain import DOMAIN, domain_of
 from molflt.evaluation.calibration import CALIBRATION
 from molflt.evaluation.ensemble import ENSEMBLE, EnsembleRegressor, load_ensemble
-from molflt.evaluation.results import RESULTS, why_of_others
+from molflt.evaluation.results import own_results
 from molflt.files import read_json, shown, write_atomically
 from molflt.optional import require
 from molflt.training.checkpoint import (
@@ -96,8 +96,7 @@ def read_trained(
     else:
         model, config = load_run(run, str(path), device)
         evaluated, weights = run, [path]
-    unmeasured = why_of_others(evaluated, weights)
-    results = None if unmeasured else _json(evaluated / RESULTS)
+    results, unmeasured = own_results(evaluated, weights)
     data = config["data"]
     task: dict[str, object] = dict(config["task"])
     task |= {name: data[name] for name in ("tags", "baseline_key", "resize") if name in data}
@@ -109,7 +108,7 @@ def read_trained(
         model=model,
         options=[read_config(one)["model"] for one in members],
         task=task,
-        results=results if isinstance(results, dict) else {},
+        results=results,
         files=files,
         unmeasured=unmeasured,
     )

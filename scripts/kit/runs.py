@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 from kit.rows import Rows
 from kit.systems import SYSTEMS, read_systems
-from molflt.evaluation.results import RESULTS, read_rows, why_of_others
+from molflt.evaluation.results import RESULTS, own_results, read_rows
 from molflt.files import write_atomically
 from molflt.metrics import EWT_THRESHOLD
 from molflt.training.config import read_config
@@ -125,7 +125,7 @@ def finished(run: Path) -> bool:
     The results of a run without weights, such as an unpacked archive, are accepted.
     """
     last = run / "checkpoints" / "last.safetensors"
-    if not (run / RESULTS).exists() or why_of_others(run, []):
+    if not own_results(run, [])[0]:
         return False
     if not last.exists():
         return True
