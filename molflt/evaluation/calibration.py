@@ -129,18 +129,18 @@ class Calibration:
         write_atomically(path, (json.dumps(content, indent=2) + "\n").encode())
 
     @staticmethod
-    def read(path: Path) -> "Calibration":
-        """Reads a file written by :meth:`save`."""
-        return Calibration.from_json(read_json(path, "a calibration in JSON", EVALUATE), str(path))
-
-    def expect_weights(self, model: EnsembleRegressor, name: str) -> Self:
-        """Returns the calibration; raises ValueError if it is not for the weights of `model`."""
-        if self.members != tuple(sorted(model.weights)):
+    def read(path: Path, model: nn.Module | None = None) -> "Calibration":
+        """Reads a file written by :meth:`save`; raises ValueError if it is not for `model`."""
+        if model is not None and not isinstance(model, EnsembleRegressor):
+            raise ValueError(f"--calibration {path}: {ONE_RUN}")
+        content = read_json(path, "a calibration in JSON", EVALUATE)
+        calibration = Calibration.from_json(content, str(path))
+        if model is not None and calibration.members != tuple(sorted(model.weights)):
             raise ValueError(
-                f"{name}: belongs to other weights, of {len(self.members)} members; expected the "
-                f"{len(model.weights)} members of this ensemble; {EVALUATE}"
+                f"{path}: belongs to other weights, of {len(calibration.members)} members; "
+                f"expected the {len(model.weights)} members of this ensemble; {EVALUATE}"
             )
-        return self
+        return calibration
 
     @staticmethod
     def from_json(content: Any, name: str) -> "Calibration":

@@ -18,7 +18,6 @@ from molflt.evaluation.results import own_results
 from molflt.files import read_json, shown, write_atomically
 from molflt.optional import require
 from molflt.training.checkpoint import (
-    Saved,
     device_named,
     find_weights,
     load_run,
@@ -81,10 +80,15 @@ def read_trained(
         if also or saved.recipe is None:
             expected = "a run in an ensemble" if also else "weights in a run or an exported folder"
             raise ValueError(f"{path}: expected {expected}; got weights without config.yaml")
-        return _exported(saved, device_named(device))
+        models = saved.models()
+        model: nn.Module = models[0]
+        if len(models) > 1:
+            model = EnsembleRegressor(models).eval()
+        names = ("task", "results", "files", "about", "license", "datasets")
+        known = {name: saved.content[name] for name in names if name in saved.content}
+        return Trained(path, saved.recipe, model.to(device_named(device)), saved.options, **known)
     members, checkpoint = [run, *map(Path, also)], checkpoint or path.stem
     files = {name: content for name in KEPT if (content := _json(run / name)) is not None}
-    model: nn.Module
     if also:
         model, config = load_ensemble(members, checkpoint, device)
         evaluated, weights = run / ENSEMBLE, [weights_of(member, checkpoint) for member in members]
@@ -116,14 +120,6 @@ def read_trained(
 
 def _json(path: Path) -> object:
     return read_json(path, "JSON", "restore it, or write it again") if path.is_file() else None
-
-
-def _exported(saved: Saved, device: str) -> Trained:
-    models = saved.models()
-    model = models[0] if len(models) == 1 else EnsembleRegressor(models).eval()
-    names = ("task", "results", "files", "about", "license", "datasets")
-    known = {name: saved.content[name] for name in names if name in saved.content}
-    return Trained(saved.path, str(saved.recipe), model.to(device), saved.options, **known)
 
 
 class Card(NamedTuple):

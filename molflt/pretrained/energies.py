@@ -23,13 +23,7 @@ from molflt.data.structures.domain import DOMAIN, Domain
 from molflt.data.structures.in_memory import StructuresInMemory, is_atoms, is_one
 from molflt.data.structures.sources import Paths, files_of
 from molflt.data.structures.tags import Tagged
-from molflt.evaluation.calibration import (
-    CALIBRATION,
-    EVALUATE,
-    ONE_RUN,
-    Calibration,
-    uncertainty_of,
-)
+from molflt.evaluation.calibration import CALIBRATION, EVALUATE, Calibration, uncertainty_of
 from molflt.evaluation.ensemble import ENSEMBLE, EnsembleRegressor
 from molflt.evaluation.predictions import Predictions, domain_for, infer, open_structures
 from molflt.evaluation.results import finite_row
@@ -288,12 +282,10 @@ class EnergyPredictor(Pretrained):
                 or the export.
         """
         model, trained = self.model, self.trained
-        if not isinstance(model, EnsembleRegressor):
-            if file is not None:
-                raise ValueError(f"--calibration {file}: {ONE_RUN}")
-            return None
         if file is not None:
-            return Calibration.read(file).expect_weights(model, str(file))
+            return Calibration.read(file, model)
+        if not isinstance(model, EnsembleRegressor):
+            return None
         label = trained.label(f"{ENSEMBLE}/{CALIBRATION}" if trained.path.is_dir() else CALIBRATION)
         if (content := trained.files.get(CALIBRATION)) is None:
             warn(
