@@ -1,7 +1,7 @@
 """``molflt adsorb``: places a molecule on slabs and ranks the placements."""
 
 from collections.abc import Sequence
-from itertools import chain, product
+from itertools import product
 from os.path import commonprefix
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from ase.io import write
 from molflt import plots
 from molflt.adsorption import cut, element, placements, ranked, varied
 from molflt.commands.options import refuse_idle
-from molflt.data.structures.ase_fields import not_stored
+from molflt.data.structures.ase_fields import warn_of_lost
 from molflt.data.structures.base import ANY_TAGS, with_bar
 from molflt.data.structures.in_memory import StructuresInMemory
 from molflt.data.structures.sources import exists, files_of
@@ -97,8 +97,7 @@ def adsorb(
             atoms.info |= {f"predicted_{k}": x for k, x in energies.items() if x is not None}
         print(_summary([rows[id(atoms)] for atoms, _ in ranks]))
         frames += [atoms for atoms, _ in varied(ranks, best)]
-    for text in dict.fromkeys(chain(*(not_stored(atoms, out.suffix) for atoms in frames))):
-        warn(f"{out}: {text}")
+    warn_of_lost(out, frames)
     relaxed, order = list[Relaxed](), [*by_name].index
     _write(out, frames, [*rows.values()])
     try:

@@ -16,24 +16,15 @@ from molflt.commands.options import refuse_idle
 from molflt.data.batches import Shard
 from molflt.data.images.files import read_images
 from molflt.data.structures import Structures
-from molflt.data.structures.ase_fields import drop_labels_, not_stored
+from molflt.data.structures.ase_fields import drop_labels_, warn_of_lost
 from molflt.data.structures.base import Tags
 from molflt.data.structures.parts import Part
 from molflt.data.structures.sources import exists, files_of
-from molflt.data.structures.store import STORE
 from molflt.data.text.parallel import read_lines
 from molflt.evaluation.calibration import Calibration, uncertainty_of
 from molflt.evaluation.predictions import Predictions, counted_reasons, open_structures
 from molflt.evaluation.results import finite_row, write_csv
-from molflt.files import (
-    atomically,
-    csv_text,
-    expect_ending,
-    expect_writable,
-    read_header,
-    warn,
-    write_atomically,
-)
+from molflt.files import atomically, csv_text, expect_ending, expect_writable, write_atomically
 from molflt.pretrained import EnergyPredictor, GapFiller, ImageLabeler, SentenceLabeler, load
 from molflt.pretrained.base import Pretrained
 from molflt.training.checkpoint import is_trained
@@ -182,21 +173,18 @@ def _label(model: Pretrained, files: Sequence[Path], out: Path | None, batch_siz
 
 def _model_and_files(run: str | None, files: list[Path]) -> tuple[str | None, list[Path]]:
     """Returns the model and the files; the model may be the first of several paths."""
-    if run is None and len(files) > 1 and _is_run(files[0]):
-        return str(files[0]), files[1:]
-    if run is None and is_trained(files[0]):
+    if run is not None:
+        return run, files
+    first = files[0]
+    is_model = is_trained(first)
+    if len(files) > 1 and (is_model or first.suffix == ".yaml" or not exists(first)):
+        return str(first), files[1:]
+    if is_model:
         raise ValueError(
-            f"{files[0]}: a trained model; expected a file to predict after it; got none; the "
+            f"{first}: a trained model; expected a file to predict after it; got none; the "
             "command is molflt predict RUN FILE"
         )
-    return run, files
-
-
-def _is_run(path: Path) -> bool:
-    """Returns True for a path that names a model instead of structures."""
-    if path.suffix == ".safetensors" and path.is_file():
-        return read_header(path).get("format") != STORE
-    return is_trained(path) or path.suffix == ".yaml" or not exists(path)
+    return None, files
 
 
 def _write_rows(out: Path | None, rows: Sequence[Mapping[str, object]]) -> None:
@@ -252,11 +240,10 @@ def _write_structures(
     from ase.io import write
     from ase.stress import full_3x3_to_voigt_6_stress
 
-    frames, lost = [], dict[str, None]()
+    frames = []
     for i, row in enumerate(rows):
         atoms = dataset.to_atoms(i)
         drop_labels_(atoms)
-        lost |= dict.fromkeys(not_stored(atoms, out.suffix))
         info = {k: v for k, v in row.items() if k not in ("formula", "natoms", "energy_eV")}
         origin = {k: info.pop(k) for k in ("index", "file", "shard") if k in info}
         if len(origin) > 1:  # an index alone is the position in the file
@@ -271,8 +258,7 @@ def _write_structures(
         frames.append(atoms)
     with atomically(out) as part:
         write(str(part), frames, format=out.suffix.removeprefix("."))
-    for text in lost:
-        warn(f"{out}: {text}")
+    warn_of_lost(out, frames)
 
 
 def _gaps(model: GapFiller, source: Path) -> Iterator[dict[str, object]]:

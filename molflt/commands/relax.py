@@ -9,7 +9,7 @@ from tqdm import tqdm
 
 from molflt.commands.options import refuse_idle
 from molflt.data.structures import Structures
-from molflt.data.structures.ase_fields import drop_labels_, not_stored
+from molflt.data.structures.ase_fields import drop_labels_, warn_of_lost
 from molflt.data.structures.base import ANY_TAGS
 from molflt.data.structures.overlaps import atoms_coincide, overlaps_of
 from molflt.data.structures.sources import Paths, files_of, named
@@ -74,7 +74,6 @@ def relax(
         trajectories.mkdir(parents=True, exist_ok=True)
     bar = tqdm(total=len(dataset), unit=" structures", disable=None)
     results: dict[int, Relaxed] = {}  # by index in the file that was read
-    lost: dict[str, None] = {}  # messages, in order
     try:
         for index, record in enumerate(dataset):
             atoms = dataset.to_atoms(index)
@@ -93,13 +92,12 @@ def relax(
                 trajectory=trajectories and _trajectory(trajectories, dataset, index, sid),
                 on_step=lambda step: bar.set_postfix(step=step),
             )
-            lost |= _add(out, dataset, index, result, first=not results)
+            _add(out, dataset, index, result, first=not results)
             results[dataset.place(index)] = result
             bar.update()
     finally:
         bar.close()
-        for text in lost:
-            warn(f"{out}: {text}")
+        warn_of_lost(out, [result.atoms for result in results.values()])
         if 0 < len(results) < len(dataset):
             warn(f"{out} contains {len(results)} of {len(dataset)} structures")
     return _report(out, results)
@@ -129,12 +127,11 @@ def _trajectory(folder: Path, dataset: Structures, index: int, sid: int | str) -
     return path
 
 
-def _add(out: Path, data: Structures, index: int, result: Relaxed, first: bool) -> dict[str, None]:
-    """Appends a structure to `out` and a row to the table; returns messages about lost data."""
+def _add(out: Path, data: Structures, index: int, result: Relaxed, first: bool) -> None:
+    """Appends a structure to `out` and a row to the table."""
     atoms = result.atoms
     drop_labels_(atoms, moved=True)
     atoms.info |= {"converged": result.converged, "steps": result.steps}
-    lost = dict.fromkeys(not_stored(atoms, out.suffix))
     row = {
         "index": data.place(index),
         **({"file": str(data.file(index))} if len(data.files) > 1 else {}),
@@ -160,7 +157,6 @@ def _add(out: Path, data: Structures, index: int, result: Relaxed, first: bool) 
         with appending(out):
             write(str(out), atoms, format="extxyz", append=True)
     add_row(out.with_suffix(".csv"), row, first)
-    return lost
 
 
 def _report(out: Path, results: dict[int, Relaxed]) -> int:

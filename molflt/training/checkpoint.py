@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from molflt.data.structures.domain import DOMAIN, read_domain
+from molflt.data.structures.store import STORE
 from molflt.files import read_header, save_tensors, shown, verify_tensors, write_atomically
 from molflt.optional import require
 from molflt.training.config import HUB, Config, read_config
@@ -34,9 +35,11 @@ def packaged(name: str) -> Path | None:
     return path if path.is_file() and not Path(name).exists() else None
 
 
-def is_trained(folder: Path) -> bool:
-    """Returns True if a folder looks like a run or an exported model."""
-    return (folder / "config.yaml").is_file() or (folder / _MODEL).is_file()
+def is_trained(path: Path) -> bool:
+    """Returns True if a path looks like a run, an exported model, or weights."""
+    if path.suffix == ".safetensors" and path.is_file():
+        return read_header(path).get("format") != STORE
+    return (path / "config.yaml").is_file() or (path / _MODEL).is_file()
 
 
 def _fetched(name: str, options: Mapping[str, object]) -> Path:

@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, get_args
 
 import numpy as np
@@ -305,11 +306,14 @@ def drop_labels_(atoms: Atoms, moved: bool = False) -> None:
         atoms.info.pop(name, None)
 
 
-def not_stored(atoms: Atoms, suffix: str) -> list[str]:
-    """Describes the constraints or arrays that an .extxyz or .traj file cannot store."""
-    if suffix == ".traj":
-        lost, other = {f"array {name}" for name in atoms.arrays.keys() - _IN_TRAJ}, ".extxyz"
-    else:
-        kinds = {type(constraint).__name__ for constraint in atoms.constraints}
-        lost, other = kinds - {"FixAtoms", "FixCartesian"}, ".traj"
-    return [f"{suffix} cannot store {kind}; write {other} to keep it" for kind in sorted(lost)]
+def warn_of_lost(out: Path, frames: Iterable[Atoms]) -> None:
+    """Warns about constraints or arrays that `out`, an .extxyz or .traj file, cannot store."""
+    lost, other = set[str](), ".extxyz" if out.suffix == ".traj" else ".traj"
+    for atoms in frames:
+        if out.suffix == ".traj":
+            lost |= {f"array {name}" for name in atoms.arrays.keys() - _IN_TRAJ}
+        else:
+            kinds = {type(constraint).__name__ for constraint in atoms.constraints}
+            lost |= kinds - {"FixAtoms", "FixCartesian"}
+    for kind in sorted(lost):
+        warn(f"{out}: {out.suffix} cannot store {kind}; write {other} to keep it")
