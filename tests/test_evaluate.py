@@ -219,7 +219,8 @@ def slabs(tags: bool = True) -> list[Atoms]:
 
 
 def test_predict_a_table(run, tmp_path, capsys) -> None:
-    assert f"{run}: a trained model; expected a file" in error_of(capsys, "predict", run)
+    for model in (run, run / "checkpoints" / "best.safetensors"):
+        assert f"{model}: a trained model; expected a file" in error_of(capsys, "predict", model)
     write(tmp_path / "in.extxyz", slabs())
     out = tmp_path / "new" / "out.csv"
     words = ["predict", str(run), str(tmp_path / "in.extxyz"), "--out", str(out)]

@@ -70,6 +70,8 @@ def generate(
     of_sampling = {"temperature": temperature, "top_k": top_k, "seed": seed}
     of_search = {"beam": beam, "length_penalty": length_penalty}
     of_images = {"images": images, "rows": rows, "fit": fit or None, "out": out}
+    given: dict[str, Any] = {**of_sampling, **of_search, "tokens": tokens}
+    given = {name: value for name, value in given.items() if value is not None}
     if isinstance(model, ImageWriter | TextWriter) and not model.model.decodes:
         print(
             "molflt: this attention mechanism does not support step-by-step decoding; the whole "
@@ -80,18 +82,18 @@ def generate(
         refuse_idle(
             run, "an image model", {"prompt": prompt or None, "tokens": tokens, **of_search}
         )
-        _draw(model, file, images, rows, fit, out, _without_none(of_sampling))
+        _draw(model, file, images, rows, fit, out, given)
     elif isinstance(model, Translator):
         refuse_idle(run, "a translation model", {**of_sampling, "tokens": tokens, **of_images})
         if bool(prompt) == (file is not None):
             got = "both" if prompt else "neither"
             raise ValueError(f"{run}: expected either --prompt TEXT or --file FILE; got {got}")
         sentences = [prompt] if file is None else read_lines(str(file))
-        for line in model.translate(sentences, **_without_none(of_search)):
+        for line in model.translate(sentences, **given):
             print(line)
     elif isinstance(model, TextWriter):
         refuse_idle(run, "a language model", {"file": file, **of_search, **of_images})
-        for piece in model.stream(prompt, **_without_none({**of_sampling, "tokens": tokens})):
+        for piece in model.stream(prompt, **given):
             print(piece, end="", flush=True)
         print()
     else:
@@ -99,10 +101,6 @@ def generate(
             f"{run}: expected a model with the recipe language, translation or image_generation; "
             f"got {model.trained.recipe}"
         )
-
-
-def _without_none(options: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in options.items() if value is not None}
 
 
 def _draw(
