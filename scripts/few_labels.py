@@ -20,7 +20,7 @@ from peers_kit.ridge import KernelRidge
 
 from molflt.data.structures import Structures, open_dataset
 from molflt.data.structures.labels import fit_element_energies
-from molflt.data.structures.splits import VAL_SPLITS
+from molflt.data.structures.sources import VAL_SPLITS
 from molflt.data.structures.store import write_store
 
 TRAIN = "train.safetensors"

@@ -34,7 +34,7 @@ from tqdm import tqdm
 from molflt.atoms import Tag
 from molflt.data.structures.ase_fields import fixed_atoms
 from molflt.data.structures.records import make_record
-from molflt.data.structures.splits import VAL_SPLITS
+from molflt.data.structures.sources import VAL_SPLITS
 from molflt.data.structures.store import write_store
 
 RELAXED, INITIAL, FAMILIES = "energies.dat", "energies_i.dat", "groups.dat"

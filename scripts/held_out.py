@@ -23,8 +23,7 @@ from kit.words import guarded, parsed, trainings
 from peers_kit.models import FITS
 
 from molflt.data.structures import open_dataset
-from molflt.data.structures.sources import split_path
-from molflt.data.structures.splits import VAL_SPLITS
+from molflt.data.structures.sources import VAL_SPLITS, split_path
 from molflt.metrics import EWT_THRESHOLD
 
 Energies = dict[str, dict[int, tuple[float, float]]]  # split -> sid -> (energy, label) in eV

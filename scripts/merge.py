@@ -18,8 +18,8 @@ from ase.data import chemical_symbols
 from kit.words import described, guarded
 from torch_geometric.data import Data
 
-from molflt.data.structures.data_set import DataSet
 from molflt.data.structures.labels import fit_element_energies
+from molflt.data.structures.sources import DataSet
 from molflt.data.structures.store import write_store
 
 SPLITS = ("train", "val_id")

@@ -35,7 +35,7 @@ from tqdm import tqdm
 
 from molflt.adsorption import placements
 from molflt.data.structures import open_dataset
-from molflt.data.structures.splits import VAL_SPLITS
+from molflt.data.structures.sources import VAL_SPLITS
 from molflt.files import atomically
 
 TOLERANCE, STEPS = 0.05, 200  # eV/Å

@@ -52,7 +52,7 @@ def energy_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Returns 40 training structures, and splits with and without labels; only for reading."""
     import tiny_run
 
-    from molflt.data.structures.splits import TEST_SPLITS, VAL_SPLITS
+    from molflt.data.structures.sources import TEST_SPLITS, VAL_SPLITS
 
     sizes = {"train": 40, **dict(zip(VAL_SPLITS, (60, 30, 20, 9), strict=True))}
     records = {

@@ -16,7 +16,7 @@ from molflt.commands.evaluate import evaluate
 from molflt.commands.predict import predict
 from molflt.data.structures.base import to_atoms
 from molflt.data.structures.in_memory import StructuresInMemory
-from molflt.data.structures.splits import TEST_SPLITS, VAL_SPLITS
+from molflt.data.structures.sources import TEST_SPLITS, VAL_SPLITS
 from molflt.data.structures.store import StructureStore, write_store
 from molflt.evaluation.energies import _errors_by_group, _metrics, _results_table
 from molflt.evaluation.predictions import Predictions, infer

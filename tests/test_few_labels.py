@@ -17,7 +17,7 @@ from torch import nn
 from molflt.adsorption import placements
 from molflt.data.structures import open_dataset
 from molflt.data.structures.ase_fields import Converter, fixed_atoms
-from molflt.data.structures.splits import VAL_SPLITS
+from molflt.data.structures.sources import VAL_SPLITS
 from molflt.data.structures.store import write_store
 
 sizes = load_script("sizes")

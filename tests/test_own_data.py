@@ -28,8 +28,8 @@ import molflt
 from molflt.commands.cli import main
 from molflt.data.structures import Reading, open_dataset
 from molflt.data.structures.base import ANY_TAGS, to_atoms
-from molflt.data.structures.data_set import DataSet
 from molflt.data.structures.datamodule import IS2REData
+from molflt.data.structures.sources import DataSet
 from molflt.evaluation.results import own_results
 
 pytestmark = pytest.mark.usefixtures("undrawn")

@@ -17,7 +17,7 @@ from torch_geometric.data import Batch, Data
 
 from molflt.data.structures import open_dataset
 from molflt.data.structures.records import make_record
-from molflt.data.structures.splits import VAL_SPLITS
+from molflt.data.structures.sources import VAL_SPLITS
 
 peers = load_script("peers")
 jobs, models, nets, pool, report, ridge = (

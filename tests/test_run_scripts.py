@@ -13,7 +13,7 @@ from kit.systems import System, read_systems, write_systems
 from script_files import cells, load_script
 from tiny_run import table
 
-from molflt.data.structures.splits import VAL_SPLITS
+from molflt.data.structures.sources import VAL_SPLITS
 from molflt.files import save_tensors
 from molflt.training import run_folder
 

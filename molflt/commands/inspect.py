@@ -13,16 +13,17 @@ import numpy as np
 from molflt.atoms import MAX_ATOMIC_NUMBER, Data, Tag, symbol
 from molflt.commands.options import refuse_idle, yaml_of
 from molflt.data.structures import AS_IT_IS, Reading, open_dataset
-from molflt.data.structures.ase_labels import named_options
+from molflt.data.structures.ase_fields import named_options
 from molflt.data.structures.base import Tags, grouped
 from molflt.data.structures.convert import one_pass
-from molflt.data.structures.force_units import MOST_FRAMES, unit_fault
 from molflt.data.structures.labels import (
+    MOST_FRAMES,
     energy_kind,
     label_faults,
     most_adsorption,
     per_atom,
     point_fault,
+    unit_fault,
 )
 from molflt.data.structures.overlaps import Survey, equal_structures, overlaps_of
 from molflt.data.structures.sources import Paths, is_one_source, named, sources_in

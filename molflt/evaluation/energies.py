@@ -15,7 +15,7 @@ from molflt import plots
 from molflt.data.structures import Structures
 from molflt.data.structures.base import AS_TRAINED, Tags
 from molflt.data.structures.labels import label_faults, limit_in
-from molflt.data.structures.splits import OC20_FILES, TEST_SPLITS
+from molflt.data.structures.sources import OC20_FILES, TEST_SPLITS
 from molflt.evaluation.calibration import assess, check_calibration_split
 from molflt.evaluation.evaluated import EvaluationData, warn_of_labels
 from molflt.evaluation.predictions import Predictions, infer

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from molflt.atoms import Batch
 from molflt.data.structures.base import Structures
-from molflt.data.structures.data_set import DataSet
+from molflt.data.structures.sources import DataSet
 from molflt.graph.heads import by_contact
 from molflt.training.checkpoint import load_run
 from molflt.training.config import Config, read_config

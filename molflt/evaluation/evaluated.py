@@ -12,10 +12,8 @@ from torch import nn
 
 from molflt.data.structures import Structures
 from molflt.data.structures.base import AS_TRAINED
-from molflt.data.structures.data_set import DataSet
 from molflt.data.structures.domain import Domain, domain_of
-from molflt.data.structures.sources import exists, is_same
-from molflt.data.structures.splits import VAL_SPLITS
+from molflt.data.structures.sources import VAL_SPLITS, DataSet, exists, is_same
 from molflt.evaluation.ensemble import EnsembleRegressor
 from molflt.evaluation.predictions import check_structures, domain_for
 from molflt.evaluation.results import is_within

@@ -14,7 +14,7 @@ from molflt import plots
 from molflt.atoms import Batch, symbol
 from molflt.data.structures.base import AS_TRAINED
 from molflt.data.structures.domain import Domain
-from molflt.data.structures.force_units import unit_fault
+from molflt.data.structures.labels import unit_fault
 from molflt.data.structures.potential_data import SinglePoints
 from molflt.evaluation.energies import errors_by_group, size_ranges
 from molflt.evaluation.evaluated import EvaluationData, warn_of_labels

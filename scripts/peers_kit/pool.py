@@ -10,7 +10,7 @@ from typing import Any
 
 from kit.runs import digest, expect_same, run_all, run_logged
 
-from molflt.data.structures.splits import VAL_SPLITS
+from molflt.data.structures.sources import VAL_SPLITS
 from peers_kit.jobs import Job, config_of
 from peers_kit.models import FITS, TRIED, title, variant_words
 

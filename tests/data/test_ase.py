@@ -30,8 +30,8 @@ from molflt.data.structures.ase_fields import (
 )
 from molflt.data.structures.ase_files import ENDINGS, AseStructures, ase_format
 from molflt.data.structures.base import to_atoms
-from molflt.data.structures.force_units import unit_fault
 from molflt.data.structures.in_memory import StructuresInMemory
+from molflt.data.structures.labels import unit_fault
 from molflt.data.structures.records import make_record
 
 

@@ -12,8 +12,7 @@ from molflt.commands.cli import main
 from molflt.data.structures import download as module
 from molflt.data.structures import open_dataset
 from molflt.data.structures.download import GAME_NET, _unpack, download
-from molflt.data.structures.sources import split_path
-from molflt.data.structures.splits import OC20_ARCHIVE
+from molflt.data.structures.sources import OC20_ARCHIVE, split_path
 
 INNER = OC20_ARCHIVE.inner
 

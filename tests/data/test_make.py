@@ -17,7 +17,7 @@ from making import calculators, slabs
 from making import systems as make_systems
 
 from molflt.data.structures.base import to_atoms
-from molflt.data.structures.splits import VAL_SPLITS
+from molflt.data.structures.sources import VAL_SPLITS
 from molflt.data.structures.store import StructureStore
 
 SMALL = {"train": 2, "val": 1, "seed": 7, "frames": True}

@@ -14,7 +14,7 @@ from tiny_run import printed, write_frames
 
 from molflt.commands.cli import main
 from molflt.data.structures import Reading, open_dataset
-from molflt.data.structures.force_units import (
+from molflt.data.structures.labels import (
     energy_unit_fault,
     force_unit_fault,
     stress_unit_fault,

@@ -10,11 +10,22 @@ from tqdm import tqdm
 from molflt.atoms import Data
 from molflt.data.structures import Reading, Structures, open_dataset
 from molflt.data.structures.base import Tags, grouped
-from molflt.data.structures.force_units import MOST_FRAMES, unit_fault
-from molflt.data.structures.labels import label_faults, most_adsorption, point_fault
+from molflt.data.structures.labels import (
+    MOST_FRAMES,
+    label_faults,
+    most_adsorption,
+    point_fault,
+    unit_fault,
+)
 from molflt.data.structures.overlaps import atoms_coincide, overlaps_of
-from molflt.data.structures.sources import Paths, files_of, is_one_source, is_same, sources_in
-from molflt.data.structures.splits import SPLITS_IN_ORDER
+from molflt.data.structures.sources import (
+    SPLITS_IN_ORDER,
+    Paths,
+    files_of,
+    is_one_source,
+    is_same,
+    sources_in,
+)
 from molflt.data.structures.store import BASELINE, write_store
 from molflt.files import expect_ending, expect_writable, readable_size, warn
 

@@ -15,7 +15,6 @@ from molflt.atoms import Batch, Data, symbol
 from molflt.data.batches import BatchedData, Fingerprint
 from molflt.data.structures import Reading, Structures
 from molflt.data.structures.base import Tags, with_bar
-from molflt.data.structures.data_set import DataSet
 from molflt.data.structures.domain import DOMAIN, Domain
 from molflt.data.structures.labels import (
     ElementEnergies,
@@ -32,6 +31,7 @@ from molflt.data.structures.labels import (
 )
 from molflt.data.structures.overlaps import Survey, equal_structures, overlaps_of
 from molflt.data.structures.parts import quantity_of, without
+from molflt.data.structures.sources import DataSet
 from molflt.data.structures.store import StructureStore
 from molflt.data.structures.tags import one_tagged
 from molflt.files import is_first_process

@@ -15,7 +15,7 @@ from urllib.request import Request, urlopen
 
 from tqdm import tqdm
 
-from molflt.data.structures.splits import OC20_ARCHIVE, OC20_FILES, VAL_SPLITS, _Archive
+from molflt.data.structures.sources import OC20_ARCHIVE, OC20_FILES, VAL_SPLITS, _Archive
 from molflt.files import atomically, readable_size
 from molflt.lock import FolderLock
 

@@ -7,13 +7,12 @@ from typing import Any
 import numpy as np
 
 from molflt.data.structures import Structures
-from molflt.data.structures.ase_labels import named_options
+from molflt.data.structures.ase_fields import named_options
 from molflt.data.structures.base import AnyTags, with_bar
-from molflt.data.structures.data_set import DataSet
 from molflt.data.structures.datamodule import IS2REData
-from molflt.data.structures.force_units import unit_fault
-from molflt.data.structures.labels import point_fault
+from molflt.data.structures.labels import point_fault, unit_fault
 from molflt.data.structures.parts import Part, without
+from molflt.data.structures.sources import DataSet
 
 
 class SinglePoints(Part):

@@ -1,21 +1,24 @@
-"""Source kinds, file name patterns, and splits of a data set."""
+"""From a path to structures: source kinds, file name patterns, splits and data sets."""
 
 import os
 import re
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from glob import escape, has_magic, iglob
-from itertools import chain
+from itertools import chain, groupby
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, NamedTuple, Self, TypeAlias, cast
+
+import numpy as np
 
 from molflt.data.structures.ase_files import AseStructures, ase_format
-from molflt.data.structures.base import Structures
+from molflt.data.structures.base import AS_IT_IS, Reading, Structures
 from molflt.data.structures.oc20 import Oc20Lmdb
-from molflt.data.structures.splits import OC20_ARCHIVE, SPLITS_IN_ORDER
+from molflt.data.structures.parts import Part, quantity_of, readable
 from molflt.data.structures.store import StructureStore
+from molflt.data.structures.tags import Tagged
 from molflt.files import natural, without_packing
 
 Paths: TypeAlias = str | Path | Sequence[str | Path]
@@ -27,6 +30,181 @@ SOURCES: dict[str, type[Structures]] = {
 _VASP = ("poscar", "contcar", "outcar", "xdatcar", "vasprun")  # files of one calculation
 _LIKE_SPLITS = re.compile("train|val|test|dev|eval|hold", re.IGNORECASE)
 _LISTED = 12  # maximum number of names in a message
+
+VAL_SPLITS = ("val_id", "val_ood_ads", "val_ood_cat", "val_ood_both")
+TEST_SPLITS = ("test_id", "test_ood_ads", "test_ood_cat", "test_ood_both")
+SPLITS_IN_ORDER = ("train", *VAL_SPLITS, *TEST_SPLITS)
+
+
+class _Oc20File(NamedTuple):
+    records: int
+    gigabytes: float
+
+
+class _Archive(NamedTuple):
+    """Published archive; `inner` is the path of the splits inside it."""
+
+    base_url: str
+    name: str
+    md5: str
+    inner: str = ""
+
+
+OC20_ARCHIVE = _Archive(  # contains all IS2RE and IS2RS splits (CC-BY-4.0)
+    base_url="https://dl.fbaipublicfiles.com/opencatalystproject/data",
+    name="is2res_train_val_test_lmdbs.tar.gz",
+    md5="cfc04dd2f87b4102ab2f607240d25fb1",
+    inner="is2res_train_val_test_lmdbs/data/is2re",
+)
+
+# Sizes of the validation and test files are upper bounds.
+OC20_FILES = {
+    "10k/train": _Oc20File(10_000, 1.35),
+    "100k/train": _Oc20File(100_000, 13.5),
+    "all/train": _Oc20File(460_328, 62.0),
+    "all/val_id": _Oc20File(24_943, 3.8),
+    "all/val_ood_ads": _Oc20File(24_961, 3.8),
+    "all/val_ood_cat": _Oc20File(24_963, 3.8),
+    "all/val_ood_both": _Oc20File(24_987, 3.8),
+    "all/test_id": _Oc20File(24_948, 3.6),
+    "all/test_ood_ads": _Oc20File(24_930, 3.6),
+    "all/test_ood_cat": _Oc20File(24_965, 3.6),
+    "all/test_ood_both": _Oc20File(24_985, 3.6),
+}
+
+
+def open_dataset(
+    path: Paths,
+    skip_bad: bool = False,
+    reading: Reading = AS_IT_IS,
+    once: bool = False,
+    trained: Reading = AS_IT_IS,
+) -> Structures:
+    """Opens a source of structures for reading.
+
+    Args:
+        path: compact store (``.safetensors``), OC20 LMDB (``.lmdb`` file, or folder of ``*.lmdb``
+            shards), file that ASE reads without running code (``.traj``, ``.extxyz``, ``.db``,
+            ``.cif``, POSCAR, OUTCAR, ...), folder of such files, or pattern such as
+            ``runs/*/OUTCAR``; or a list of these, which are joined.
+        skip_bad: read everything once, skip invalid structures, and list them in ``.bad`` as
+            (name, reason), instead of raising an error at the first invalid structure.
+        reading: interpretation of the entries in files that ASE reads.
+        once: True if the caller makes a single pass and skips records that raise an error.
+        trained: `reading` of the training run. A source that does not support an option
+            ignores its value if the training run used the same value.
+    """
+    if reading.tags == "guess":
+        plain = reading._replace(tags="any", surface=None)
+        return Tagged(open_dataset(path, skip_bad, plain, trained=trained), reading.surface)
+    parts: list[Structures] = []
+    files = files_of(path)
+    for source, group in groupby(files, source_of):
+        members, construct = list(group), cast("Callable[..., Structures]", source)
+        joined = named(path if members == files else members)
+        for file in [joined] if source.joins_files else members:
+            options = _options(source, file, reading, trained)
+            if source.joins_files:
+                options["files"] = members
+            part = construct(file, skip_bad=skip_bad, **options)
+            must_check = skip_bad and not once and not part.is_checked
+            parts.append(readable(part) if must_check else part)
+    if not reading.for_prediction:
+        quantity_of(parts)
+    return parts[0] if len(parts) == 1 else Part(parts, path=named(path))
+
+
+def _options(
+    source: type[Structures], path: Path, reading: Reading, trained: Reading
+) -> dict[str, Any]:
+    """Returns the options that a source accepts; raises ValueError for options without effect."""
+    fields = reading._replace(surface=None)._asdict()
+    options = {name: value for name, value in fields.items() if value != getattr(AS_IT_IS, name)}
+    for name in [name for name in options if name not in source.options]:
+        value = options.pop(name)
+        # any source satisfies tags="any", for_prediction and keep_atoms, and stores y_baseline
+        satisfied = value in ("any", True) or (name, value) == ("baseline_key", "y_baseline")
+        if not satisfied and value != getattr(trained, name):
+            raise ValueError(
+                f"{path}: {name}={value} is for files that ASE reads; got a {source.kind}, which "
+                f"does not need {name}; remove it"
+            )
+    return options
+
+
+class DataSet(NamedTuple):
+    """Root and splits of a data set.
+
+    The root is a folder with a file or a folder for each split. Alternatively, it is one file, a
+    pattern, or a folder of other files, which is split at random into `train` and `val`.
+    """
+
+    root: Path
+    train: str = "train"
+    """split to train on"""
+    val: str = "val_id"
+    """split to validate on"""
+    val_fraction: float | None = None
+    """share of one file for `val`; None for folders, or for the default 0.1"""
+    split_seed: int = 0
+    """seed of the random split"""
+    reading: Reading = AS_IT_IS
+    """interpretation of the entries in files that ASE reads"""
+    trained: Reading = AS_IT_IS
+    """`reading` of the training run, which sources without such options ignore"""
+
+    @classmethod
+    def of_run(cls, data: Mapping[str, object], seed: int) -> Self:
+        """Returns the data set of a run; `seed` is the split seed of runs from version 0.1."""
+        reading = Reading(**{name: data[name] for name in Reading._fields if name in data})  # type: ignore[arg-type]
+        return cls(
+            Path(str(data["root"])),
+            str(data["train_split"]),
+            str(data["val_split"]),
+            cast("float | None", data.get("val_fraction")),
+            cast("int", data.get("split_seed", seed)),
+            reading,
+            reading,
+        )
+
+    @property
+    def is_one(self) -> bool:
+        """True if the root contains structures without splits."""
+        return is_one_source(self.root) and not (self.root.is_dir() and self.has(self.train))
+
+    def has(self, split: str) -> bool:
+        """Returns True if the folder contains a split with this name."""
+        try:
+            return split_path(self.root, split).exists()
+        except FileNotFoundError:
+            return False
+        except ValueError:  # several splits have this name
+            return True
+
+    def open(self, splits: Iterable[str], skip_bad: bool = False) -> dict[str, Structures]:
+        """Opens splits and returns them, keyed by name."""
+        if not self.is_one:
+            return {split: self._open(split_path(self.root, split), skip_bad) for split in splits}
+        whole = self.whole(skip_bad)
+        count = len(whole)
+        order = np.random.default_rng([self.split_seed, count]).permutation(count)
+        size = round(count * (self.val_fraction or 0.1))  # of the validation part
+        size = min(count - 1, max(1, size))
+        indices = {self.train: np.sort(order[size:]), self.val: np.sort(order[:size])}
+        for split in splits:
+            if split not in indices:
+                raise FileNotFoundError(
+                    f"{self.root}: no split {split!r}; expected {' or '.join(indices)}, the splits "
+                    "of one file; use a folder with a file for each split"
+                )
+        return {split: Part(whole, indices[split]) for split in splits}
+
+    def whole(self, skip_bad: bool = False) -> Structures:
+        """Returns all structures of the single file."""
+        return self._open(self.root, skip_bad)
+
+    def _open(self, path: Path, skip_bad: bool) -> Structures:
+        return open_dataset(path, skip_bad, self.reading, trained=self.trained)
 
 
 def source_of(path: Path) -> type[Structures]:
