@@ -13,14 +13,12 @@ from molflt.data.structures.tags import slab_has_one_tag
 TOO_NEAR = 0.1
 """Distance, in Å, below which atoms count as coinciding. The shortest bond (H2) is 0.74 Å long."""
 
-_SHIFTS = np.array([*product((0.0, 0.5), repeat=3)])  # of grids (8, 3), in bins
 _SIGNS = np.array([*product((1, -1), (1, -1, 1), (1, -1))])
 _WAVES = _SIGNS * np.random.default_rng(0).integers(1, 7, (12, 3))  # periods of waves along axes
 _CENTERS = np.random.default_rng(1).uniform(0, 2 * np.pi, (12, 3))  # phases of peaks
 _SHARP = 6.0  # exponent of peaks; larger values make them narrower
 _LENGTH = 20.0  # Å, longest wavelength along axes that are not periodic
 _EQUAL = 3e-5  # tolerance of features; float32 changes them by 1e-5
-_STRIDES = np.array([1, 1_000_003, 1_000_003**2])  # larger than the number of bins along an axis
 
 
 class Survey:
@@ -49,26 +47,21 @@ class Survey:
 
 
 def atoms_coincide(record: Data) -> bool:
-    """Returns True if two atoms, or their periodic images, are closer than `TOO_NEAR`.
-
-    Atoms are sorted into bins twice as wide as `TOO_NEAR`, in eight grids shifted by half a bin.
-    Atoms within this distance share a bin in at least one grid. The time is linear in atoms.
-    """
+    """Returns True if two atoms, or their periodic images, are closer than `TOO_NEAR`."""
     from ase.geometry import complete_cell
+    from scipy.spatial import cKDTree
 
-    pos, axes = record.pos.double().numpy(), record.pbc[0].numpy()
+    axes = record.pbc[0].numpy()
     basis = complete_cell(reduced_cell(record.cell.double().numpy(), record.pbc.numpy())[0][0])
     inverse = np.linalg.inv(basis)
-    bins = 1 / np.linalg.norm(inverse, axis=0) / (2 * TOO_NEAR)  # plane spacing over bin width
-    bins[axes] = np.floor(bins[axes])
-    cells = np.floor((pos @ inverse * bins) + _SHIFTS[:, None]).astype(np.int64)
-    cells[..., axes] %= bins[axes].astype(np.int64)  # (shifts, atoms, 3)
-    keys = cells @ _STRIDES  # (shifts, atoms)
-    order = keys.argsort(axis=1)
-    same_bin = np.diff(np.take_along_axis(keys, order, axis=1), axis=1) == 0
-    difference = (pos[order[:, :-1][same_bin]] - pos[order[:, 1:][same_bin]]) @ inverse
-    difference[:, axes] -= np.round(difference[:, axes])
-    return bool((np.linalg.norm(difference @ basis, axis=1) < TOO_NEAR).any())
+    places = record.pos.double().numpy() @ inverse
+    places[:, axes] %= 1
+    for axis in np.flatnonzero(axes):  # images of the atoms near the lower side of the cell
+        near = places[:, axis] < TOO_NEAR * np.linalg.norm(inverse[:, axis])
+        places = np.concatenate([places, places[near] + np.eye(3)[axis]])
+    points = places @ basis
+    lengths, _ = cKDTree(points).query(points, 2, distance_upper_bound=TOO_NEAR)
+    return bool(np.isfinite(lengths[:, 1]).any())
 
 
 def fingerprint(record: Data) -> NDArray[np.float64]:
