@@ -51,7 +51,7 @@ COMMANDS: dict[tuple[str, ...], Command] = {
         "download, check and unpack a public data set", "molflt.data.structures.download:download"
     ),
     ("data", "split"): Command(
-        "split a FASTA file into train, val and test", "molflt.data.text.split:split"
+        "split a FASTA file into train, val and test", "molflt.data.text.sources:split"
     ),
     ("train",): Command("train on structures, text or images, or resume a run", has_parser=True),
     ("info",): Command("summary of a run: data, model, steps, best value"),

@@ -17,8 +17,7 @@ from molflt.data.batches import Shard
 from molflt.data.images.files import read_images
 from molflt.data.structures import Structures
 from molflt.data.structures.ase_fields import drop_labels_, warn_of_lost
-from molflt.data.structures.base import Tags
-from molflt.data.structures.parts import Part
+from molflt.data.structures.base import Part, Tags
 from molflt.data.structures.sources import exists, files_of
 from molflt.data.text.parallel import read_lines
 from molflt.evaluation.calibration import Calibration, uncertainty_of

@@ -10,9 +10,9 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from molflt.atoms import Batch, symbol
+from molflt.data.structures.base import element_faults
 from molflt.data.structures.datamodule import IS2REData
 from molflt.data.structures.labels import ElementEnergies
-from molflt.data.structures.parts import element_faults
 from molflt.data.structures.potential_data import PotentialData
 from molflt.graph.heads import undescribed
 

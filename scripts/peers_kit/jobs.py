@@ -17,8 +17,8 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch_geometric.data import Batch
 
 from molflt.data.structures import Structures
+from molflt.data.structures.base import Part
 from molflt.data.structures.datamodule import IS2REData
-from molflt.data.structures.parts import Part
 from molflt.data.structures.sources import split_path
 from molflt.evaluation.predictions import infer, open_structures
 from molflt.files import save_tensors, write_atomically

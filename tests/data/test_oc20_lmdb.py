@@ -13,7 +13,7 @@ from shared_files import shared
 from tiny_run import error_of
 
 from molflt.data.structures import open_dataset
-from molflt.data.structures.lmdb_file import LmdbFile
+from molflt.data.structures.oc20 import LmdbFile
 from molflt.data.structures.records import make_record
 
 

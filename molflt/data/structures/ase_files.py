@@ -20,7 +20,7 @@ from molflt.atoms import Atoms
 from molflt.data.structures.ase_fields import Converter, Entries, text_sid, total_charge
 from molflt.data.structures.ase_text import check_text
 from molflt.data.structures.base import LoadedStructures, Reading
-from molflt.data.structures.lmdb_file import LmdbFile
+from molflt.data.structures.oc20 import LmdbFile
 from molflt.files import opened, shown, without_packing
 
 _DATABASES = {".db": "db", ".json": "json", ".aselmdb": "aselmdb"}

@@ -8,24 +8,9 @@ import numpy as np
 from tqdm import tqdm
 
 from molflt.atoms import Data
-from molflt.data.structures import Reading, Structures, open_dataset
+from molflt.data.structures import Reading, Structures, labels, open_dataset, sources
 from molflt.data.structures.base import Tags, grouped
-from molflt.data.structures.labels import (
-    MOST_FRAMES,
-    label_faults,
-    most_adsorption,
-    point_fault,
-    unit_fault,
-)
 from molflt.data.structures.overlaps import atoms_coincide, overlaps_of
-from molflt.data.structures.sources import (
-    SPLITS_IN_ORDER,
-    Paths,
-    files_of,
-    is_one_source,
-    is_same,
-    sources_in,
-)
 from molflt.data.structures.store import BASELINE, write_store
 from molflt.files import expect_ending, expect_writable, readable_size, warn
 
@@ -65,15 +50,15 @@ def convert(
         baseline_key: name of the baseline energy, in eV, in ASE's formats, stored as y_baseline.
     """
     paths = [Path(src)] if isinstance(src, str | Path) else list(src)
-    jobs: list[tuple[Paths, Path]] = [(paths, dst)]
+    jobs: list[tuple[sources.Paths, Path]] = [(paths, dst)]
     is_store = dst.suffix == ".safetensors"
-    if len(paths) == 1 and paths[0].is_dir() and not (is_store and is_one_source(paths[0])):
+    if len(paths) == 1 and paths[0].is_dir() and not (is_store and sources.is_one_source(paths[0])):
         jobs = _jobs_of(paths[0], dst)
     for path, store in jobs:
         expect_ending(store, ".safetensors")  # before reading, which can take half an hour
         expect_writable(store)
         drops = limit is not None or skip_bad
-        if drops and any(is_same(store, file) for file in files_of(path)):
+        if drops and any(sources.is_same(store, file) for file in sources.files_of(path)):
             raise ValueError(
                 f"{store} is also the input and would lose structures with --limit or --skip-bad; "
                 "expected a different output file; choose another name"
@@ -83,22 +68,24 @@ def convert(
         _convert(path, store, limit, skip_bad, reading)
 
 
-def _jobs_of(src: Path, dst: Path) -> list[tuple[Paths, Path]]:
+def _jobs_of(src: Path, dst: Path) -> list[tuple[sources.Paths, Path]]:
     """Returns each source in a folder, with the store to write."""
     if dst.suffix == ".safetensors" or dst.is_file():
         raise ValueError(f"{dst}: expected a folder for the sources in {src}; pass a folder")
     if dst.exists() and dst.samefile(src):
         raise ValueError(f"{dst} is the source; expected a different folder; choose another name")
-    sources, others = sources_in(src)
+    found, others = sources.sources_in(src)
     if others:
         print(f"{src}: not read: {', '.join(others)}", file=sys.stderr)
-    for path in filter(Path.is_dir, sources.values()):
-        if len(sources_in(path)[0].keys() & {*SPLITS_IN_ORDER}) > 1:
+    for path in filter(Path.is_dir, found.values()):
+        if len(sources.sources_in(path)[0].keys() & {*sources.SPLITS_IN_ORDER}) > 1:
             raise ValueError(f"{path}: expected one split; got several; convert {path}, not {src}")
-    return [(path, dst / f"{name}.safetensors") for name, path in sources.items()]
+    return [(path, dst / f"{name}.safetensors") for name, path in found.items()]
 
 
-def _convert(src: Paths, dst: Path, limit: int | None, skip_bad: bool, reading: Reading) -> None:
+def _convert(
+    src: sources.Paths, dst: Path, limit: int | None, skip_bad: bool, reading: Reading
+) -> None:
     dataset = open_dataset(src, skip_bad, reading, once=True)
     dataset.verify()
     overlapping: dict[int, int] = {}  # sids by index
@@ -110,17 +97,17 @@ def _convert(src: Paths, dst: Path, limit: int | None, skip_bad: bool, reading: 
         for index, record in enumerate(one_pass(dataset, limit)):
             if atoms_coincide(record):
                 overlapping[index] = int(record.sid)
-            if len(with_forces) < MOST_FRAMES and bool(record.forces.isfinite().any()):
+            if len(with_forces) < labels.MOST_FRAMES and bool(record.forces.isfinite().any()):
                 with_forces.append(record)
-            if fault := point_fault(record):
+            if fault := labels.point_fault(record):
                 point_faults[index] = fault
-            limits.append(most_adsorption(record))
+            limits.append(labels.most_adsorption(record))
             yield record
 
     def left_out(sids: np.ndarray, energies: np.ndarray, natoms: np.ndarray) -> Collection[int]:
         required = skip_bad and bool(np.isfinite(energies).any())  # test splits have no labels
         at_pos, at = bool(with_forces or dataset.quantity), limits.__getitem__
-        faults = point_faults | label_faults(energies, natoms, required, at_pos, limits=at)
+        faults = point_faults | labels.label_faults(energies, natoms, required, at_pos, limits=at)
         bad = [(f"{dataset.path}: sid {sids[i]}", reason) for i, reason in faults.items()]
         if bad and not skip_bad:
             raise ValueError(f"{': '.join(bad[0])}; --skip-bad skips it ({len(bad)} structures)")
@@ -134,7 +121,7 @@ def _convert(src: Paths, dst: Path, limit: int | None, skip_bad: bool, reading: 
     _report(dataset, dst, count)
     if overlapping:
         warn(overlaps_of(str(dataset.path), [*overlapping.values()], count))
-    if fault := unit_fault(with_forces):
+    if fault := labels.unit_fault(with_forces):
         warn(f"{dataset.path}: {fault}")
 
 

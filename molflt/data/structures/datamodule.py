@@ -13,24 +13,10 @@ import numpy as np
 
 from molflt.atoms import Batch, Data, symbol
 from molflt.data.batches import BatchedData, Fingerprint
-from molflt.data.structures import Reading, Structures
-from molflt.data.structures.base import Tags, with_bar
+from molflt.data.structures import Reading, Structures, labels
+from molflt.data.structures.base import Tags, quantity_of, with_bar, without
 from molflt.data.structures.domain import DOMAIN, Domain
-from molflt.data.structures.labels import (
-    ElementEnergies,
-    EnergyKind,
-    beyond_rounding,
-    energy_kind,
-    expect_elements,
-    fit_element_energies,
-    label_faults,
-    limit_in,
-    other_kind,
-    per_atom,
-    read_element_energies,
-)
 from molflt.data.structures.overlaps import Survey, equal_structures, overlaps_of
-from molflt.data.structures.parts import quantity_of, without
 from molflt.data.structures.sources import DataSet
 from molflt.data.structures.store import StructureStore
 from molflt.data.structures.tags import one_tagged
@@ -145,7 +131,7 @@ class IS2REData(BatchedData[Structures]):
             )
         unused = {dataset.path: self._unused(dataset) for dataset in opened.values()}
         if names := dict.fromkeys(chain.from_iterable(unused.values())):
-            path = next(path for path, labels in unused.items() if labels)
+            path = next(path for path, found in unused.items() if found)
             warnings.warn(f"{path}: unused labels: {', '.join(names)}", stacklevel=3)
 
     def _refuse_options(self, data: DataSet) -> None:
@@ -166,26 +152,27 @@ class IS2REData(BatchedData[Structures]):
         energies = {split: part.y_relaxed for split, part in opened.items() if len(part)}
         natoms = {split: opened[split].natoms for split in energies}
         labeled = dict(opened)
-        kind: EnergyKind | None = "unknown" if quantity_of(opened.values()) else None
+        kind: labels.EnergyKind | None = "unknown" if quantity_of(opened.values()) else None
         is_one_file = len({part.path for part in opened.values()}) == 1
         if kind is None and energies and is_one_file:
-            kind = energy_kind(np.hstack([*energies.values()]), np.hstack([*natoms.values()]))
-        for split, labels in energies.items():
+            joined = (np.hstack([*parts.values()]) for parts in (energies, natoms))
+            kind = labels.energy_kind(*joined)
+        for split, known in energies.items():
             dataset = opened[split]
-            limits = partial(limit_in, dataset)
-            faults = label_faults(labels, natoms[split], required=True, kind=kind, limits=limits)
+            limits = partial(labels.limit_in, dataset)
+            faults = labels.label_faults(known, natoms[split], True, kind=kind, limits=limits)
             if key := self.reading.baseline_key:
                 reason = f"data.baseline_key={key} must be a finite energy in eV; got none"
                 absent = np.flatnonzero(~np.isfinite(dataset.y_baseline)).tolist()
                 faults = dict.fromkeys(absent, reason) | faults
             advice = "correct the labels, or leave these structures out with --data.skip_bad"
-            if np.isnan(labels).all():
+            if np.isnan(known).all():
                 advice = "store energies and structures in one file, such as .extxyz, as y_relaxed"
             labeled[split] = without(dataset, faults, dataset.hint or advice)
         train, val = self.splits.values()
         if kind is None and train in energies and val in energies:
-            learned = energy_kind(energies[train], natoms[train])
-            if text := other_kind(energies[val], natoms[val], learned):
+            learned = labels.energy_kind(energies[train], natoms[train])
+            if text := labels.other_kind(energies[val], natoms[val], learned):
                 warnings.warn(f"{opened[val].path}: {text}", stacklevel=4)
         return labeled
 
@@ -308,7 +295,8 @@ class IS2REData(BatchedData[Structures]):
     def normalizer(self) -> tuple[float, float]:
         """Returns the mean and standard deviation (1 instead of 0) of `targets`, in eV."""
         energies = self.targets()
-        return float(energies.mean()), beyond_rounding(float(energies.std()), energies) or 1.0
+        spread = labels.beyond_rounding(float(energies.std()), energies)
+        return float(energies.mean()), spread or 1.0
 
     def refuse_totals(self) -> None:
         """Rejects training energies that look like total energies."""
@@ -318,10 +306,10 @@ class IS2REData(BatchedData[Structures]):
         minus, advice = "", "check the unit, subtract the energies of slab and molecule, or "
         if key := self.reading.baseline_key:
             minus, advice = f" minus {key}", "check the baseline's tags and calculator, or "
-        if not dataset.quantity and energy_kind(energies, natoms) == "total":
+        if not dataset.quantity and labels.energy_kind(energies, natoms) == "total":
             raise ValueError(
                 f"{dataset.path}: y_relaxed{minus} looks like total energies; expected adsorption "
-                f"energies; got {per_atom(energies, natoms):.1f} eV per atom; {advice}use "
+                f"energies; got {labels.per_atom(energies, natoms):.1f} eV per atom; {advice}use "
                 "--model.readout all with --task.references fit or --task.references none"
             )
 
@@ -354,15 +342,15 @@ class IS2REData(BatchedData[Structures]):
         references: Path | None = None,
         of_adsorbates: bool = False,
         explained: np.ndarray | float = 0.0,
-    ) -> ElementEnergies:
+    ) -> labels.ElementEnergies:
         """Fits an energy for each element to the training split; warns if some are undetermined.
 
         `explained`, of shape (structures,) in eV, is subtracted from the labels before the fit.
         """
         self.setup()
         train, val = self.datasets["train"], self.datasets["val"]
-        given = None if references is None else read_element_energies(references)
-        fit = fit_element_energies(train, given, of_adsorbates, self.targets() - explained)
+        given = None if references is None else labels.read_element_energies(references)
+        fit = labels.fit_element_energies(train, given, of_adsorbates, self.targets() - explained)
         if fit.undetermined:
             warnings.warn(
                 f"{train.path}: compositions leave {fit.undetermined} of "
@@ -373,7 +361,7 @@ class IS2REData(BatchedData[Structures]):
         atoms = val.compositions(np.arange(len(val)), of_adsorbates)
         present = np.asarray(atoms.any(axis=0))
         if given is not None:
-            expect_elements(str(val.path), present, given)
+            labels.expect_elements(str(val.path), present, given)
         elif (missing := ~fit.present & present).any():
             names = ", ".join(map(symbol, np.flatnonzero(missing)))
             warnings.warn(

@@ -258,6 +258,8 @@ _CONVENTIONS = {
 # forces (eV/Å) times the square root of the number of atoms. The length is 0.1 to 0.3 Å in crystals
 # and slabs with EMT, and 0.3 to 0.8 Å in DFT dynamics of Cu, Li and Si.
 _VIRIAL_LENGTHS = (0.01, 10.0)
+# Mean square distance of two similar frames, in Å^2, and predicted and actual energy changes, in eV
+_Pair = tuple[float, float, float]
 
 
 class _Frame(NamedTuple):
@@ -268,14 +270,6 @@ class _Frame(NamedTuple):
     energy: float
     forces: NDArray[np.float64]  # (N, 3); zeros if unknown
     stress: NDArray[np.float64]  # (3, 3)
-
-
-class _Pair(NamedTuple):
-    """Two similar frames; sorting begins with the most similar ones."""
-
-    distance: float  # mean square, in Å^2
-    predicted: float  # change of the energy, in eV, if the label is in units of eV and Å
-    actual: float  # change of the energy, in eV
 
 
 def unit_fault(records: Iterable[Data]) -> str:
@@ -315,7 +309,7 @@ def force_unit_fault(records: Iterable[Data]) -> str:
         for a, b in _closest_pairs(frames):
             step = b.pos - a.pos
             predicted = -float(((a.forces + b.forces) / 2 * step).sum())
-            pairs.append(_Pair(float((step**2).mean()), predicted, b.energy - a.energy))
+            pairs.append((float((step**2).mean()), predicted, b.energy - a.energy))
     return _wrong_unit("forces", sorted(pairs)[:_MOST_PAIRS], 8)
 
 
@@ -393,7 +387,7 @@ def _strained(a: _Frame, b: _Frame) -> _Pair | None:
         return None
     change = b.energy - a.energy + float(((a.forces + b.forces) / 2 * steps).sum())
     predicted = volume * float(((a.stress + b.stress) / 2 * strain).sum())
-    return _Pair(square + float((strain**2).mean()), predicted, change)
+    return square + float((strain**2).mean()), predicted, change
 
 
 def _virial_length(frames: list[_Frame]) -> float | None:
@@ -413,8 +407,7 @@ def _virial_length(frames: list[_Frame]) -> float | None:
 
 def _wrong_unit(label: str, pairs: list[_Pair], min_pairs: int) -> str:
     """Describes a wrong unit from the slope of energy changes; "" if correct or undecided."""
-    predicted = np.array([pair.predicted for pair in pairs])
-    actual = np.array([pair.actual for pair in pairs])
+    _, predicted, actual = np.array(pairs).reshape(-1, 3).T
     if len(pairs) < min_pairs or not predicted.any() or not actual.any():
         return ""
     # a few pairs may correlate by chance

@@ -1,20 +1,25 @@
 """LMDB files of pickled records, as OC20 publishes them, read without running code.
 
-For names on an allow-list, Python's unpickler receives inert objects from this module.
+The LMDB library can crash on a damaged page. `LmdbFile` reads the format that is described in
+mdb.c of LMDB 0.9 (https://git.openldap.org/openldap/openldap), from the section "Page headers"
+onward; offsets beyond the end of the file raise ValueError. For names on an allow-list, Python's
+unpickler receives inert objects from this module.
 """
 
 import io
 import itertools
 import math
+import mmap
 import operator
 import pickle
 import re
 import struct
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeAlias, cast
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import numpy as np
 import torch
@@ -23,7 +28,6 @@ from torch import Tensor
 from molflt.atoms import Data
 from molflt.data.structures.ase_fields import charge_in
 from molflt.data.structures.base import Structures, locate, with_bar
-from molflt.data.structures.lmdb_file import LmdbFile
 from molflt.data.structures.records import make_record
 
 _Storage: TypeAlias = tuple[str, np.ndarray]  # kind and values of tensors
@@ -46,6 +50,166 @@ _STORAGES = {  # name in torch -> type in numpy
     "Float": "<f4", "Double": "<f8", "Half": "<f2", "Long": "<i8", "Int": "<i4", "Short": "<i2",
     "Char": "|i1", "Byte": "|u1", "Bool": "|u1",
 }  # fmt: skip
+
+_LMDB = 0xBEEFC0DE, 1  # magic number and version of LMDB files
+_HEADER = struct.Struct("<QHHHH")  # page number, padding, flags, ends of pointers and of free space
+_TABLE = struct.Struct("<IHHQQQQQ")  # page size, flags, depth, pages of 3 kinds, entries, root
+_META = struct.Struct("<II16x")  # magic, version; then the address and size of the map
+_NODE = struct.Struct("<HHHH")  # two parts of a size or page number, flags, size of the key
+_BRANCH, _LEAF, _OVERFLOW, _META_PAGE = 1, 2, 4, 8
+_DIRTY = 0x10  # flag that writers may leave on a page
+_BIG = 1  # flag: the value of a node is in separate pages
+_NO_PAGE = 2**64 - 1
+_BROKEN = (ValueError, struct.error, OverflowError)  # raised for damaged pages
+
+
+class _Node(NamedTuple):
+    size: int  # of the value; in a branch, the lower 32 bits of the page number
+    flags: int  # of the value; in a branch, the upper 16 bits of the page number
+    key: bytes
+    value: int  # offset of the value in the file
+
+    @property
+    def child(self) -> int:
+        """Number of the page below a branch."""
+        return self.size | self.flags << 32
+
+
+class LmdbFile:
+    """Unnamed table of an LMDB file, mapped to memory on first use in each process."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        size = path.stat().st_size
+        if size == 0:
+            raise ValueError(
+                f"{path}: the file is empty; expected an LMDB file; download or copy it again"
+            )
+        first = self._meta(0)
+        second = first and self._meta(first[1])
+        if not first or not second:
+            raise ValueError(
+                f"{path}: expected an LMDB file; got {size} bytes with a different beginning; "
+                "download or copy the file again"
+            )
+        # if the transactions are equal, the first page counts, as in LMDB
+        newest = max(first, second, key=operator.itemgetter(0))
+        _, self._page_size, self._depth, self._entries, self._root, last_page = newest
+        expected = (last_page + 1) * self._page_size
+        if size < expected:
+            raise ValueError(
+                f"{path}: truncated LMDB; expected {expected} bytes; got {size}; download "
+                "or copy it again"
+            )
+
+    def __len__(self) -> int:
+        return self._entries
+
+    def __getstate__(self) -> dict[str, object]:
+        # each process maps the file itself
+        return {name: value for name, value in vars(self).items() if name != "_content"}
+
+    def get(self, key: bytes) -> bytes | None:
+        """Returns the value of a key; None if the key does not exist."""
+        try:
+            return self._find(key)
+        except _BROKEN as error:
+            raise ValueError(f"{self.path}: key {key.decode()!r}: {_damaged(error)}") from None
+
+    def __iter__(self) -> Iterator[bytes]:
+        """Yields all keys in order."""
+        try:
+            yield from self._keys_below(self._root, 1, set())
+        except _BROKEN as error:
+            raise ValueError(f"{self.path}: {_damaged(error)}") from None
+
+    @cached_property
+    def _content(self) -> mmap.mmap:
+        with open(self.path, "rb") as file:
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+
+    def _meta(self, page: int) -> tuple[int, int, int, int, int, int] | None:
+        """Reads the transaction, page size, depth, entries, root and last page; None if invalid."""
+        content, start = self._content, page + _HEADER.size
+        end = start + _META.size + 2 * _TABLE.size
+        if len(content) < end + 16:
+            return None
+        flags = _HEADER.unpack_from(content, page)[2]
+        if not flags & _META_PAGE or _META.unpack_from(content, start) != _LMDB:
+            return None
+        page_size = _TABLE.unpack_from(content, start + _META.size)[0]
+        table = _TABLE.unpack_from(content, start + _META.size + _TABLE.size)
+        last_page, transaction = struct.unpack_from("<QQ", content, end)
+        _, flags, depth, _, _, _, entries, root = table
+        if flags or entries > (last_page + 1) * page_size // _NODE.size:
+            return None
+        return transaction, page_size, depth, entries, root, last_page
+
+    def _page(self, number: int) -> tuple[int, int, int]:
+        """Returns the offset of a page in the file, its kind, and its number of nodes."""
+        size = self._page_size
+        start = number * size
+        stored_number, _, flags, lower, _ = _HEADER.unpack_from(self._content, start)
+        kind, nodes = flags & ~_DIRTY, (lower - _HEADER.size) // 2
+        if stored_number != number or kind not in (_BRANCH, _LEAF) or not 0 < nodes <= size // 2:
+            raise ValueError(f"page {number} does not contain keys")
+        return start, kind, nodes
+
+    def _node(self, start: int, index: int) -> _Node:
+        """Reads a node of the page at offset `start`."""
+        content = self._content
+        (offset,) = struct.unpack_from("<H", content, start + _HEADER.size + 2 * index)
+        low, high, flags, length = _NODE.unpack_from(content, start + offset)
+        key = start + offset + _NODE.size
+        return _Node(low | high << 16, flags, content[key : key + length], key + length)
+
+    def _find(self, key: bytes) -> bytes | None:
+        """Searches the tree for a key; returns its value, or None if the key does not exist."""
+        number = self._root
+        if number == _NO_PAGE:
+            return None
+        for _ in range(self._depth):
+            start, kind, nodes = self._page(number)
+            # last node whose key is at most `key`, or node 0, which covers all lower keys
+            others = range(1, nodes)
+            index = bisect_right(others, key, key=lambda i: self._node(start, i).key)
+            node = self._node(start, index)
+            if kind == _LEAF:
+                return self._value(start, node) if node.key == key else None
+            number = node.child
+        raise ValueError("its tree is deeper than declared")
+
+    def _value(self, start: int, node: _Node) -> bytes:
+        """Returns the value of a node, in the page at `start` or, if it is big, in others."""
+        content, size = self._content, self._page_size
+        if node.flags == 0 and node.value + node.size <= start + size:
+            return content[node.value : node.value + node.size]
+        if node.flags != _BIG:
+            raise ValueError(f"a value of page {start // size} is outside the page")
+        (number,) = struct.unpack_from("<Q", content, node.value)
+        begin = number * size + _HEADER.size
+        stored_number, _, kind, _, _ = _HEADER.unpack_from(content, number * size)
+        if stored_number != number or kind & ~_DIRTY != _OVERFLOW:
+            raise ValueError(f"page {number} does not contain a value")
+        return content[begin : begin + node.size]
+
+    def _keys_below(self, number: int, depth: int, seen: set[int]) -> Iterator[bytes]:
+        """Yields the keys in the subtree of a page; `seen` contains the pages visited so far."""
+        if number == _NO_PAGE:
+            return
+        if depth > self._depth or number in seen:
+            raise ValueError(f"page {number} occurs twice")
+        seen.add(number)
+        start, kind, nodes = self._page(number)
+        for node in (self._node(start, index) for index in range(nodes)):
+            if kind == _LEAF:
+                yield node.key
+            else:
+                yield from self._keys_below(node.child, depth + 1, seen)
+
+
+def _damaged(error: Exception) -> str:
+    return f"the LMDB is damaged: {error}; download or copy the file again"
 
 
 class _Instance:

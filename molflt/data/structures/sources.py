@@ -14,9 +14,8 @@ from typing import Any, NamedTuple, Self, TypeAlias, cast
 import numpy as np
 
 from molflt.data.structures.ase_files import AseStructures, ase_format
-from molflt.data.structures.base import AS_IT_IS, Reading, Structures
+from molflt.data.structures.base import AS_IT_IS, Part, Reading, Structures, quantity_of, readable
 from molflt.data.structures.oc20 import Oc20Lmdb
-from molflt.data.structures.parts import Part, quantity_of, readable
 from molflt.data.structures.store import StructureStore
 from molflt.data.structures.tags import Tagged
 from molflt.files import natural, without_packing

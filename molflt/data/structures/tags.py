@@ -13,9 +13,8 @@ import torch
 from numpy.typing import NDArray
 
 from molflt.atoms import Atoms, Data, Tag
-from molflt.data.structures.base import Structures, Tags, with_bar
+from molflt.data.structures.base import Part, Structures, Tags, with_bar
 from molflt.data.structures.molecules import BOND, NONMETALS, _Flags, _Numbers, connected
-from molflt.data.structures.parts import Part
 
 MIN_VACUUM = 4.5  # Å, smallest gap that counts as vacuum; in layered crystals, gaps are smaller
 _SLAB_OR_MOLECULE = (3, 5, 14)  # Li B Si, in molecules on a slab of other elements
