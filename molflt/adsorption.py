@@ -17,7 +17,7 @@ from scipy.spatial.transform import Rotation
 from molflt.atoms import Tag
 from molflt.data.structures import ase_fields
 from molflt.data.structures.ase_files import frames
-from molflt.data.structures.molecules import in_one_piece
+from molflt.data.structures.geometry import in_one_piece
 from molflt.data.structures.records import make_record
 from molflt.data.structures.sites import Site, Tiles, distinct, sites, unit
 from molflt.data.structures.tags import MIN_VACUUM, guess_tags, tags_look_like

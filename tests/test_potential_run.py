@@ -35,7 +35,7 @@ from molflt.commands.cli import main
 from molflt.data.structures import open_dataset
 from molflt.data.structures.ase_fields import Converter
 from molflt.data.structures.base import ANY_TAGS, to_atoms
-from molflt.data.structures.molecules import adsorbates
+from molflt.data.structures.geometry import adsorbates
 from molflt.data.structures.potential_data import SinglePoints
 from molflt.evaluation.potentials import infer_points
 from molflt.evaluation.relaxation import adwt, position_error, relax_atoms

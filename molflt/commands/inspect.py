@@ -16,6 +16,7 @@ from molflt.data.structures import AS_IT_IS, Reading, open_dataset
 from molflt.data.structures.ase_fields import named_options
 from molflt.data.structures.base import Tags, grouped
 from molflt.data.structures.convert import one_pass
+from molflt.data.structures.geometry import Survey, equal_structures, one_tagged, overlaps_of
 from molflt.data.structures.labels import (
     MOST_FRAMES,
     energy_kind,
@@ -25,9 +26,7 @@ from molflt.data.structures.labels import (
     point_fault,
     unit_fault,
 )
-from molflt.data.structures.overlaps import Survey, equal_structures, overlaps_of
 from molflt.data.structures.sources import Paths, is_one_source, named, sources_in
-from molflt.data.structures.tags import one_tagged
 
 Purpose = Literal["potential", "is2re"]
 _Labels = dict[str, np.ndarray]

@@ -11,7 +11,7 @@ from molflt.commands.options import refuse_idle
 from molflt.data.structures import Structures
 from molflt.data.structures.ase_fields import drop_labels_, warn_of_lost
 from molflt.data.structures.base import ANY_TAGS
-from molflt.data.structures.overlaps import atoms_coincide, overlaps_of
+from molflt.data.structures.geometry import atoms_coincide, overlaps_of
 from molflt.data.structures.sources import Paths, files_of, named
 from molflt.evaluation.predictions import open_structures
 from molflt.evaluation.relaxation import OptimizerName, Relaxed, relax_atoms

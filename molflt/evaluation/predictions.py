@@ -19,9 +19,8 @@ from molflt.data.batches import SizeBucketedBatchSampler
 from molflt.data.structures import AS_IT_IS, Reading, Structures, open_dataset
 from molflt.data.structures.base import element_faults, without
 from molflt.data.structures.domain import Domain
+from molflt.data.structures.geometry import adsorbates, atoms_coincide, overlaps_of
 from molflt.data.structures.labels import other_kind
-from molflt.data.structures.molecules import adsorbates
-from molflt.data.structures.overlaps import atoms_coincide, overlaps_of
 from molflt.data.structures.sources import Paths
 from molflt.data.structures.tags import Tagged
 from molflt.evaluation.ensemble import EnsembleRegressor, expect_same_totals, has_references

@@ -17,7 +17,7 @@ from torch import nn
 from molflt.atoms import MAX_ATOMIC_NUMBER
 from molflt.attention.checks import one_of, whole
 from molflt.data.structures.ase_fields import total_charge, unused_fields, unused_text
-from molflt.data.structures.overlaps import atoms_coincide, overlaps_of
+from molflt.data.structures.geometry import atoms_coincide, overlaps_of
 from molflt.data.structures.records import origin_of
 from molflt.evaluation.predictions import refuse_undescribed, warn_of_elements
 from molflt.files import warn

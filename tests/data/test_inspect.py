@@ -14,7 +14,7 @@ from molflt.data.structures import Reading, open_dataset
 from molflt.data.structures.base import to_atoms
 from molflt.data.structures.datamodule import IS2REData
 from molflt.data.structures.domain import Domain
-from molflt.data.structures.overlaps import TOO_NEAR, atoms_coincide, equal_structures, fingerprint
+from molflt.data.structures.geometry import TOO_NEAR, atoms_coincide, equal_structures, fingerprint
 from molflt.data.structures.records import make_record
 from molflt.data.structures.store import write_store
 

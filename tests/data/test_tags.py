@@ -16,8 +16,8 @@ from molflt.data.structures import open_dataset
 from molflt.data.structures.base import ANY_TAGS, Reading
 from molflt.data.structures.datamodule import IS2REData
 from molflt.data.structures.domain import DOMAIN, Domain
+from molflt.data.structures.geometry import in_one_piece, touches_image
 from molflt.data.structures.in_memory import StructuresInMemory
-from molflt.data.structures.molecules import in_one_piece, touches_image
 from molflt.data.structures.tags import Tagged, guess_tags, heights_agree
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -11,7 +11,7 @@ from tiny_run import random_potential
 from torch import Tensor
 from torch_geometric.data import Batch, Data
 
-from molflt.data.structures.molecules import adsorbates
+from molflt.data.structures.geometry import adsorbates
 from molflt.graph import EnergyRegressor, Potential
 from molflt.graph.long_range import COULOMB
 

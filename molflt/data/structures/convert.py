@@ -10,7 +10,7 @@ from tqdm import tqdm
 from molflt.atoms import Data
 from molflt.data.structures import Reading, Structures, labels, open_dataset, sources
 from molflt.data.structures.base import Tags, grouped
-from molflt.data.structures.overlaps import atoms_coincide, overlaps_of
+from molflt.data.structures.geometry import atoms_coincide, overlaps_of
 from molflt.data.structures.store import BASELINE, write_store
 from molflt.files import expect_ending, expect_writable, readable_size, warn
 

@@ -16,10 +16,9 @@ from molflt.data.batches import BatchedData, Fingerprint
 from molflt.data.structures import Reading, Structures, labels
 from molflt.data.structures.base import Tags, quantity_of, with_bar, without
 from molflt.data.structures.domain import DOMAIN, Domain
-from molflt.data.structures.overlaps import Survey, equal_structures, overlaps_of
+from molflt.data.structures.geometry import Survey, equal_structures, one_tagged, overlaps_of
 from molflt.data.structures.sources import DataSet
 from molflt.data.structures.store import StructureStore
-from molflt.data.structures.tags import one_tagged
 from molflt.files import is_first_process
 
 

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from molflt.atoms import MAX_ATOMIC_NUMBER, Data, Tag, symbol
 from molflt.data.structures.base import Structures, with_bar
+from molflt.data.structures.geometry import adsorbates, touches_image
 from molflt.data.structures.labels import EnergyKind, energy_kind
-from molflt.data.structures.molecules import adsorbates, touches_image
 from molflt.data.structures.tags import guess_tags, heights_agree, open_axes, sides_agree
 from molflt.files import read_json, shown
 

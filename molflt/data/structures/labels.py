@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from molflt.atoms import MAX_ATOMIC_NUMBER, Data, Tag, symbol
 from molflt.data.structures.base import Structures, with_bar
-from molflt.data.structures.molecules import adsorbates
+from molflt.data.structures.geometry import adsorbates
 from molflt.data.structures.tags import open_axes
 from molflt.files import shown
 

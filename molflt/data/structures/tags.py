@@ -5,7 +5,6 @@ Conventions of tags in files, and checks of tags that contradict the geometry.
 
 import sys
 from collections import Counter
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -14,7 +13,7 @@ from numpy.typing import NDArray
 
 from molflt.atoms import Atoms, Data, Tag
 from molflt.data.structures.base import Part, Structures, Tags, with_bar
-from molflt.data.structures.molecules import BOND, NONMETALS, _Flags, _Numbers, connected
+from molflt.data.structures.geometry import BOND, NONMETALS, _Flags, _Numbers, connected
 
 MIN_VACUUM = 4.5  # Å, smallest gap that counts as vacuum; in layered crystals, gaps are smaller
 _SLAB_OR_MOLECULE = (3, 5, 14)  # Li B Si, in molecules on a slab of other elements
@@ -322,21 +321,6 @@ class _Atoms:
             f"{len(molecules)} {noun} {', '.join(molecules)}, "
             f"{counts[Tag.SURFACE]} surface, {counts[Tag.SUBSURFACE]} subsurface atoms"
         )
-
-
-def slab_has_one_tag(record: Data) -> bool:
-    """Returns True if all atoms of a tagged slab are surface atoms, or all are subsurface atoms."""
-    slab = record.tags[record.tags != Tag.ADSORBATE]
-    return bool(record.tags.any()) and len(slab) > 0 and bool((slab == slab[0]).all())
-
-
-def one_tagged(sids: Sequence[int], count: int) -> str:
-    """Returns a warning about structures for which `slab_has_one_tag` is True."""
-    return (
-        f"slabs with a single tag: {len(sids)} of {count} systems; all slab atoms are surface (tag "
-        f"1), or all are subsurface (tag 0), as in sid {sids[0]}; correct the tags, except those "
-        "of single layers"
-    )
 
 
 def sides_agree(record: Data) -> bool:
