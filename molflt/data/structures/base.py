@@ -367,22 +367,30 @@ def quantity_of(sources: Iterable[Structures]) -> str:
     return next(iter(paths))
 
 
-def readable(source: Structures) -> Structures:
-    """Reads all structures; returns those without an error, and lists the others in `bad`."""
-    valid, natoms, energies = [], [], []
-    for index in with_bar(range(len(source)), f"{source.path.name}: checking"):
+def valid(source: Structures) -> Iterator[tuple[int, Data]]:
+    """Yields the index and the record of each structure, with a progress bar.
+
+    If `skip_bad` is set, structures that raise a ValueError are listed in `bad` and left out.
+    """
+    for index in with_bar(range(len(source)), f"{source.path.name}: structures"):
         try:
             record = source[index]
         except ValueError as error:
+            if not source.skip_bad:
+                raise
             source.note_bad(index, error)
-            continue
-        valid.append(index)
-        natoms.append(record.natoms)
-        energies.append(float(record.y_relaxed))
+        else:
+            yield index, record
+
+
+def readable(source: Structures) -> Structures:
+    """Reads all structures; returns those without an error, and lists the others in `bad`."""
+    rows = [(i, record.natoms, float(record.y_relaxed)) for i, record in valid(source)]
     if not source.bad:
         return source
-    part = Part(source, valid)
-    part.natoms, part.y_relaxed = np.array(natoms, dtype=np.int64), np.array(energies)
+    part = Part(source, [index for index, _, _ in rows])
+    part.natoms = np.array([natoms for _, natoms, _ in rows], dtype=np.int64)
+    part.y_relaxed = np.array([energy for _, _, energy in rows])
     return part
 
 

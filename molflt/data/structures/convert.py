@@ -5,11 +5,10 @@ from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
-from tqdm import tqdm
 
 from molflt.atoms import Data
 from molflt.data.structures import Reading, Structures, labels, open_dataset, sources
-from molflt.data.structures.base import Tags, grouped
+from molflt.data.structures.base import Tags, grouped, valid
 from molflt.data.structures.geometry import atoms_coincide, overlaps_of
 from molflt.data.structures.store import BASELINE, write_store
 from molflt.files import expect_ending, expect_writable, readable_size, warn
@@ -138,31 +137,17 @@ def _report(dataset: Structures, dst: Path, count: int) -> None:
 
 
 def one_pass(dataset: Structures, limit: int | None = None) -> Iterator[Data]:
-    """Yields each structure, with a progress bar on stderr.
-
-    If `skip_bad` is set, structures that raise an error are added to ``dataset.bad``. `limit` is
-    the maximum number of structures.
-    """
+    """Yields at most `limit` records as `valid` does, with their names; expects at least one."""
     if limit is not None and limit < 1:
         raise ValueError(f"limit must be at least 1; got {limit}")
-    count, total = 0, min(len(dataset), limit or len(dataset))
-    with tqdm(total=total, desc=dataset.path.name, unit=" structures", disable=None) as bar:
-        for index in range(len(dataset)):
-            try:
-                record = dataset[index]
-            except ValueError as error:
-                if not dataset.skip_bad:
-                    raise
-                dataset.note_bad(index, error)
-                continue
-            name = dataset.name(index, record.sid)
-            if isinstance(name, str):
-                record.name = name
-            yield record
-            count += 1
-            bar.update()
-            if count == limit:
-                break
+    count = 0
+    for count, (index, record) in enumerate(valid(dataset), 1):
+        name = dataset.name(index, record.sid)
+        if isinstance(name, str):
+            record.name = name
+        yield record
+        if count == limit:
+            break
     if count == 0:
         text = f"{dataset.path}: no valid structures; expected at least one"
         if dataset.bad:
