@@ -118,9 +118,9 @@ class IS2REData(BatchedData[Structures]):
                     f"{dataset.path}: sid {int(dataset[largest].sid)}: expected at most "
                     f"data.max_atoms={self.max_size} atoms; got {dataset.natoms[largest]}"
                 )
-        for text in dict.fromkeys(dataset.skipped() for dataset in self.datasets.values()):
-            if text:
-                warnings.warn(text, stacklevel=3)
+        skipped = dict.fromkeys(dataset.skipped() for dataset in self.datasets.values())
+        for text in filter(None, skipped):
+            warnings.warn(text, stacklevel=3)
         train_set, val_set = (self.datasets[use] for use in self.splits)
         if is_first and train_set is val_set:
             warnings.warn(

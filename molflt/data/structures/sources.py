@@ -235,7 +235,8 @@ def files_of(paths: Paths) -> list[Path]:
     """
     sources: list[Path] = []
     for path in [Path(paths)] if isinstance(paths, str | Path) else map(Path, paths):
-        matches = [path] if path.exists() or not _is_pattern(path) else _matching(path)
+        is_pattern = has_magic(str(path)) or len(_patterns(str(path))) > 1
+        matches = [path] if path.exists() or not is_pattern else _matching(path)
         if not matches:
             raise FileNotFoundError(f"{path}: no file matches this pattern")
         for match in matches:
@@ -258,7 +259,7 @@ def named(paths: Paths) -> Path:
 
 def exists(path: Path) -> bool:
     """Returns True if the file or folder exists, or if a file matches the pattern."""
-    return path.exists() or (_is_pattern(path) and bool(_matching(path)))
+    return path.exists() or bool(_matching(path))
 
 
 def is_same(a: Path, b: Path) -> bool:
@@ -420,10 +421,6 @@ def _in_folder(folder: Path, split: str) -> Path | None:
         if path := next(filter(source.takes, paths), None):
             return path
     return base if base.is_dir() and _scan(base)[0] else None
-
-
-def _is_pattern(path: Path) -> bool:
-    return has_magic(str(path)) or len(_patterns(str(path))) > 1
 
 
 def _matching(path: Path) -> list[Path]:

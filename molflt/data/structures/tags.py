@@ -69,6 +69,7 @@ def guess_tags(record: Data, share: tuple[float, float] | None = None) -> Guess:
     if len(atoms.open_axes) > 1:
         why = "vacuum along more" if atoms.pbc.sum() > 1 else "not periodic along more"
         return Guess(unknown, f"no slab ({why} than one axis)")
+    atoms.find_bonds()
     adsorbate = atoms.adsorbate()
     if adsorbate.all():
         return Guess(unknown, "no slab")
@@ -82,13 +83,13 @@ def guess_tags(record: Data, share: tuple[float, float] | None = None) -> Guess:
 
 def open_axes(record: Data) -> list[int]:
     """Returns the axes that are not periodic or along which there is vacuum; [] for crystals."""
-    return _Atoms(record, bonds=False).open_axes
+    return _Atoms(record).open_axes
 
 
 class _Atoms:
     """Structure with its axes of vacuum and, for a slab, heights and pairs (i, j) in contact."""
 
-    def __init__(self, record: Data, bonds: bool = True) -> None:
+    def __init__(self, record: Data) -> None:
         from ase.geometry import complete_cell
 
         self.numbers = record.atomic_numbers.numpy()
@@ -114,10 +115,8 @@ class _Atoms:
                 heights = (heights - lowest) % spacing
             self.open_axes.append(axis)
             self.heights = heights  # above the vacuum along the last of the open axes, in Å
-        if bonds and len(self.open_axes) == 1:
-            self._find_bonds()
 
-    def _find_bonds(self) -> None:
+    def find_bonds(self) -> None:
         """Sets the pairs in contact, and the molecular atoms and their bonds among these pairs."""
         from ase.data import covalent_radii
         from ase.neighborlist import primitive_neighbor_list
@@ -325,7 +324,7 @@ class _Atoms:
 
 def sides_agree(record: Data) -> bool:
     """Returns True unless an adsorbate is on a side of the slab without surface atoms (tag 1)."""
-    atoms = _Atoms(record, bonds=False)
+    atoms = _Atoms(record)
     tags = record.tags.numpy()
     if len(atoms.open_axes) != 1 or not (tags != Tag.ADSORBATE).any():
         return True
@@ -342,7 +341,7 @@ def sides_agree(record: Data) -> bool:
 
 def heights_agree(record: Data) -> bool:
     """Returns True if mean heights do not decrease from subsurface to surface to adsorbate."""
-    atoms = _Atoms(record, bonds=False)
+    atoms = _Atoms(record)
     if len(atoms.open_axes) != 1:
         return True
     tags = record.tags.numpy()
