@@ -89,8 +89,8 @@ def with_bar(items: Iterable[_Item], title: str) -> Iterable[_Item]:
 class Structures(Dataset[Data], ABC):
     """Base class for data sets of structures at one path; worker processes can share them.
 
-    A new source needs a subclass with `kind`, `suffixes`, ``__init__(path, skip_bad)``, ``len()``,
-    ``[i]`` and `natoms`, or a subclass of `LoadedStructures` with the first three, and an entry in
+    A new source needs a subclass with `kind`, `suffixes`, ``__init__(path, skip_bad)``, ``len()``
+    and ``[i]``, or a subclass of `LoadedStructures` with the first three, and an entry in
     `molflt.data.structures.SOURCES`. :func:`molflt.data.structures.records.make_record` makes them.
 
     Args:
@@ -166,21 +166,27 @@ class Structures(Dataset[Data], ABC):
         """Returns a structure for ASE: the stored original, or else the converted record."""
         return to_atoms(self[index])
 
-    @property
-    @abstractmethod
+    @cached_property
     def natoms(self) -> np.ndarray:
         """Number of atoms in each structure, as an int64 array (len,)."""
+        return self._numbers[0].astype(np.int64)
 
-    @cached_property  # reading OC20's LMDB files takes minutes
+    @cached_property
     def y_relaxed(self) -> np.ndarray:
         """Relaxed energies in eV, as a float64 array (len,); NaN if missing."""
-        return np.array([float(record.y_relaxed) for record in with_bar(self, "reading labels")])
+        return self._numbers[1]
 
     @cached_property
     def y_baseline(self) -> np.ndarray:
         """Baseline energies in eV, as a float64 array (len,); NaN if missing."""
-        records = with_bar(self, "reading baselines")
-        return np.array([float(record.y_baseline) for record in records])
+        return self._numbers[2]
+
+    @cached_property  # reading OC20's LMDB files takes minutes
+    def _numbers(self) -> NDArray[np.float64]:
+        """Rows `natoms`, `y_relaxed` and `y_baseline`: (3, len)."""
+        records = with_bar(self, f"{self.path.name}: reading labels")
+        rows = [(r.natoms, float(r.y_relaxed), float(r.y_baseline)) for r in records]
+        return np.array(rows, dtype=np.float64).reshape(-1, 3).T.copy()
 
     def compositions(
         self, indices: NDArray[np.int64], of_adsorbates: bool = False
@@ -274,10 +280,6 @@ class LoadedStructures(Structures):
     def __getitem__(self, index: int) -> Data:
         return self._records[self._stored(index)].clone()
 
-    @property
-    def natoms(self) -> np.ndarray:
-        return np.array([record.natoms for record in self._records], dtype=np.int64)
-
 
 class Part(Structures):
     """Selected structures of a source, or of several concatenated sources.
@@ -350,12 +352,9 @@ class Part(Structures):
         return None if None in results else all(results)
 
     @cached_property
-    def natoms(self) -> np.ndarray:
-        return np.concatenate([source.natoms for source in self.sources])[self._kept]
-
-    @cached_property
-    def y_relaxed(self) -> np.ndarray:
-        return np.concatenate([source.y_relaxed for source in self.sources])[self._kept]
+    def _numbers(self) -> NDArray[np.float64]:
+        parts = [np.array([x.natoms, x.y_relaxed, x.y_baseline]) for x in self.sources]
+        return np.concatenate(parts, axis=1).take(self._kept, axis=1)
 
 
 def quantity_of(sources: Iterable[Structures]) -> str:
@@ -385,12 +384,14 @@ def valid(source: Structures) -> Iterator[tuple[int, Data]]:
 
 def readable(source: Structures) -> Structures:
     """Reads all structures; returns those without an error, and lists the others in `bad`."""
-    rows = [(i, record.natoms, float(record.y_relaxed)) for i, record in valid(source)]
+    rows = [
+        (index, record.natoms, float(record.y_relaxed), float(record.y_baseline))
+        for index, record in valid(source)
+    ]
     if not source.bad:
         return source
-    part = Part(source, [index for index, _, _ in rows])
-    part.natoms = np.array([natoms for _, natoms, _ in rows], dtype=np.int64)
-    part.y_relaxed = np.array([energy for _, _, energy in rows])
+    part = Part(source, [index for index, *_ in rows])
+    part._numbers = np.array(rows, dtype=np.float64).reshape(-1, 4)[:, 1:].T.copy()
     return part
 
 

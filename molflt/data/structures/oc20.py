@@ -27,7 +27,7 @@ from torch import Tensor
 
 from molflt.atoms import Data
 from molflt.data.structures.ase_fields import charge_in
-from molflt.data.structures.base import Structures, locate, with_bar
+from molflt.data.structures.base import Structures, locate
 from molflt.data.structures.records import make_record
 
 _Storage: TypeAlias = tuple[str, np.ndarray]  # kind and values of tensors
@@ -391,12 +391,6 @@ class Oc20Lmdb(Structures):
             return make_record(sid=fields.get("sid", self._locate(index)[1]), **arguments)
         except ValueError as error:
             raise ValueError(f"{self.where(index)}: {error}") from None
-
-    @cached_property
-    def natoms(self) -> np.ndarray:
-        """Number of atoms in each structure; the first access reads all records."""
-        indices = with_bar(range(len(self)), f"{self.path.name}: atoms")
-        return np.array([len(self._read(index)["pos"]) for index in indices], dtype=np.int64)
 
     def where(self, index: int) -> str:
         shard, key = self._locate(index)

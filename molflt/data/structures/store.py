@@ -15,6 +15,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from molflt.atoms import Data
 from molflt.data.structures.base import Structures
@@ -146,13 +147,11 @@ class StructureStore(Structures):
     def __len__(self) -> int:
         return self._length
 
-    @property
-    def natoms(self) -> np.ndarray:
-        return np.diff(self.columns["offsets"])
-
     @cached_property
-    def y_relaxed(self) -> np.ndarray:
-        return np.array(self.columns["y_relaxed"])
+    def _numbers(self) -> NDArray[np.float64]:
+        columns = self.columns
+        baseline = columns.get("y_baseline", np.full(len(self), np.nan))
+        return np.array([np.diff(columns["offsets"]), columns["y_relaxed"], baseline])
 
     def verify(self) -> bool:
         return verify_tensors(self.path)
