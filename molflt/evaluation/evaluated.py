@@ -100,7 +100,8 @@ class EvaluationData:
         runs = model.data if isinstance(model, EnsembleRegressor) else {self.run: self.own}
         self._expect_same_unseen(runs)
         if self.is_whole:
-            opened = {split: self.data.whole(self.skip_bad) for split in self.splits}
+            whole = self.data.opened(self.data.root, self.skip_bad)
+            opened = dict.fromkeys(self.splits, whole)
         else:
             if self.data.is_one:
                 for run, trained_on in runs.items():

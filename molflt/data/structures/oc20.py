@@ -383,14 +383,24 @@ class Oc20Lmdb(Structures):
         return int(self._ends[-1])
 
     def __getitem__(self, index: int) -> Data:
-        fields = self._read(index)
+        (shard, key), where = self._locate(index), self.where(index)
+        content = shard.get(str(key).encode())
+        if content is None:
+            raise ValueError(f"{where}: missing")
+        fields = _decode_record(content, where)
+        if missing := [name for name in ("pos", "atomic_numbers") if name not in fields]:
+            raise ValueError(
+                f"{where}: expected pos, atomic_numbers, cell, ...; {missing[0]} is missing; "
+                f"got {', '.join(sorted(fields)) or 'no fields'}"
+            )
         arguments = {name: fields[name] for name in _FIELDS if name in fields}
+        arguments |= self._points_in(fields)
         try:
             if (charge := charge_in(fields)) is not None:
                 arguments["charge"] = charge
-            return make_record(sid=fields.get("sid", self._locate(index)[1]), **arguments)
+            return make_record(sid=fields.get("sid", key), **arguments)
         except ValueError as error:
-            raise ValueError(f"{self.where(index)}: {error}") from None
+            raise ValueError(f"{where}: {error}") from None
 
     def where(self, index: int) -> str:
         shard, key = self._locate(index)
@@ -429,18 +439,8 @@ class Oc20Lmdb(Structures):
         shard, place = locate(self._ends, self._stored(index))
         return self.shards[shard], self._keys[shard][place]
 
-    def _read(self, index: int) -> dict[str, Any]:
-        """Reads the fields of a record; renames labels at `pos` and updates `labels` and `hint`."""
-        shard, key = self._locate(index)
-        where, content = self.where(index), shard.get(str(key).encode())
-        if content is None:
-            raise ValueError(f"{where}: missing")
-        fields = _decode_record(content, where)
-        if missing := [name for name in ("pos", "atomic_numbers") if name not in fields]:
-            raise ValueError(
-                f"{where}: expected pos, atomic_numbers, cell, ...; {missing[0]} is missing; "
-                f"got {', '.join(sorted(fields)) or 'no fields'}"
-            )
+    def _points_in(self, fields: Mapping[str, _Field]) -> dict[str, Any]:
+        """Returns the labels at `pos`, None if absent, and updates `labels` and `hint`."""
         labels = {name: label for name, label in _SINGLE_POINT.items() if name in fields}
         sources: dict[str, str] = {}  # label -> name in the record
         if {"energy", "forces"} <= {*labels.values()}:  # IS2RE may have only forces
@@ -449,4 +449,4 @@ class Oc20Lmdb(Structures):
             self.hint = _S2EF
         for name, label in labels.items():
             self.labels[name] = label if sources.get(label) == name else None
-        return fields | {name: fields.get(sources.get(name, "")) for name in _SINGLE_POINT.values()}
+        return {name: fields.get(sources.get(name, "")) for name in _SINGLE_POINT.values()}

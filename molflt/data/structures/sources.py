@@ -183,8 +183,8 @@ class DataSet(NamedTuple):
     def open(self, splits: Iterable[str], skip_bad: bool = False) -> dict[str, Structures]:
         """Opens splits and returns them, keyed by name."""
         if not self.is_one:
-            return {split: self._open(split_path(self.root, split), skip_bad) for split in splits}
-        whole = self.whole(skip_bad)
+            return {split: self.opened(split_path(self.root, split), skip_bad) for split in splits}
+        whole = self.opened(self.root, skip_bad)
         count = len(whole)
         order = np.random.default_rng([self.split_seed, count]).permutation(count)
         size = round(count * (self.val_fraction or 0.1))  # of the validation part
@@ -198,11 +198,8 @@ class DataSet(NamedTuple):
                 )
         return {split: Part(whole, indices[split]) for split in splits}
 
-    def whole(self, skip_bad: bool = False) -> Structures:
-        """Returns all structures of the single file."""
-        return self._open(self.root, skip_bad)
-
-    def _open(self, path: Path, skip_bad: bool) -> Structures:
+    def opened(self, path: Path, skip_bad: bool) -> Structures:
+        """Returns all structures at a path, read in the same way."""
         return open_dataset(path, skip_bad, self.reading, trained=self.trained)
 
 
