@@ -358,8 +358,9 @@ def _count_on_mesh(model: nn.Module, batch: Batch) -> int:
     if type(scheme) is not Auto:
         return 0
     atoms = Atoms.of(batch, member.embedding.element.weight, charged=True)
-    geometry = atoms.geometry if member.subsurface else atoms.without_subsurface()[0].geometry
-    mask = scheme.on_mesh(geometry)
+    if member.subsurface is not True:
+        atoms, _ = member.without_subsurface(atoms)
+    mask = scheme.on_mesh(atoms.geometry)
     return 0 if mask is None else int(mask.sum())
 
 

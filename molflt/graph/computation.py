@@ -76,8 +76,8 @@ class EnergyInputs(NamedTuple):
         expect_compilable(model)
         atoms = Atoms.of(batch, model.embedding.element.weight)
         references = atoms.geometry.sum(model._references(atoms))
-        if not model.subsurface:
-            atoms, _ = atoms.without_subsurface()
+        if model.subsurface is not True:
+            atoms, _ = model.without_subsurface(atoms)
         geometry, numbers, _ = atoms
         model.embedding.element.check(numbers)
         model.readout.counted(geometry)  # compiled code does not check tags

@@ -1,14 +1,14 @@
 """IS2RE model, which predicts relaxed energies and displacements from initial structures."""
 
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 
 from molflt.atoms import MAX_ATOMIC_NUMBER, Data, Tag
 from molflt.attention import Attention, Stack
-from molflt.attention.checks import known_names, no_effect, not_negative, positive
+from molflt.attention.checks import known_names, no_effect, not_negative, one_of, positive
 from molflt.attention.features import FeatureMapName
 from molflt.attention.positions.base import MixingName
 from molflt.attention.stack import ATTENTION, Redrawn
@@ -70,8 +70,10 @@ class EnergyRegressor(Redrawn):
             their lattice constants, which is misleading for unseen metals.
         descriptors: also describe elements by period, group, radius, electronegativity and valence
             electrons. This generalizes to unseen elements; see `ElementEmbedding`.
-        subsurface: False omits the atoms with tag 0, which are half of a slab. Predictions then do
-            not depend on these atoms (as in PhAST, arXiv:2211.12020).
+        subsurface: False omits the atoms with tag 0, which are half of a slab or more. Predictions
+            then do not depend on these atoms (as in PhAST, arXiv:2211.12020). "near" keeps those
+            within `neighbor_cutoff` of an adsorbate atom, as surface atoms (tag 1), which is more
+            accurate for alloys and steps.
         position_head: predict displacements to the relaxed positions as an auxiliary task.
         move_atoms: after each pass except the last, move each free atom by less than 1 Å, as
             predicted by the position head, and recompute the mask.
@@ -123,7 +125,7 @@ class EnergyRegressor(Redrawn):
         messages: int = 0,
         message_pairs: MessagePairs | None = None,
         descriptors: bool = False,
-        subsurface: bool = True,
+        subsurface: bool | Literal["near"] = True,
         position_head: bool = True,
         move_atoms: bool = False,
         readout: ReadoutName = "adsorbate",
@@ -133,9 +135,11 @@ class EnergyRegressor(Redrawn):
         super().__init__()
         known_names(EnergyRegressor, stack, Stack, Attention)
         not_negative(radial_basis=radial_basis, messages=messages)
-        if not (position_head or radial_basis or messages) and readout == "all":
+        sees_neighbors = position_head or radial_basis or messages or subsurface == "near"
+        if not sees_neighbors and readout == "all":
             why = "with readout='all', without position_head, radial_basis and messages"
             no_effect(why, neighbor_cutoff=neighbor_cutoff)
+        one_of("subsurface", subsurface, (True, False, "near"))
         cutoff = 5.0 if neighbor_cutoff is None else neighbor_cutoff
         positive(neighbor_cutoff=cutoff)
         if not messages:
@@ -239,10 +243,10 @@ class EnergyRegressor(Redrawn):
         """
         atoms = Atoms.of(batch, self.embedding.element.weight)
         references = self._references(atoms)
-        if self.subsurface:
+        if self.subsurface is True:
             out = self._predict(atoms)
         else:
-            remaining, mask = atoms.without_subsurface()
+            remaining, mask = self.without_subsurface(atoms)
             out = self._predict(remaining)
             for name in out.keys() - {"energy"}:
                 kept, axis = out[name], _ATOM_AXES.get(name, 0)
@@ -252,6 +256,21 @@ class EnergyRegressor(Redrawn):
         if "adsorbate_energy" in out:
             out["adsorbate_energy"] = out["adsorbate_energy"] + references
         return out
+
+    def without_subsurface(self, atoms: Atoms) -> tuple[Atoms, Tensor]:
+        """Omits atoms as `subsurface` states; returns the others, and the mask that selects them.
+
+        Graphs that have only atoms with tag 0 are not changed.
+        """
+        geometry = atoms.geometry
+        if self.subsurface == "near":
+            assert geometry.tags is not None
+            center, neighbor, *_ = neighbor_list(geometry, self.neighbor_cutoff)
+            near = neighbor[geometry.tags[center] == Tag.ADSORBATE.value]
+            tags = geometry.tags.clone()
+            tags[near] = tags[near].clamp(min=Tag.SURFACE.value)
+            atoms = atoms._replace(geometry=geometry._replace(tags=tags))
+        return atoms.without_subsurface()
 
     def baseline(self, batch: Data) -> Tensor | float:
         """Returns the baseline energies (graphs,) to be added, in eV, or 0 without a baseline."""

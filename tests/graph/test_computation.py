@@ -21,7 +21,7 @@ from molflt.graph.computation import EnergyComputation, EnergyInputs, export_ene
 VARIANTS = {
     "default": {},
     "surface": {"subsurface": False, "descriptors": True, "radial_basis": 4},
-    "messages": {"messages": 2, "message_pairs": "adsorbate"},
+    "messages": {"messages": 2, "message_pairs": "adsorbate", "subsurface": "near"},
     "contact": {"readout": "contact", "position_head": False, "far_field": False},
     "all": {"readout": "all"},
     "flt": FLT,

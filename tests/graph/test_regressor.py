@@ -4,6 +4,8 @@ import warnings
 import numpy as np
 import pytest
 import torch
+from ase import Atoms
+from ase.neighborlist import neighbor_list as ase_neighbors
 from contract import EXACT
 from scipy.spatial.transform import Rotation
 from torch_geometric.data import Batch, Data
@@ -26,7 +28,7 @@ VARIANTS = {
     "kernel": {**KERNEL, "near_field": 0.0, "periodic": "none", "normalize": "unmasked"},
     "near-reciprocal-moving": {**MOVING, "near_field": 3.0, "normalize": "none"},
     "surface": {**KERNEL, "near_field": 3.0, "descriptors": True, "subsurface": False},
-    "messages": {**KERNEL, "near_field": 3.0, "messages": 2},
+    "messages": {**KERNEL, "near_field": 3.0, "messages": 2, "subsurface": "near"},
     "messages-adsorbate": {**KERNEL, "messages": 2, "message_pairs": "adsorbate"},
     "performer-radial": {**PERFORMER, "radial_basis": 8, "descriptors": True},
     "softmax-mask-images": {**SOFTMAX, "periodic": "images", "radial_basis": 8},
@@ -195,6 +197,24 @@ def test_atoms_below_the_surface_are_left_out():
     net.element_energies.fill_(-1000.0)  # a total energy includes all atoms
     shift = predict(net, [whole, untagged])["energy"] - out["energy"]
     torch.testing.assert_close(shift, torch.tensor([-14000.0, -6000.0]).double(), **EXACT)
+
+
+def test_atoms_below_the_surface_near_an_adsorbate_count_as_surface():
+    """The subsurface atoms are found by ASE."""
+    net, given = model(subsurface="near"), structure(14, 3)
+    cell = given.cell[0].numpy()
+    atoms = Atoms(given.atomic_numbers.numpy(), given.pos.numpy(), cell=cell, pbc=True)
+    i, j = ase_neighbors("ij", atoms, 5.0)
+    near = np.isin(np.arange(14), j[given.tags[i] == 2]) & (given.tags == 0).numpy()
+    assert near.sum() == 2 and (given.tags == 0).sum() == 4
+    retagged = given.clone()
+    retagged.tags[near] = 1
+    out = predict(net, [given, STRUCTURES[1]])
+    expected = predict(model(subsurface=False), [retagged, STRUCTURES[1]])
+    for name, value in out.items():
+        torch.testing.assert_close(value, expected[name], **EXACT)
+    without = predict(model(subsurface=False), [given])
+    assert (out["energy"][0] - without["energy"]).abs() > 1e-6
 
 
 @pytest.mark.parametrize("scale", [0.02, 1])

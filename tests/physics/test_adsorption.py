@@ -21,6 +21,7 @@ FORMS = {
     "contact": {"readout": "contact"},
     "near": {"readout": "contact", "far_field": False},
     "surface": {"readout": "contact", "far_field": False, "subsurface": False},
+    "subsurface": {"readout": "contact", "far_field": False, "subsurface": "near"},
 }
 EXACT = 1e-9  # eV
 LIFT = np.array([0.0, 0.0, 1.0])
