@@ -249,13 +249,10 @@ def load_initial(
 def _transfer(source: Saved, model: nn.Module, files: Mapping[str, bytes]) -> dict[str, Any]:
     """Loads tensors with the same name and shape and returns the entries of init.json.
 
-    The model's `of_data` lists name prefixes of tensors that depend on the data. Buffers with these
-    prefixes, such as the normalizer, are never loaded. Parameters with these prefixes, such as the
-    class logits, are loaded only if the data files (vocabulary, classes) are the same; if `of_data`
-    lists prefixes for each file, only that file is compared. All other buffers are loaded: the
-    random features with which the weights were trained, and records of the training data, such as
-    its elements, which the new training extends. The model's `seen_by` maps each record to a
-    weight; the record is not loaded if this weight is new.
+    Buffers named in the model's `of_data`, such as the normalizer, are not loaded. Parameters named
+    there, such as the class logits, are loaded only if the data files on which they depend
+    (vocabulary, classes) are the same. All other buffers are loaded, such as random features and
+    the elements of the training data, unless the weight in `seen_by` that they describe is new.
     """
     state, buffers = model.state_dict(), dict(model.named_buffers())
     prefixes = getattr(model, "of_data", ())
