@@ -13,7 +13,7 @@ import numpy as np
 from molflt.atoms import MAX_ATOMIC_NUMBER, Data, Tag, symbol
 from molflt.commands.options import refuse_idle, yaml_of
 from molflt.data.structures import AS_IT_IS, Reading, open_dataset
-from molflt.data.structures.ase_fields import named_options
+from molflt.data.structures.ase_labels import named_options
 from molflt.data.structures.base import Tags, grouped
 from molflt.data.structures.convert import one_pass
 from molflt.data.structures.geometry import Survey, equal_structures, one_tagged, overlaps_of

@@ -17,7 +17,8 @@ from typing import IO, Any
 import numpy as np
 
 from molflt.atoms import Atoms
-from molflt.data.structures.ase_fields import Converter, Entries, text_sid, total_charge
+from molflt.data.structures.ase_fields import Converter, text_sid, total_charge
+from molflt.data.structures.ase_labels import Entries
 from molflt.data.structures.ase_text import check_text
 from molflt.data.structures.base import LoadedStructures, Reading
 from molflt.data.structures.oc20 import LmdbFile

@@ -10,7 +10,8 @@ import numpy as np
 import torch
 
 from molflt.atoms import Atoms, Data
-from molflt.data.structures.ase_fields import Converter, Entries, charge_in, text_sid
+from molflt.data.structures.ase_fields import Converter, charge_in, text_sid
+from molflt.data.structures.ase_labels import Entries
 from molflt.data.structures.base import AS_IT_IS, LoadedStructures, Reading
 from molflt.data.structures.records import make_record
 

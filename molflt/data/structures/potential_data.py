@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from molflt.data.structures import Structures
-from molflt.data.structures.ase_fields import named_options
+from molflt.data.structures.ase_labels import named_options
 from molflt.data.structures.base import AnyTags, Part, with_bar, without
 from molflt.data.structures.datamodule import IS2REData
 from molflt.data.structures.labels import point_fault, unit_fault
