@@ -81,6 +81,15 @@ def test_energies_select_a_potential_without_useful_forces(force, labels, weight
     assert kept[-1] == (2 if metric == FORCE else 3)
 
 
+def test_untrained_energies_do_not_select_a_potential():
+    stress = "stress_mae_meV_per_A3"
+    found = rows(
+        **{FORCE: [0, 0], ENERGY: [3, 9], stress: [5, 4], "force_labels_meV_per_A": [0, 0]}
+    )
+    kept, header, _ = chosen(PotentialTask, found, weights=(0, 1, 1))
+    assert kept == [1, 2] and f"val_{stress}" in header
+
+
 def test_state_of_an_earlier_version():
     """The state has one metric, which may be 0 and cannot be improved."""
     found = rows(**{FORCE: [0, 0], ENERGY: [9, 3], "force_labels_meV_per_A": [0, 0]})

@@ -157,6 +157,25 @@ def test_export_of_a_potential_with_machine_code_is_refused(potential_run, tmp_p
     assert not (tmp_path / "out").exists()
 
 
+def test_settings_of_torch_do_not_change_a_loaded_model(potential_run):
+    def forces():
+        atoms = bulk("Ar", "fcc", 5.2, cubic=True)
+        atoms.rattle(0.1)
+        atoms.calc = molflt.Calculator(potential_run, device="cpu")
+        return atoms.get_forces()
+
+    expected = forces()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        found = [forces()]
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for mode in (torch.inference_mode(), torch.device("meta")):
+        with mode:
+            found.append(forces())
+    assert all(np.array_equal(expected, one) for one in found)
+
+
 def test_predictions_have_forces(potential_run, tmp_path):
     structures = [bulk("Ar", "fcc", 5.2, cubic=True), bulk("Ar", "fcc", 5.4)]
     structures.append(Atoms("Ar2", [[0, 0, 0], [0, 0, 3.8]]))

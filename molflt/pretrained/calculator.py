@@ -101,7 +101,8 @@ class Calculator(AseCalculator):
                 f"{name}: a calculator requires a potential; got {type(model).__name__}, which has "
                 "no forces; train with --recipe potential, or predict energies with molflt predict"
             )
-        self.model = model.to(getattr(torch, dtype))
+        with torch.inference_mode(False):  # tensors made in this mode cannot be differentiated
+            self.model = model.to(getattr(torch, dtype))
         if model.long_range is not None and 1 in model.long_range.powers:
             self.implemented_properties = [*self.implemented_properties, "charges", "dipole"]
         self.slab_stress = slab_stress

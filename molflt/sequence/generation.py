@@ -143,6 +143,8 @@ def beam_search(
     if model.training:
         raise ValueError("beam_search needs a model without dropout; call model.eval() first")
     at_least_one(beam=beam, limit=1 if limit is None else limit)
+    if beam == 1 and length_penalty != 1:
+        no_effect("with a beam of 1", length_penalty=length_penalty)
     tensors(source=source, source_mask=source_mask)
     for name, token in (("begin", begin), ("end", end)):
         whole(name, torch.tensor(token), 0, model.vocabulary - 1, "an id of the vocabulary")

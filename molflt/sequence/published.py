@@ -81,13 +81,15 @@ def options_of(weights: Mapping[str, Tensor], config: Mapping[str, object]) -> d
     for name, values in _SUPPORTED.items():
         if (value := config.get(name, values[0])) not in values:
             raise ValueError(f"{name}={value!r}; expected {' or '.join(map(str, values))}")
+    if (types := len(weights["encoder.types.weight"])) < 2:
+        raise ValueError(f"type_vocab_size={types}; expected 2 or more, for pairs of sentences")
     options: dict[str, object] = {
         "vocabulary": vocabulary,
         "dim": dim,
         "heads": config.get("num_attention_heads", max(1, dim // _HEAD)),
         "layers": layers,
         "ffn_dim": len(weights["encoder.stack.blocks.0.ffn.0.weight"]),
-        "types": len(weights["encoder.types.weight"]),
+        "types": types,
         "max_length": len(weights["encoder.places.weight"]),
         "absolute": "learned",
         "norm": "post",

@@ -136,11 +136,12 @@ class PotentialTask(OfStructures, Task[Batch, PotentialData]):
             scale.fill_(data.force_scale())
 
     def ranking(self, metrics: Mapping[str, float]) -> list[str]:
-        """Ranks forces first unless all force labels are 0 by symmetry or `force_weight` is 0."""
-        names = super().ranking(metrics)
-        if self.weights[1] and metrics.get(_FORCE_LABELS, math.inf) > _NO_FORCE:
-            return names
-        return sorted(names, key=lambda name: name.startswith("force"))
+        """Ranks metrics last that are not trained, and forces if all are 0 by symmetry."""
+        kinds = zip(("energy", "force", "stress"), self.weights, strict=True)
+        last = [kind for kind, weight in kinds if not weight]
+        if metrics.get(_FORCE_LABELS, math.inf) <= _NO_FORCE:
+            last.append("force")
+        return sorted(super().ranking(metrics), key=lambda name: name.startswith(tuple(last)))
 
     def loss(self, batch: Batch, progress: float) -> tuple[Tensor, _PointSums]:
         errors = point_errors(self.model(batch), batch)

@@ -180,7 +180,8 @@ class Saved(NamedTuple):
             name = f"{self.run / 'config.yaml'}: key model"
         models = []
         for options, weights in zip(self.options, self.weights, strict=True):
-            model = _build(name, {"recipe": self.recipe, "model": options})
+            with torch.inference_mode(False), torch.device("cpu"):
+                model = _build(name, {"recipe": self.recipe, "model": options})
             check_weights(self.path, model, weights)
             model.load_state_dict(weights)
             models.append(model.eval())
@@ -236,12 +237,16 @@ def _with_prefix(weights: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor
 
 
 def _build(name: str, config: Mapping[str, Any]) -> nn.Module:
-    """Builds the model of a recipe; error messages begin with `name`."""
+    """Builds the model of a recipe, in float32 or above; error messages begin with `name`."""
+    dtype = torch.get_default_dtype()
     try:
+        torch.set_default_dtype(torch.promote_types(dtype, torch.float32))
         return Recipe.of(config).load("model")(**config["model"])
     except Exception as error:  # options of other versions can raise any exception
         reason = " ".join(str(error).split())[:300]
         raise ValueError(f"{name}: {reason}") from error
+    finally:
+        torch.set_default_dtype(dtype)
 
 
 def _parsed(text: str) -> dict[str, Any]:

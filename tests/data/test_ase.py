@@ -151,6 +151,7 @@ _atom_site_fract_y
 _atom_site_fract_z
 """
 OCCUPIED = f"{CIF}_atom_site_occupancy\n"
+FORMULA = CIF.replace("loop_", "_chemical_formula_sum 'Cu H2'\nloop_")
 LABELS = CIF.replace("_atom_site_type_symbol\n", "")
 PDB = "ATOM      1   CU LIG A   1       0.000   0.000   0.000  0.50  0.00          CU\n"
 
@@ -239,6 +240,12 @@ REFUSED = {
     "rounded.cif": (f"{CIF}A1 Cu .3333 0 0\nA2 Zn .33333 0 0\n", "site 1: Zn and Cu"),
     "unknown.cif": (f"{CIF}A1 Cu 0 0 0\nA2 O 0 0 ?\n", "site 1 .* no coordinates"),
     "one_species.cif": (f"{OCCUPIED}A1 Cu 0 0 0 1\nA2 O .5 0 0 0.5(1)\n", "site 1 .*O 0.5"),
+    "formula.cif": (f"{FORMULA}A1 Cu 0 0 0\n", "sites of H"),
+    "angles.cif": (f"{CIF}A1 Cu 0 0 0\n".replace("_cell_angle_beta 90\n", ""), "three angles"),
+    "magnetic.cif": (
+        CIF.replace("loop_", "_space_group_symop_magn_operation.xyz x,y,z,+1\nloop_"),
+        "ignores _space_group_symop_magn",
+    ),
     "capitals.cif": (f"{CIF}A1 CL 0 0 0\n", "'CL'.* reads as C"),
     "part.pdb": (PDB, "atom 0 .*occupancy 0.5"),
     "names.pdb": (PDB.replace(" CU LIG", "CA  LIG").rstrip()[:-2], "CA .*77 and 78.* read as Ca"),
@@ -256,6 +263,7 @@ REFUSED = {
     "label.nwi": (NWI.replace("end", "  H1 0.0 0.0 0.7\nend"), "ignores 'H1 0.0"),
     "group.pdb": (f"{BOX} P 21 21 21    4\n{PDB}", "P 21 21 21"),
     "models.pdb": (f"{BOX} P 1           1\n{2 * MODEL}", "ignores 'CRYST1.*P 1  *1'"),
+    "location.pdb": (PDB.replace(" LIG", "BLIG").replace("0.50", "1.00"), "ignores 'ATOM"),
     "ion.pdb": (f"{PDB.rstrip()}2+\n", "ignores '2.'"),
     "occupied.res": (RES.replace(".3 1", ".3 0.5"), "ignores 'H 1 .1 .2 .3 0.5'"),
     "symmetry.res": (f"{RES}SYMM -x,-y,z\n", "ignores 'SYMM -x,-y,z'"),
@@ -275,10 +283,16 @@ REFUSED = {
     "aenet.xsf": ("# total energy = -3.0 eV\nATOMS\nCu 0 0 0 0.1 0 0\n", "ignores '# total"),
     "POSCAR_free": (POSCAR.replace("Cart", "Selective\nCart").replace(" F", " f f f"), "1 f f f"),
     "POSCAR_4": (POSCAR.replace("C O Cu\n", "").replace("x\n", "CO on Cu\n"), "3 elem.*POTCAR"),
+    "field/geometry.in": ("atom 0 0 0 Cu\nhomogeneous_field 0 0 1\n", "ignores 'homogeneous"),
     "drawing.mol": (SDF.replace("  made by hand", "  RDKit             2D"), "2D"),
+    "cut.mol": (SDF.replace("M  END", ""), "M  END.*truncated"),
+    "radical.mol": (SDF.replace("O   0  5", "O   0  4").replace("M  CHG", "#"), "must be 1.*2"),
+    "triplet.mol": (SDF.replace("CHG  1   1  -1", "RAD  1   1   3"), "must be 1.*3"),
     "triplet.gjf": (JOB.replace("-1 1", "0 3"), "multiplicity must be 1.*3"),
     "more.xyz": (xyz(SPECIES, "Cu 0 0 0 0.1 0.2 0.3"), "7 columns; expected 4"),
     "two_columns.xyz": (xyz("Properties=species:S:1:pos:R:3:Z:I:1", "Cu 0 0 0 8"), "0 .*O"),
+    "symbols.xyz": (xyz("Properties=species:S:1:pos:R:3:element:S:1", "Cu 0 0 0 O"), "0 .*Cu"),
+    "share.xyz": (xyz("Properties=species:S:1:pos:R:3:occ:R:1", "Cu 0 0 0 0.5"), "occupancy 0.5"),
     "fractions.xyz": (xyz("Properties=species:S:1:frac_pos:R:3", "Cu 0 0 0.5"), "pos:R:3.*frac"),
     "deuterium.xyz": (xyz("", "O 0 0 0", "D 0 0.8 0.6", "D 0 -0.8 0.6"), "'D'.*with H"),
     "axes.xyz": (xyz(f'Lattice="{CELL}" pbc="p p f" {SPECIES}', "Cu 0 0 0"), "'p p f'.*T T F"),
@@ -294,6 +308,7 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_files_of_ambiguous_structures_are_refused(tmp_path, name):
     content, words = REFUSED[name]
+    (tmp_path / name).parent.mkdir(exist_ok=True)
     (tmp_path / name).write_text(content)
     with pytest.raises(ValueError, match=rf"{name}: frame 0: .*({words})"):
         open_dataset(tmp_path / name)
@@ -303,6 +318,7 @@ def test_fields_that_change_nothing_are_taken(tmp_path):
     for name, content, numbers in (
         ("whole.cif", f"{OCCUPIED}A1 Cu 0 0 0 1.0\nA2 O .5 0 0 ?\n", [29, 8]),
         ("labels.cif", f"{LABELS}Cu1 0 0 0\nO1A .5 0 0\n", [29, 8]),
+        ("formula.cif", f"{FORMULA}A1 Cu 0 0 0\nA2 H .5 0 0\n", [29, 1]),
         ("twice.cif", f"{CIF}A1 Cu 0 0 0\nA2 Cu 0 0 0\n", [29]),
         ("axes.xyz", xyz(f'Lattice="{CELL}" pbc="1 1 0" {SPECIES}', "Cu 0 0 0"), [29]),
         ("spaces.res", RES.replace("LATT -1", "LATT  -1"), [1]),
@@ -384,6 +400,15 @@ def test_charges_are_read_from_outputs_of_dynamics(tmp_path, path, place, line):
     assert float(open_dataset(tmp_path / Path(path).name)[0].charge) == -1
 
 
+@pytest.mark.parametrize(("name", "text"), [("a.res", RES), ("a.pdb", f"{PDB}END\n")])
+def test_a_text_without_its_last_line_gives_a_warning(tmp_path, capsys, name, text):
+    for content, words in ((text, ""), (text.replace("END\n", ""), "may be truncated")):
+        (tmp_path / name).write_text(content.replace("0.50", "1.00"))
+        open_dataset(tmp_path / name)
+        err = capsys.readouterr().err
+        assert words in err and bool(words) == bool(err)
+
+
 def test_all_molecules_of_an_sdf_file_are_read(tmp_path):
     (tmp_path / "a.sdf").write_text(f"{SDF}$$$$\n{SDF.replace('-1', ' 1').replace('O', 'N')}$$$$\n")
     found = [(int(x.atomic_numbers[0]), float(x.charge)) for x in open_dataset(tmp_path / "a.sdf")]
@@ -391,7 +416,7 @@ def test_all_molecules_of_an_sdf_file_are_read(tmp_path):
 
 
 def test_radicals_replace_the_codes_of_charges(tmp_path):
-    (tmp_path / "a.mol").write_text(SDF.replace("M  CHG  1   1  -1", "M  RAD  1   1   2"))
+    (tmp_path / "a.mol").write_text(SDF.replace("M  CHG  1   1  -1", "M  RAD  1   1   1"))
     assert float(open_dataset(tmp_path / "a.mol")[0].charge) == 0
 
 
@@ -544,6 +569,7 @@ def test_fields_that_are_not_used_are_named() -> None:
     for name in ("charges", "Spin_Multiplicity", "External_Field", "magnetic-moment"):
         assert unused_fields(hydrogen(**{name: -2.5})) == [name]
         assert unused_fields(hydrogen(data={name: [0, 3]})) == [name]
+    assert unused_fields(hydrogen(settings={"charge": 1, "spin": 1})) == ["settings.charge"]
     for neutral in (
         {"charge": "0", "spin": np.array(0.0), "multiplicity": 1, "electric_field": np.zeros(3)},
         {"nuclear_charges": [1, 1], "force_field": 3, "energy": -1.0, "magmom": float("nan")},
@@ -629,11 +655,12 @@ def test_total_charge_is_read_and_spin_named_once(capsys) -> None:
     assert float(held.charge) == 1 and to_atoms(held).info["charge"] == 1
 
 
-def test_array_of_fixed_atoms_is_reported_as_unused(capsys) -> None:
-    atoms = hydrogen()
-    atoms.arrays["fixed"] = np.array([1, 0])
-    (record,) = StructuresInMemory(atoms)
-    assert not record.fixed.any() and "fixed not used" in capsys.readouterr().err
+def test_arrays_of_fixed_atoms_are_reported_as_unused(capsys) -> None:
+    for name in ("fixed", "selective_dynamics", "is_frozen", "ghost"):
+        atoms = hydrogen()
+        atoms.arrays[name] = np.array([1, 0])
+        (record,) = StructuresInMemory(atoms)
+        assert not record.fixed.any() and f"{name} not used" in capsys.readouterr().err
 
 
 def test_bare_words_are_not_numbers(tmp_path) -> None:

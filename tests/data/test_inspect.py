@@ -189,3 +189,12 @@ def test_structures_of_two_charges_differ() -> None:
     first, *others = equal_structures(np.array([fingerprint(one) for one in made]))
     assert [number == first for number in others] == [True, False, False, False]
     assert others[1] == others[3] != others[2]
+
+
+@pytest.mark.parametrize("pbc", [[True] * 3, [True, True, False], [False] * 3])
+def test_moved_structures_are_equal(pbc: list[bool]) -> None:
+    """Whole lattice vectors along periodic axes, and any distance along other axes."""
+    pos, cell = np.random.default_rng(0).uniform(0, 5, (4, 3)), np.diag([5.0, 6.0, 9.0])
+    moves = np.outer((0, 14, -200), np.where(pbc, np.diag(cell), 0.7))
+    made = [make_record(pos=pos + x, atomic_numbers=[29] * 4, cell=cell, pbc=pbc) for x in moves]
+    assert len(set(equal_structures(np.array([fingerprint(one) for one in made])))) == 1

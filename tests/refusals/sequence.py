@@ -107,6 +107,12 @@ ROWS = [
     refused(lambda: sample(make(LanguageModel), IDS[:1], 1, top_k=0), "top_k", "at least 1", "0"),
     refused(lambda: sample(make(LanguageModel), IDS[:1], 1, 0.0, 3), "top_k=3", "temperature=0"),
     refused(lambda: sample(make(LanguageModel), IDS[:1], -5), "count", "at least 0", "-5"),
+    refused(
+        lambda: beam_search(
+            make(EncoderDecoder), IDS, begin=1, end=2, beam=1, length_penalty=0.5, limit=2
+        ),
+        *("length_penalty", "a beam of 1", "0.5"),
+    ),
     *(
         refused(
             lambda ids=ids: beam_search(make(EncoderDecoder), IDS, limit=2, **ids),

@@ -74,6 +74,12 @@ def test_names_of_older_files_and_options_without_a_configuration():
     assert MaskedLanguageModel(**found).state_dict().keys() == model.state_dict().keys()
 
 
+def test_published_weights_of_one_type_are_refused():
+    model = small(MaskedLanguageModel, types=1, mixing="softmax", norm="post")
+    with pytest.raises(ValueError, match="type_vocab_size=1; expected 2"):
+        options_of(model.state_dict(), {})
+
+
 def test_only_gaps_are_scored(monkeypatch):
     model = small(MaskedLanguageModel, mixing="softmax")
     tokens, targets = ids(4, LENGTH), torch.full((4, LENGTH), -1)

@@ -28,7 +28,8 @@ _IN_TRAJ = {
 # Words in the names of entries that models do not use, unless a word of `_HARMLESS` also occurs
 _NOT_READ = {
     "charge", "spin", "multiplicity", "magmom", "moment", "magnetization", "nelect", "field",
-    "efield", "uhf", "nupdown", "unpaired", "fixed",
+    "efield", "uhf", "nupdown", "unpaired", "mult", "fixed", "frozen", "selective", "ghost",
+    "vacancy",
 }  # fmt: skip
 _NOT_READ |= {f"{word}s" for word in _NOT_READ}
 _HARMLESS = {"nuclear", "born", "dipole", "quadrupole", "inertia", "force"}
@@ -155,7 +156,8 @@ def _partial_site(atoms: Atoms) -> str:
             if len(shares) > 1 or any(map(_is_partial, shares.values())):
                 listed = ", ".join(f"{symbol} {share}" for symbol, share in shares.items())
                 return f"site {site} has the occupancy {listed}"
-    of_atoms = atoms.arrays.get("occupancy", np.zeros(0))
+    names = [name for name in ("occupancy", "occupancies", "occ") if name in atoms.arrays]
+    of_atoms = atoms.arrays[names[0]] if names else np.zeros(0)
     partial = [atom for atom, share in enumerate(of_atoms) if _is_partial(share)]
     if partial and of_atoms.any():  # all 0 means unknown
         return f"atom {partial[0]} has the occupancy {of_atoms[partial[0]]}"
@@ -261,6 +263,9 @@ def unused_fields(atoms: Atoms) -> list[str]:
     """
     entries = Entries.of(atoms)
     info = {name: value for name, value in entries.info.items() if not _is_total(name, value)}
+    for name in info.keys() - {"data", "key_value_pairs"}:
+        if isinstance(inner := info[name], Mapping):
+            info |= {f"{name}.{key}": value for key, value in inner.items()}
     return [
         name
         for name, value in {**entries.results, **entries.arrays, **info}.items()
@@ -274,7 +279,9 @@ def _matters(name: str, value: object) -> bool:
         numbers = np.nan_to_num(np.asarray(value, dtype=np.float64))
     except (TypeError, ValueError):
         return value is not None
-    neutral = (0, 1) if numbers.size == 1 and _words(name) & {"spin", "multiplicity"} else (0,)
+    neutral = (
+        (0, 1) if numbers.size == 1 and _words(name) & {"spin", "multiplicity", "mult"} else (0,)
+    )
     return not bool(np.isin(numbers, neutral).all())
 
 

@@ -47,6 +47,8 @@ _VASP_BEGINNINGS = {rb"\s*vasp\.\d": "vasp-out", rb"\s*(<\?xml[^>]*>\s*)?<modeli
 # Keys of XYZ files that ASE reads, and other names of cells, which it ignores
 _XYZ_KEYS = {name.lower(): name for name in ("Lattice", "pbc", "Properties")} | {"periodic": "pbc"}
 _CELLS = ("cell", "unit_cell", "unitcell", "box", "lattice_vectors", "cell_vectors")
+# Operations of magnetic and modulated structures in CIF files, which ASE ignores
+_OTHER_SYMMETRY = re.compile(r"symop[._](magn|ssg)")
 _NOT_ANGSTROM = re.compile(r"(?<![/\w])(cell\(|(bohr|fractional|atomic_unit|nm)\b)", re.I)
 
 _Loads = Iterator[tuple[int, Callable[[], Atoms]]]  # number of a structure, function to read it
@@ -276,10 +278,15 @@ def _xyz_frame(lines: list[str]) -> Atoms:
         # ASE ignores symbols if there are numbers; under another name, they become an array.
         lines[1] = re.sub(r"\b(species|symbols):S:1", "named:S:1", lines[1])
     (atoms,) = read_xyz(StringIO("".join(lines)), slice(None))
-    symbols = np.array(atoms.get_chemical_symbols())
-    if len(wrong := np.flatnonzero(atoms.arrays.pop("named", symbols) != symbols)):
-        atom = wrong[0]
-        raise ValueError(f"atom {atom} has two elements, one of them {symbols[atom]}; remove one")
+    symbols = np.array(atoms.get_chemical_symbols(), dtype=object)
+    others = dict.fromkeys(("named", "element", "symbol"), symbols)
+    others |= dict.fromkeys(("atomic_number", "atomic_numbers"), atoms.numbers)
+    for name, elements in others.items():
+        column = atoms.arrays.get(name, elements)
+        if column.dtype == elements.dtype and len(wrong := np.flatnonzero(column != elements)):
+            found = f"atom {wrong[0]} has two elements, one of them {symbols[wrong[0]]}"
+            raise ValueError(f"{found}; remove one")
+    atoms.arrays.pop("named", None)
     return atoms
 
 
@@ -309,6 +316,8 @@ def _columns(comment: str) -> str:
 def _cif_block(block: Any) -> Atoms:
     from ase.data import atomic_numbers
 
+    if ignored := next(filter(_OTHER_SYMMETRY.search, block), None):
+        raise ValueError(f"ASE ignores {ignored}; expected a structure with a space group")
     names = block.get("_atom_site_type_symbol") or block.get("_atom_site_label") or []
     for site, name in enumerate(names):
         letters = re.split("[^A-Za-z]", str(name))[0]
@@ -325,6 +334,12 @@ def _cif_block(block: Any) -> Atoms:
             )
     with warnings.catch_warnings(record=True, action="always") as caught:
         atoms: Atoms = block.get_atoms()
+    if coordinates[0] and not atoms.cell.any():
+        raise ValueError("expected three lengths and three angles (_cell_...); add the others")
+    formula = re.findall("[A-Z][a-z]?", str(block.get("_chemical_formula_sum", "")))
+    if absent := {*formula} & {*atomic_numbers} - {*atoms.symbols}:
+        listed = ", ".join(sorted(absent))
+        raise ValueError(f"expected sites of {listed} as in _chemical_formula_sum; add the atoms")
     for warning in caught:
         text = str(warning.message)
         if match := re.fullmatch(r"scaled_positions (\d+) and (\d+) are equivalent", text):
@@ -345,11 +360,18 @@ def _molecule_of_sdf(block: str) -> Atoms:
     if block.split("\n", 2)[1][20:22] == "2D":
         raise ValueError("line 2 says 2D, a drawing; expected three-dimensional coordinates")
     atoms: Atoms = read_sdf(StringIO(block))
-    block = block.partition("\nM  END")[0]
+    block, end, _ = block.partition("\nM  END")
+    if not end:
+        raise ValueError("no line 'M  END'; the file is truncated")
     codes = [int(row[36:39].strip() or 0) for row in block.splitlines()[4 : 4 + len(atoms)]]
     charges = [4 - code for code in codes if code % 4]  # codes 0 and 4 mean neutral atoms
-    properties = re.findall(r"^M  (CHG|RAD) +\d+(.*)", block, re.M)
-    if properties:  # they replace the codes
-        charges = [int(x) for name, row in properties if name == "CHG" for x in row.split()[1::2]]
+    radicals = [2 for code in codes if code == 4]  # multiplicity of each
+    if properties := re.findall(r"^M  (CHG|RAD) +\d+(.*)", block, re.M):  # they replace the codes
+        charges, radicals = (
+            [int(x) for name, row in properties if name == kind for x in row.split()[1::2]]
+            for kind in ("CHG", "RAD")
+        )
     atoms.info["charge"] = sum(charges)
+    if radicals:
+        atoms.info["multiplicity"] = 1 + sum(radicals) - len(radicals)
     return atoms

@@ -29,7 +29,8 @@ _CHARGES = {
 # Units, cells, symmetry, atoms, constraints and energies that ASE ignores or misreads; examples
 _IGNORED = {
     "abinit-out": r"^[ -]*acell(?!(?:[ \t]+1\.88972\S*){3} ).*",  # acell 5.0 5.0 5.0 Bohr
-    "aims": r"^[ \t]*lattice_vector\b.*\n[ \t]*constrain_relaxation\b.*",  # fixes the cell
+    "aims": r"^[ \t]*lattice_vector\b.*\n[ \t]*constrain_relaxation\b.*|"  # fixes the cell
+    r"^[ \t]*(?:homogeneous_field|multipole)\b.*",  # homogeneous_field 0 0 0.1
     "castep-castep": r"^ *dispersion corrected final energy.*",  # Dispersion corrected final energy
     "cube": r"\A.*\n.*\n([ \t]*-?\d+(?:[ \t]+\S+){0,2}[ \t]+\S*[1-9].*)",  # third line: 1 -5 0 0
     "espresso-in": r"^[ \t]*(?:atomic_p|cell_p)"  # ATOMIC_POSITIONS ! crystal
@@ -48,6 +49,7 @@ _IGNORED = {
     "proteindatabank": r"^CRYST1.{49}(?!(?:P ?1)? *\d* *$).*|"  # CRYST1 of another group than P 1
     r"(^CRYST1.*)\n(?:(?!CRYST1|END).*\n)*+END.*\n(?:(?!CRYST1|END|ATOM|HETATM).*\n)*+"
     r"(?:ATOM|HETATM)|"  # CRYST1 of the first model, if a second model lacks it
+    r"^(?:ATOM  |HETATM).{10}[B-Z].*|"  # alternative location B in column 17
     r"(?:[1-9][-+]|[-+][1-9])(?<=^(?:ATOM  |HETATM).{74})",  # charge 2+ in columns 79 and 80
     "res": r"^SYMM\b.*|^LATT\b(?![ \t]+-1\b).*|"  # SYMM -x,-y,z, LATT 1 or, below, H 1 .1 .2 .3 .5
     r"^(?!TITL|CELL|ZERR)\w+[ \t]+\d+(?:[ \t]+-?\d*\.\d+){3}[ \t]+(?!1?1(?:\.0*)?(?![\d.]))\S+",
@@ -62,8 +64,8 @@ _IGNORED = {
 def check_text(path: Path, file: IO[str], kind: str) -> dict[str, float]:
     """Returns the total charge and multiplicity in a file of format `kind`, if ASE omits them.
 
-    Rejects files that ASE misreads, and warns about unreliable steps of VASP. Afterwards, `file`,
-    which is `path` open for reading, is at its start.
+    Rejects files that ASE misreads, and warns about truncated files and unreliable steps of VASP.
+    Afterwards, `file`, which is `path` open for reading, is at its start.
     """
     content = file.read() if kind in _CHARGES or kind in _IGNORED else ""
     if ignored := re.search(_IGNORED.get(kind, _NOTHING), content, re.M | re.I):
@@ -71,6 +73,8 @@ def check_text(path: Path, file: IO[str], kind: str) -> dict[str, float]:
         raise ValueError(f"ASE ignores {shown(part, 60)}; convert the file without ASE")
     if several := re.search(r"--link1--|\$new_job", content, re.I):
         raise ValueError(f"several jobs ({several[0]}), which ASE joins; split the file")
+    if kind in ("proteindatabank", "res") and not re.search("^END", content, re.M | re.I):
+        warn(f"{path}: no line END; the file may be truncated")
     file.seek(0)
     if kind == "vasp":
         _expect_counts_of_poscar(file)

@@ -159,7 +159,7 @@ def fingerprint(record: Data) -> NDArray[np.float64]:
 
     The features are a hash of elements, periodic axes and total charge; the cell in Å; sums of
     waves over the atoms; and sums of peaks, for crystals whose waves cancel. They do not depend on
-    the order of atoms or on the choice of periodic images.
+    the order of atoms, the choice of periodic images, or translations along open axes.
     """
     from ase.geometry import complete_cell
 
@@ -170,6 +170,7 @@ def fingerprint(record: Data) -> NDArray[np.float64]:
     digest = hashlib.blake2b(content, digest_size=6).digest()
     lattice = np.where(axes[:, None], record.cell[0].double().numpy(), 0.0)
     coordinates = record.pos.double().numpy() @ np.linalg.inv(complete_cell(lattice))
+    coordinates -= np.where(axes, 0.0, coordinates.mean(axis=0))
     phases = 2 * np.pi * np.where(axes, coordinates, coordinates / _LENGTH)  # (atoms, 3)
     weights = np.sqrt(numbers / numbers.sum())
     waves = weights @ np.exp(1j * phases @ _WAVES.T)  # (12,)

@@ -86,7 +86,7 @@ def make_record(
             f"got {int(numbers[outside][0])}; no such element"
         )
     lattice, periodic = _cell(cell, pbc, name)
-    origin = origin_of(initial)
+    origin = _origin(initial, lattice, periodic)
     start = _nearest_images(initial - origin, lattice, periodic).float()
     end = torch.full_like(start, math.nan)
     if pos_relaxed is not None:
@@ -215,6 +215,15 @@ def origin_of(pos: Tensor) -> Tensor:
     center = pos.median(dim=0).values
     coarse = (center / 1000).round() * 1000  # a round offset preserves digits
     return torch.where((center - coarse).abs() <= _CENTERED, coarse, center.round())
+
+
+def _origin(pos: Tensor, cell: Tensor, pbc: Tensor) -> Tensor:
+    """Returns `origin_of` as whole lattice vectors, if possible, which keep structures equal."""
+    origin = origin_of(pos)
+    if not (origin.any() and pbc.any()):
+        return origin
+    shift = _lattice_shift(origin[None], cell, pbc)
+    return shift + origin_of(pos - shift)
 
 
 def _nearest_images(pos: Tensor, cell: Tensor, pbc: Tensor) -> Tensor:
