@@ -72,8 +72,8 @@ class EnergyRegressor(Redrawn):
             electrons. This generalizes to unseen elements; see `ElementEmbedding`.
         subsurface: False omits the atoms with tag 0, which are half of a slab or more. Predictions
             then do not depend on these atoms (as in PhAST, arXiv:2211.12020). "near" keeps those
-            within `neighbor_cutoff` of an adsorbate atom, as surface atoms (tag 1), which is more
-            accurate for alloys and steps.
+            within `neighbor_cutoff` of an adsorbate atom, as surface atoms (tag 1), which reduces
+            errors for alloys and steps.
         position_head: predict displacements to the relaxed positions as an auxiliary task.
         move_atoms: after each pass except the last, move each free atom by less than 1 Å, as
             predicted by the position head, and recompute the mask.
