@@ -12,8 +12,9 @@ from molflt.atoms import MAX_ATOMIC_NUMBER, Tag
 from molflt.attention.checks import one_of, readable
 from molflt.attention.numerics import fade
 from molflt.graph.geometry import Geometry, _sum_by
-from molflt.graph.messages import EquivariantMessages, radial_bumps
+from molflt.graph.messages import EquivariantMessages
 from molflt.graph.neighbors import Neighbors, sum_in_pieces
+from molflt.graph.radial import radial_bumps
 
 _WAVES = 64  # number of functions of descriptors
 _WAVE_NUMBER = 0.3  # wave number per standard deviation; keeps elements of a group close

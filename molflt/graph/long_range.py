@@ -21,8 +21,8 @@ from molflt.attention.nodes.reciprocal import reciprocal_nodes
 from molflt.attention.numerics import at_least_float32, distances, fade, recomputed, uncompiled
 from molflt.attention.spectra import InversePower
 from molflt.graph.geometry import Geometry, _sum_by
-from molflt.graph.messages import softened
 from molflt.graph.neighbors import Neighbors, _all_pairs, neighbor_list, sum_in_pieces
+from molflt.graph.radial import softened
 from molflt.memory import expect_memory
 
 COULOMB = 14.399645  # eV Å, for two elementary charges

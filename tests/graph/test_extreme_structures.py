@@ -17,7 +17,7 @@ from molflt.graph import EnergyRegressor, Potential
 from molflt.graph import long_range as long_range_module
 from molflt.graph.geometry import Geometry
 from molflt.graph.long_range import inverse_power_sums
-from molflt.graph.messages import radial_bumps, radial_waves, softened
+from molflt.graph.radial import radial_bumps, radial_waves, softened
 
 CELL = torch.tensor([[4.2, 0.3, 0.1], [0.4, 5.1, 0.2], [0.2, 0.5, 6.0]], dtype=torch.float64)
 

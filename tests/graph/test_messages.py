@@ -10,8 +10,9 @@ from molflt.graph import EnergyRegressor, neighbors
 from molflt.graph import messages as messages_module
 from molflt.graph.geometry import Geometry
 from molflt.graph.heads import ElementEmbedding, element_descriptors, period_and_group
-from molflt.graph.messages import EquivariantMessages, radial_waves
+from molflt.graph.messages import EquivariantMessages
 from molflt.graph.neighbors import Neighbors, neighbor_list
+from molflt.graph.radial import radial_waves
 
 CUTOFF = 4.0
 

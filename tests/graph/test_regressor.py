@@ -12,7 +12,7 @@ from torch_geometric.data import Batch, Data
 
 from molflt.graph import EnergyRegressor
 from molflt.graph.geometry import Geometry
-from molflt.graph.messages import radial_bumps
+from molflt.graph.radial import radial_bumps
 
 SMALL = {"dim": 16, "heads": 2, "layers": 2, "refinements": 2, "ffn_dim": 24}
 FLT = {"position": "spectral", "mixing": "linear", "num_features": 16}
