@@ -125,7 +125,7 @@ def finished(run: Path) -> bool:
     The results of a run without weights, such as an unpacked archive, are accepted.
     """
     last = run / "checkpoints" / "last.safetensors"
-    if not own_results(run, [])[0]:
+    if not (run / RESULTS).exists() or own_results(run, [])[1]:
         return False
     if not last.exists():
         return True
