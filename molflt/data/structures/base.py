@@ -184,9 +184,7 @@ class Structures(Dataset[Data], ABC):
     @cached_property  # reading OC20's LMDB files takes minutes
     def _numbers(self) -> NDArray[np.float64]:
         """Rows `natoms`, `y_relaxed` and `y_baseline`: (3, len)."""
-        records = with_bar(self, f"{self.path.name}: reading labels")
-        rows = [(r.natoms, float(r.y_relaxed), float(r.y_baseline)) for r in records]
-        return np.array(rows, dtype=np.float64).reshape(-1, 3).T.copy()
+        return _numbers_of(with_bar(self, f"{self.path.name}: reading labels"))
 
     def compositions(
         self, indices: NDArray[np.int64], of_adsorbates: bool = False
@@ -280,6 +278,10 @@ class LoadedStructures(Structures):
     def __getitem__(self, index: int) -> Data:
         return self._records[self._stored(index)].clone()
 
+    @cached_property
+    def _numbers(self) -> NDArray[np.float64]:
+        return _numbers_of(self._records)  # without copies of the records
+
 
 class Part(Structures):
     """Selected structures of a source, or of several concatenated sources.
@@ -355,6 +357,12 @@ class Part(Structures):
     def _numbers(self) -> NDArray[np.float64]:
         parts = [np.array([x.natoms, x.y_relaxed, x.y_baseline]) for x in self.sources]
         return np.concatenate(parts, axis=1).take(self._kept, axis=1)
+
+
+def _numbers_of(records: Iterable[Data]) -> NDArray[np.float64]:
+    """Returns the rows of `Structures._numbers`."""
+    rows = [(each.natoms, float(each.y_relaxed), float(each.y_baseline)) for each in records]
+    return np.array(rows, dtype=np.float64).reshape(-1, 3).T.copy()
 
 
 def quantity_of(sources: Iterable[Structures]) -> str:
