@@ -150,6 +150,8 @@ def test_peers_subtract_reference_energies_where_ours_does(config: str, referenc
     assert jobs.config_of("painn", words)["task"]["references"] == references
     words.append("--task.references=none")
     assert jobs.config_of("painn", words)["task"]["references"] == "none"
+    with pytest.raises(ValueError, match=r"model\.subsurface.*near"):
+        jobs.config_of("painn", [*words, "--model.subsurface=near"])
 
 
 def test_a_comparison_is_written(tmp_path, monkeypatch, capsys) -> None:

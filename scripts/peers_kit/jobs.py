@@ -227,6 +227,8 @@ def config_of(model: str, words: list[str]) -> dict[str, Any]:
     usual += [] if net.batch_size is None else [f"--data.batch_size={net.batch_size}"]
     # The first words are --config FILE; options after the file take precedence over it.
     config = options_of([*words[:2], *usual, *words[2:]])
+    if config["model"]["subsurface"] == "near":
+        raise ValueError("model.subsurface: expected true or false for these networks; got near")
     config["task"]["rotate"] = "none"  # energies of these networks are invariant
     if config["model"]["readout"] == "adsorbate":  # for which molflt fits references by default
         config["task"]["references"] = config["task"]["references"] or "fit"
