@@ -174,8 +174,13 @@ def csv_rows(text: str) -> list[dict[str, str]]:
     return rows
 
 
-def read_json(path: Path, expected: str, hint: str) -> object:
-    """Reads a JSON file; if it is damaged, raises ValueError with `expected` and `hint`."""
+def read_json(path: Path, expected: str, hint: str, missing_ok: bool = False) -> Any:
+    """Reads a JSON file; if it is damaged, raises ValueError with `expected` and `hint`.
+
+    With `missing_ok`, returns None if the file does not exist.
+    """
+    if missing_ok and not path.is_file():
+        return None
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:

@@ -8,7 +8,7 @@ import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -213,7 +213,7 @@ def write_results(
 def _warn_of_replaced(out: Path, results: Results, note: ResultsOf) -> None:
     """Warns about earlier results of other splits, another checkpoint or other data."""
     try:
-        splits: Any = read_json(out / RESULTS, "metrics by split", "")
+        splits = read_json(out / RESULTS, "metrics by split", "")
         before = _note(out)
     except (OSError, ValueError):  # missing or damaged
         return
@@ -270,17 +270,14 @@ def own_results(folder: Path, weights: Sequence[Path]) -> tuple[Results, str]:
         return {}, f"{path}: belongs to different data, {shown(note['data'])}"
     if note and weights and note["weights"] != sorted(map(weights_digest, weights)):
         return {}, f"{path}: belongs to different weights, checkpoint {shown(note['checkpoint'])}"
-    content: object = {}
-    if path.is_file():
-        content = read_json(path, "metrics by split in JSON", "evaluate the run again")
+    advice = "evaluate the run again"
+    content = read_json(path, "metrics by split in JSON", advice, missing_ok=True)
     return content if isinstance(content, dict) else {}, ""
 
 
 def _note(folder: Path) -> ResultsOf:
     """Reads results_of.json; returns an empty record if this file or results.json is missing."""
-    path = folder / _NOTE
-    if not (folder / RESULTS).is_file() or not path.is_file():
+    if not (folder / RESULTS).is_file():
         return {}
     expected, advice = "the weights and data of results.json", "evaluate the run again"
-    note: Any = read_json(path, expected, advice)
-    return note
+    return read_json(folder / _NOTE, expected, advice, missing_ok=True) or {}

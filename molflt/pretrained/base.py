@@ -4,6 +4,7 @@ import json
 import shlex
 import tempfile
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Self
 
@@ -88,13 +89,16 @@ def read_trained(
         known = {name: saved.content[name] for name in names if name in saved.content}
         return Trained(path, saved.recipe, model.to(device_named(device)), saved.options, **known)
     members, checkpoint = [run, *map(Path, also)], checkpoint or path.stem
-    files = {name: content for name in KEPT if (content := _json(run / name)) is not None}
+    read = partial(
+        read_json, expected="JSON", hint="restore it, or write it again", missing_ok=True
+    )
+    files = {name: content for name in KEPT if (content := read(run / name)) is not None}
     if also:
         model, config = load_ensemble(members, checkpoint, device)
         evaluated, weights = run / ENSEMBLE, [weights_of(member, checkpoint) for member in members]
         if (domain := domain_of(members)) is not None:
             files[DOMAIN] = domain.to_json()
-        calibration: Any = _json(evaluated / CALIBRATION)
+        calibration = read(evaluated / CALIBRATION)
         if isinstance(calibration, dict) and calibration.get("members") == sorted(model.weights):
             files[CALIBRATION] = calibration
     else:
@@ -116,10 +120,6 @@ def read_trained(
         files=files,
         unmeasured=unmeasured,
     )
-
-
-def _json(path: Path) -> object:
-    return read_json(path, "JSON", "restore it, or write it again") if path.is_file() else None
 
 
 class Card(NamedTuple):

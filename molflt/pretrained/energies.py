@@ -104,7 +104,7 @@ class EnergyPredictor(Pretrained):
         package, record = weights.with_name(_PACKAGE), weights.with_name(_RECORD)
         if not package.is_file() or not record.is_file():
             raise FileNotFoundError(f"{package}: no machine code, or no {_RECORD}; {_AGAIN}")
-        compiled_for: Any = read_json(record, "a JSON object", _AGAIN)
+        compiled_for = read_json(record, "a JSON object", _AGAIN)
         for key, value in _record(weights, package).items():  # the code contains the weights
             if compiled_for.get(key) != value:
                 raise ValueError(

@@ -350,9 +350,7 @@ def _versions() -> dict[str, str | None]:
 
 def read_versions(run: Path) -> dict[str, object]:
     """Reads versions.json of a run; returns {} if the file is missing."""
-    path = Path(run) / _VERSIONS
-    content: Any = read_json(path, "JSON", "restore it") if path.is_file() else {}
-    return dict(content)
+    return dict(read_json(Path(run) / _VERSIONS, "JSON", "restore it", missing_ok=True) or {})
 
 
 class Best(NamedTuple):

@@ -33,9 +33,7 @@ _Aspect = tuple[str, str]  # name, and the element or ""
 
 def read_domain(path: Path) -> object:
     """Reads the domain.json of a run, for `Domain.from_json`; None if the file is missing."""
-    if not path.is_file():
-        return None
-    return read_json(path, "JSON", "restore the file that training wrote")
+    return read_json(path, "JSON", "restore the file that training wrote", missing_ok=True)
 
 
 class Elements(NamedTuple):
