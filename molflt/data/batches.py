@@ -254,6 +254,9 @@ def _outlast_signals(_: int) -> None:
     if hasattr(signal, "sigwaitinfo"):  # on Linux, to know the sender
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         threading.Thread(target=_await_parent, daemon=True).start()
+    parent = parent_process()
+    if parent is not None and os.getppid() != parent.pid:
+        os._exit(0)  # the parent died before torch, which ends orphans, looks for it
 
 
 def _await_parent() -> None:
