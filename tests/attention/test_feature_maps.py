@@ -59,41 +59,30 @@ def test_maps_of_single_projections(name):
     torch.testing.assert_close(phi(x).materialize(), expected, rtol=1e-12, atol=1e-14)
 
 
-def kernel_estimates(name: str, m: int, draws: int, x, y, projection="orthogonal") -> torch.Tensor:
-    """Returns one estimate of the kernel at x, y per draw."""
-    phi = FEATURE_MAPS[name](len(x), draws, m, projection).double()
-    phi.redraw_(torch.Generator().manual_seed(0))
-    features = phi(torch.stack((x, y)).expand(1, draws, 2, -1)).materialize()
-    return (features[0, :, 0] * features[0, :, 1]).sum(dim=-1)
+def half_arc_cosine(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """Returns half of the kernel of order 1 of Cho and Saul 2009, eq. 6: E relu relu."""
+    c = F.cosine_similarity(x, y, dim=0)
+    return ((1 - c**2).sqrt() + (math.pi - c.arccos()) * c) / (2 * math.pi)
+
+
+KERNELS = dict.fromkeys(UNBIASED, lambda x, y: (x @ y).exp()) | {
+    # Gaussian of width 1 on unit vectors
+    "rfa_gaussian": lambda x, y: (F.cosine_similarity(x, y, dim=0) - 1).exp(),
+    "rfa_arccos": half_arc_cosine,
+}
 
 
 @pytest.mark.parametrize("m", [3, 12])  # below and above one orthogonal block of 8
-@pytest.mark.parametrize("name", UNBIASED)
-def test_features_of_the_softmax_kernel_are_unbiased(name, m):
+@pytest.mark.parametrize("name", KERNELS)
+def test_features_estimate_their_kernels_without_bias(name, m):
     x, y = (0.4 * torch.randn(8, dtype=torch.float64) for _ in "xy")
     draws = 1000
-    estimates = kernel_estimates(name, m, draws, x, y)
-    error = estimates.mean() - (x @ y).exp()
+    phi = FEATURE_MAPS[name](8, draws, m).double()
+    phi.redraw_(torch.Generator().manual_seed(0))
+    features = phi(torch.stack((x, y)).expand(1, draws, 2, -1)).materialize()
+    estimates = features[0].prod(dim=1).sum(dim=-1)
+    error = estimates.mean() - KERNELS[name](x, y)
     assert abs(error) < 4 * estimates.std() / math.sqrt(draws)
-
-
-@pytest.mark.parametrize(
-    ("name", "kernel"),
-    [
-        # Gaussian of width 1 on unit vectors
-        ("rfa_gaussian", lambda cosine: torch.exp(cosine - 1)),
-        # E relu relu is half of the arc-cosine kernel of order 1 (Cho and Saul 2009, eq. 6)
-        (
-            "rfa_arccos",
-            lambda c: ((1 - c**2).sqrt() + (math.pi - c.arccos()) * c) / (2 * math.pi),
-        ),
-    ],
-)
-def test_rfa_features_estimate_their_kernels(name, kernel):
-    x, y = (torch.randn(8, dtype=torch.float64) for _ in "xy")
-    estimates = kernel_estimates(name, 16, 1000, x, y)
-    expected = kernel(F.cosine_similarity(x, y, dim=0))
-    assert abs(estimates.mean() - expected) < 4 * estimates.std() / math.sqrt(1000)
 
 
 @pytest.mark.parametrize("projection", [None, "iid", "hadamard", "givens", "sphere", "sobol"])
