@@ -1,4 +1,6 @@
+import copy
 import re
+from functools import cache
 
 import ase.io
 import numpy as np
@@ -26,6 +28,13 @@ from molflt.graph import Potential
 from molflt.tasks.potential import PotentialTask
 
 
+def kept(make):
+    """Computes labels once, and returns copies of the structures."""
+    once = cache(make)
+    return lambda *arguments, **options: copy.deepcopy(once(*arguments, **options))
+
+
+@kept
 def copper(count=12, seed=0):
     """Returns rattled crystals of 4 atoms with EMT labels."""
     draw = np.random.default_rng(seed)
@@ -187,6 +196,7 @@ UNITS = {  # factor relative to ASE's stress; None for a virial
 }
 
 
+@kept
 def strained(count=12, deform=0.02, rattle=0.03):
     """Returns crystals of 4 atoms in different cells, with EMT labels."""
     draw, frames = np.random.default_rng(0), []
