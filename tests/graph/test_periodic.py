@@ -80,17 +80,6 @@ def test_images_come_and_go_smoothly():
     assert steps.diff(dim=0).abs().max() < 1e-7  # no jump, and no kink
 
 
-@pytest.mark.parametrize("mixing", ["linear", "softmax"])
-def test_images_have_forces_and_stress(mixing):
-    layer, given = imaged(mixing=mixing, position="multiplicative"), film(3.7)
-    pos, cell = given["pos"].requires_grad_(), given["cell"].requires_grad_()
-
-    def energy(pos, cell):
-        return layer(given["x"], pos, cell=cell, pbc=given["pbc"]).square().sum()
-
-    assert gradcheck(energy, (pos, cell))
-
-
 def test_weights_of_images():
     """The weight falls from 1 to 0 over the last Å, and the nearest atom dominates."""
     cell = torch.diag(torch.tensor([6.5, 40.0, 40.0], dtype=torch.float64))
@@ -295,10 +284,18 @@ def test_a_layer_is_that_of_the_nodes_with_its_gradients(near):
         assert (one - other).norm() < 1e-5 * max(1e-3, float(other.norm()))
 
 
-@pytest.mark.parametrize("periodic", ["mesh", "reciprocal"])
+NETS = {
+    "images": partial(imaged, position="multiplicative"),
+    "softmax": partial(imaged, position="multiplicative", mixing="softmax"),
+    "mesh": partial(layer, near_field=3.0, num_features=4),
+    "reciprocal": partial(layer, "reciprocal", near_field=3.0, num_features=4),
+}
+
+
+@pytest.mark.parametrize("name", NETS)
 @pytest.mark.parametrize("kind", ["crystal", "slab"])
-def test_gradients_by_positions_and_cell_of_two_orders(kind, periodic):
-    net = layer(periodic, near_field=3.0, num_features=4)
+def test_gradients_by_positions_and_cell_of_two_orders(kind, name):
+    net = NETS[name]()
     given = collated([graph(kind, 3)])
 
     def energy(pos: Tensor, cell: Tensor) -> Tensor:
