@@ -3,7 +3,7 @@ import warnings
 
 import pytest
 import torch
-from families import EXACT
+from families import EXACT, randn
 from torch.autograd import gradcheck, gradgradcheck
 
 from molflt.attention import Attention, Features, make_position
@@ -56,13 +56,11 @@ def features(kind, tokens, seed, dtype=torch.float64):
 
 def kernel(queries, keys, shape):
     sizes = (queries + keys - 1,) if shape is None else tuple(2 * n - 1 for n in shape)
-    generator = torch.Generator().manual_seed(3)
-    return torch.randn(HEADS, *sizes, dtype=torch.float64, generator=generator)
+    return randn(HEADS, *sizes, seed=3)
 
 
 def values(keys, dtype=torch.float64):
-    generator = torch.Generator().manual_seed(4)
-    return torch.randn(2, HEADS, keys, DV, dtype=dtype, generator=generator)
+    return randn(2, HEADS, keys, DV, seed=4).to(dtype)
 
 
 def leaves(query, key, value, log_kernel):
