@@ -283,16 +283,18 @@ def test_structures_without_tags_are_refused_unless_forced(run, tmp_path, capsys
     assert "store the cell" in told and "set tags" not in told
 
 
-def test_figures_name_systems_by_textual_sids(run, tmp_path, monkeypatch) -> None:
-    frames = [to_atoms(record) for record in structures(2)]
-    for atoms, name in zip(frames, ("ag-12", "pt-3"), strict=True):
+def test_figures_and_relaxed_structures_have_textual_sids(run, tmp_path, monkeypatch) -> None:
+    frames, sids = [to_atoms(record) for record in structures(2)], ["ag-12", "pt-3"]
+    for atoms, name in zip(frames, sids, strict=True):
         atoms.info = {"sid": name, "y_relaxed": -1.0}
     write(tmp_path / "named.traj", frames)
     drawn = []
     monkeypatch.setattr("molflt.plots.parity", lambda *args, **_: drawn.append(args))
-    evaluate(run, data=tmp_path / "named.traj", out=tmp_path, device="cpu")
+    moved = tmp_path / "moved"
+    evaluate(run, data=tmp_path / "named.traj", out=tmp_path, device="cpu", relaxed=moved)
     ((_, _, names),) = drawn
-    assert [name.split()[1] for name in names["named"]] == ["ag-12", "pt-3"]
+    assert [name.split()[1] for name in names["named"]] == sids
+    assert [atoms.info["sid"] for atoms in read(moved / "named.extxyz", ":")] == sids
 
 
 def test_use_of_a_mesh_is_said(monkeypatch, capsys) -> None:

@@ -23,7 +23,6 @@ from tiny_run import (
     printed,
     random_potential,
     results_of,
-    structures,
     table,
     train_potential,
 )
@@ -34,7 +33,7 @@ from molflt import Calculator
 from molflt.commands.cli import main
 from molflt.data.structures import open_dataset
 from molflt.data.structures.ase_fields import Converter
-from molflt.data.structures.base import ANY_TAGS, to_atoms
+from molflt.data.structures.base import ANY_TAGS
 from molflt.data.structures.geometry import adsorbates
 from molflt.data.structures.potential_data import SinglePoints
 from molflt.evaluation.potentials import infer_points
@@ -225,16 +224,6 @@ def test_runs_of_relaxed_energies(copied_run, tmp_path, capsys):
     frames = ase.io.read(tmp_path / "moved" / "val_id.extxyz", ":")
     assert len(frames) == found["n"] == 13 and frames[0].info["sid"] == 1000
     assert 0 <= found["adwt_percent"] <= 100 and found["position_error_A"] > 0
-
-
-@pytest.mark.usefixtures("undrawn")
-def test_relaxed_structures_keep_textual_sids(copied_run, tmp_path, capsys):
-    atoms = to_atoms(next(structures(1)))
-    atoms.info |= {"sid": "ag-12", "y_relaxed": -1.0}
-    ase.io.write(tmp_path / "named.extxyz", atoms)
-    words = ["--data", tmp_path / "named.extxyz", "--relaxed", tmp_path / "moved"]
-    printed(capsys, "evaluate", copied_run, *words, "--device", "cpu")
-    assert ase.io.read(tmp_path / "moved" / "named.extxyz").info["sid"] == "ag-12"
 
 
 def test_relaxations(potential_run, tmp_path, capsys):
