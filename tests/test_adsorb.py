@@ -232,7 +232,7 @@ def test_command_on_a_file_of_a_step(tmp_path: Path, capsys) -> None:
     clean = fcc211("Cu", (3, 2, 3), vacuum=8)
     clean.set_constraint(FixedPlane(17, (0, 0, 1)))
     write(slab, clean)
-    words = ["adsorb", str(slab), "H2O", "--rotation=90", "--best=3", f"--out={out}"]
+    words = ["adsorb", str(slab), "H2O", "--rotation=360", "--best=3", f"--out={out}"]
     told = printed(capsys, *words, "--relax=ase.calculators.emt:EMT", "--steps=2", status=3)
     assert "sites; best: " in told.out and "3 of 3 relaxations" in told.err
     assert f"{out}: .extxyz cannot store FixedPlane; write .traj" in told.err
