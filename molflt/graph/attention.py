@@ -134,6 +134,4 @@ class GraphAttention(Redrawn):
             if pos is not None:  # ASE's positions are float64
                 pos = pos.to(at_least_float32(next(self.encoding.parameters())).dtype)
         geometry = Geometry.of(pos, batch, cell, pbc, graphs=batch_size, atoms=x.shape[0])
-        if not x.shape[0]:
-            return x.clone()
         return _encode(self.encoding, geometry).apply(self.attention, x)

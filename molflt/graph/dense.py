@@ -140,6 +140,8 @@ class SizeClasses(NamedTuple):
 
         The layer maps tokens (graphs, atoms, dim), and takes `encoding` and `Keys` by keyword.
         """
+        if not self.classes:  # without atoms
+            return x.clone()
         if self.atoms is None:
             return self.classes[0].apply(layer, x)
         parts = x.index_select(0, self.atoms).split([len(c.places) for c in self.classes])

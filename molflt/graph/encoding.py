@@ -350,6 +350,8 @@ def _encode(
     encoding: GraphEncoding | None, geometry: Geometry, neighbors: Neighbors | None = None
 ) -> SizeClasses:
     """Evaluates an encoding; None only pads the atoms."""
+    if not geometry.pos.shape[0]:
+        return SizeClasses([])
     if encoding is not None:
         return encoding(geometry, neighbors)
 

@@ -213,7 +213,7 @@ def inverse_power_sums(
                 part = _far_of_lattice(pos, charges[start:stop], cell, scaled.pbc[graph], laws)
                 to_angstrom = scale[graph].double() ** -charges.new_tensor(powers)[:, None]
                 far_of_graphs[graph] = far_of_graphs[graph] + part * to_angstrom
-        return near, torch.stack(far_of_graphs)
+        return near, torch.stack(far_of_graphs) if far_of_graphs else far
 
 
 def _scales(geometry: Geometry, cutoff: float) -> Tensor:

@@ -86,6 +86,8 @@ def _neighbors(
 
     points, boxes = _float64(pos), _float64(cell)
     periodic, starts = _numbers(pbc), _numbers(ptr)
+    if not len(boxes):
+        return ptr.new_empty(2, 0), ptr.new_empty(0, 3), ptr.new_empty(0)
     if not ((np.abs(points) <= FARTHEST).all() and np.isfinite(boxes[periodic]).all()):  # or NaN
         raise ValueError(
             f"pos must be finite and within {FARTHEST:g} Å, and cell finite along periodic axes; "

@@ -203,3 +203,16 @@ def test_another_default_device_changes_nothing(case) -> None:
         grads = [p.grad.flatten() for p in net.parameters() if p.grad is not None]
         found.append(torch.cat([out["energy"].flatten(), *grads]))
     assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("case", DEVICES)
+def test_an_empty_batch_has_empty_outputs(case) -> None:
+    make, options = DEVICES[case]
+    net, batch = make(**SMALL, **options), Batch.from_data_list([data()])
+    for name in ("pos", "atomic_numbers", "tags", "cell", "pbc", "fixed", "batch"):
+        batch[name] = batch[name][:0]
+    batch.ptr, batch._num_graphs = batch.ptr[:1], 0
+    for is_training in (False, True):
+        out = net.train(is_training)(batch)
+        assert all(0 in value.shape for value in out.values())
+    out["energy"].sum().backward()
