@@ -311,6 +311,11 @@ def natural(path: Path) -> list[str | int]:
     return [int(part) if part.isdigit() else part for part in re.split(r"([0-9]+)", str(path))]
 
 
+def counted(count: int, name: str) -> str:
+    """Returns a number with a noun, such as "1 structure" or "2,000 structures"."""
+    return f"{count:,} {name}{'' if count == 1 else 's'}"
+
+
 def readable_size(size: float) -> str:
     """Formats a number of bytes with a unit, such as "1.4 MB"."""
     if size < 1000:

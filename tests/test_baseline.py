@@ -97,13 +97,13 @@ def test_baseline_of_another_calculator_is_reported(files, tmp_path, capsys):
     assert main(["data", "convert", *map(str, paths), str(joined)]) == 0
     for root in (tmp_path / "splits", joined):
         mixed = IS2REData(root, baseline_key="y_baseline", allow_duplicates=True)
-        with pytest.warns(match="EMT, 0 steps and EMT, 9 steps"):
+        with pytest.warns(match="EMT, 0 steps; EMT, 9 steps"):
             mixed.files()
     other = shutil.copytree(tmp_path / "run", tmp_path / "other")  # member with another baseline
     domain = (other / "domain.json").read_text()
     (other / "domain.json").write_text(domain.replace("EMT, 9 steps", "EMT, 0 steps"))
     both = domain_of([tmp_path / "run", other])  # matches neither baseline alone
-    assert both is not None and both.baseline == "EMT, 9 steps and EMT, 0 steps"
+    assert both is not None and both.baseline == "EMT, 9 steps; EMT, 0 steps"
 
 
 def test_model_adds_baseline_to_what_it_learned(files, run):
@@ -319,7 +319,7 @@ def test_structures_that_fail_have_no_baseline_and_are_tried_again(oxygen, tmp_p
     found = computed(tmp_path / "iron.extxyz", tmp_path / "out.safetensors")
     assert np.isfinite(found).tolist() == [False, True, True]
     told = capsys.readouterr()
-    assert "1 structures, such as sid 0" in told.err and "Fe" in told.err
+    assert "1 structure, such as sid 0" in told.err and "Fe" in told.err
     assert "total energies" not in told.out
     (tmp_path / "out.csv").write_text((tmp_path / "out.csv").read_text() + "7,0,half a r")
     again = computed(tmp_path / "iron.extxyz", tmp_path / "out.safetensors")

@@ -28,7 +28,7 @@ from molflt.data.structures.sources import files_of, is_one_source
 from molflt.data.structures.store import BASELINE, write_store
 from molflt.evaluation.relaxation import relax_atoms
 from molflt.evaluation.results import write_csv
-from molflt.files import add_row, csv_rows, expect_ending, expect_writable, warn
+from molflt.files import add_row, counted, csv_rows, expect_ending, expect_writable, warn
 from molflt.lock import FolderLock
 from molflt.pretrained.calculator import calculator_named, is_class
 from molflt.training.checkpoint import find_weights, weights_digest
@@ -112,19 +112,18 @@ def baseline(
     _cache.clear()
     energies = [float(rows[i]["baseline_eV"] or math.nan) for i in range(len(dataset))]
     if absent := [rows[i] for i in range(len(dataset)) if not rows[i]["baseline_eV"]]:
-        warn(
-            f"{dst}: no baseline for {len(absent)} structures, such as sid {absent[0]['sid']}: "
-            f"{absent[0]['why']}; run the same command again to retry; to train without them, set "
-            "--data.skip_bad true"
-        )
+        which = f"{counted(len(absent), 'structure')}, such as sid {absent[0]['sid']}"
+        rest = "run the same command again to retry; to train without them, set --data.skip_bad"
+        warn(f"{dst}: no baseline for {which}: {absent[0]['why']}; {rest} true")
     records = (
         record.update({"y_baseline": torch.tensor([energy], dtype=torch.float64)})
         for record, energy in zip(one_pass(dataset), energies, strict=True)
     )
     source = f"{dataset.path.name}{BASELINE}{label}"
     count = write_store(dst, records, source=source, quantity=dataset.quantity)
+    made = f"{counted(count, 'structure')} with y_baseline from {label}"
     note = f"; total energies: {totals:,}" if totals else ""
-    print(f"{dst}: {count:,} structures with y_baseline from {label}{note}; table in {table}")
+    print(f"{dst}: {made}{note}; table in {table}")
 
 
 def _refuse_splits(paths: Sequence[Path]) -> None:

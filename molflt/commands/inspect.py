@@ -27,6 +27,7 @@ from molflt.data.structures.labels import (
     unit_fault,
 )
 from molflt.data.structures.sources import Paths, is_one_source, named, sources_in
+from molflt.files import counted
 
 Purpose = Literal["potential", "is2re"]
 _Labels = dict[str, np.ndarray]
@@ -308,4 +309,4 @@ def _warn_of_copies(summary: Summary, seen: Inspected) -> Iterator[str]:
     if seen.overlapping:
         yield overlaps_of("coinciding atoms", seen.overlapping, systems)
     if summary["left_out"]:
-        yield f"skipped: {len(summary['left_out'])} invalid structures"
+        yield f"skipped: {counted(len(summary['left_out']), 'invalid structure')}"

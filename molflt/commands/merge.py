@@ -19,7 +19,7 @@ from molflt.data.batches import Shard
 from molflt.data.structures import Structures
 from molflt.data.structures.oc20 import shards_in
 from molflt.evaluation.ensemble import digest_of
-from molflt.files import csv_rows, csv_text, expect_ending, shown, write_atomically
+from molflt.files import counted, csv_rows, csv_text, expect_ending, shown, write_atomically
 
 _COLUMN = "shard"
 _COUNT = re.compile(r"(\d+) of \d+; ")  # number of rows in the shard, of those in all shards
@@ -95,7 +95,7 @@ def merge(out: Path) -> None:
             )
     _, text_of = _FORMATS[out.suffix]
     write_atomically(out, text_of([rows[index] for index in sorted(rows)]).encode())
-    print(f"{out}: {len(rows):,} structures")
+    print(f"{out}: {counted(len(rows), 'structure')}")
 
 
 def _read_shard(path: Path, shard: Shard) -> tuple[dict[int, _Row], str]:

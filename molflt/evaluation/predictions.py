@@ -25,7 +25,7 @@ from molflt.data.structures.sources import Paths
 from molflt.data.structures.tags import Tagged
 from molflt.evaluation.ensemble import EnsembleRegressor, expect_same_totals, has_references
 from molflt.evaluation.results import finite_row
-from molflt.files import warn
+from molflt.files import counted, warn
 from molflt.graph.geometry import Atoms
 from molflt.graph.heads import by_contact, undescribed
 from molflt.graph.periodic import Auto
@@ -142,6 +142,7 @@ class _Notes:
     adsorbed: set[int] = field(default_factory=set)  # elements of adsorbates
     overlapping: list[int] = field(default_factory=list)  # sids; atoms coincide
     untagged: int = 0  # number of structures without a tag above 0
+    quantity: str = ""  # of the labels; "" for energies
     on_mesh: int = 0  # number of structures for which the model uses a mesh
 
     def add(self, record: Data) -> None:
@@ -238,7 +239,7 @@ def infer(
     device = next(iter(model.state_dict().values()), torch.empty(0)).device
     slab_by_contact, unsupported = by_contact(model)[0], undescribed(model)
     rows: dict[int, dict[str, Any]] = {}
-    notes = _Notes()
+    notes = _Notes(quantity=dataset.quantity)
     # disable=None: no bar if stderr is a file
     bar = tqdm(total=len(dataset), desc=name, unit=" systems", leave=False, disable=None)
     with bar, torch.device("cpu"), torch.inference_mode(), warnings.catch_warnings():
@@ -345,7 +346,8 @@ def _warn(predictions: Predictions, name: str, domain: Domain | None, notes: _No
             f"{name}: {outside} of {count} structures are outside the training data; expect "
             f"larger errors: {'; '.join(reasons[:_LISTED])}{more}"
         )
-    if domain and (text := other_kind(predictions.target, predictions.natoms, domain.kind)):
+    labels = (predictions.target, predictions.natoms)
+    if domain and (text := other_kind(*labels, domain.kind, notes.quantity)):
         warn(f"{name}: {text}")
 
 
@@ -394,8 +396,7 @@ def counted_reasons(outside: Sequence[Sequence[str]]) -> list[str]:
         ordered = sorted(numbers, key=lambda number: float(number.replace(",", "") or 0))
         low, high = ordered[0], ordered[-1]
         span = low if low == high else f"{low} to {high}"
-        count = "1 structure" if len(numbers) == 1 else f"{len(numbers)} structures"
-        lines.append(f"{label}{span}{rest} ({count})")
+        lines.append(f"{label}{span}{rest} ({counted(len(numbers), 'structure')})")
     return lines
 
 

@@ -9,7 +9,6 @@ from ase.calculators.singlepoint import SinglePointCalculator
 from oc20_files import old_record, record, same, write_lmdb
 from tiny_run import error_of, inspected, printed, write_splits
 
-from molflt.commands.cli import main
 from molflt.data.structures import Reading, open_dataset
 from molflt.data.structures.base import to_atoms
 from molflt.data.structures.datamodule import IS2REData
@@ -17,6 +16,8 @@ from molflt.data.structures.domain import Domain
 from molflt.data.structures.geometry import TOO_NEAR, atoms_coincide, equal_structures, fingerprint
 from molflt.data.structures.records import make_record
 from molflt.data.structures.store import write_store
+from molflt.evaluation.predictions import infer
+from molflt.graph import EnergyRegressor
 
 
 def test_an_lmdb_is_inspected_and_converted(tmp_path, capsys):
@@ -134,12 +135,21 @@ def test_labels_of_two_quantities_are_not_mixed(tmp_path, capsys):
     for name, key in (("train", "gap"), ("val_id", "e_ads")):
         ase.io.write(tmp_path / "one.extxyz", Atoms("H2", [[0, 0, 0], [0.7, 0, 0]], info={key: -2}))
         words = ("data", "convert", tmp_path / "one.extxyz", tmp_path / f"{name}.safetensors")
-        assert main([*map(str, words), "--energy_key", key]) == 0
+        assert ": 1 structure\n" in printed(capsys, *words, "--energy_key", key).out
     stores = tmp_path / "train.safetensors", tmp_path / "val_id.safetensors"
     assert "gap" in error_of(capsys, "data", "convert", *stores, tmp_path / "both.safetensors")
     with pytest.raises(ValueError, match="gap in .*train.safetensors, energies in .*val_id"):
         IS2REData(tmp_path).setup()
-    assert Domain.of(open_dataset(stores[0])).kind == "unknown"
+    domain = Domain.of(open_dataset(stores[0]))
+    assert domain.kind == "gap"
+    model = EnergyRegressor(8, 2, layers=1, readout="all").eval()
+    for store, words in zip(
+        stores, ("", "look like adsorption energies; the model predicts gap"), strict=True
+    ):
+        infer(model, open_dataset(store), 1, "other", domain)
+        assert ("do not compare" in (told := capsys.readouterr().err)) == bool(
+            words
+        ) and words in told
     assert len(open_dataset(stores, reading=Reading(for_prediction=True))) == 2
 
 
@@ -162,6 +172,13 @@ def test_overlaps_equal_a_search_over_all_images() -> None:
             found.append((atoms_coincide(record), bool(nearest < TOO_NEAR)))
     assert all(got == expected for got, expected in found)
     assert 50 < sum(expected for _, expected in found) < 250
+
+
+def test_equal_positions_are_found_without_a_search(monkeypatch) -> None:
+    """In a search, each of 5,000 equal positions would be compared with all others."""
+    one = make_record(pos=np.ones((5000, 3)), atomic_numbers=[29] * 5000, cell=np.eye(3) * 8)
+    monkeypatch.setattr("scipy.spatial.cKDTree", None)
+    assert atoms_coincide(one)
 
 
 def test_overlapping_atoms_are_reported(tmp_path, capsys) -> None:

@@ -11,7 +11,7 @@ from molflt.data.structures import Reading, Structures, labels, open_dataset, so
 from molflt.data.structures.base import Tags, grouped, valid
 from molflt.data.structures.geometry import atoms_coincide, overlaps_of
 from molflt.data.structures.store import BASELINE, write_store
-from molflt.files import expect_ending, expect_writable, readable_size, warn
+from molflt.files import counted, expect_ending, expect_writable, readable_size, warn
 
 
 def convert(
@@ -109,7 +109,9 @@ def _convert(
         faults = point_faults | labels.label_faults(energies, natoms, required, at_pos, limits=at)
         bad = [(f"{dataset.path}: sid {sids[i]}", reason) for i, reason in faults.items()]
         if bad and not skip_bad:
-            raise ValueError(f"{': '.join(bad[0])}; --skip-bad skips it ({len(bad)} structures)")
+            raise ValueError(
+                f"{': '.join(bad[0])}; --skip-bad skips {counted(len(bad), 'structure')}"
+            )
         dataset.bad += bad
         for index in faults:
             overlapping.pop(index, None)
@@ -126,13 +128,16 @@ def _convert(
 
 def _report(dataset: Structures, dst: Path, count: int) -> None:
     before, after = readable_size(sum(map(_size, dataset.files))), readable_size(_size(dst))
-    print(f"{dataset.path} ({before}) -> {dst} ({after}): {count} structures")
+    print(f"{dataset.path} ({before}) -> {dst} ({after}): {counted(count, 'structure')}")
     if dataset.unused:
         print(f"unused labels: {', '.join(dataset.unused)}")
     if dataset.hint:
         warn(f"{dst}: not all structures have y_relaxed; {dataset.hint}")
     if dataset.bad:
-        lines = [f"skipped {len(dataset.bad)} invalid structures:", *grouped(dataset.bad)]
+        lines = [
+            f"skipped {counted(len(dataset.bad), 'invalid structure')}:",
+            *grouped(dataset.bad),
+        ]
         print("\n  ".join(lines), file=sys.stderr)
 
 

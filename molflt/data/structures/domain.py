@@ -15,7 +15,7 @@ from torch import Tensor
 from molflt.atoms import MAX_ATOMIC_NUMBER, Data, Tag, symbol
 from molflt.data.structures.base import Structures, with_bar
 from molflt.data.structures.geometry import adsorbates, touches_image
-from molflt.data.structures.labels import EnergyKind, energy_kind
+from molflt.data.structures.labels import energy_kind
 from molflt.data.structures.tags import guess_tags, heights_agree, open_axes, sides_agree
 from molflt.files import read_json, shown
 
@@ -62,7 +62,8 @@ class Domain:
         untagged: number of structures without tags.
         periodic: kinds of periodic boundaries, such as "xyz" or "xy"; "" if no axis is periodic.
         relaxed: number of structures with relaxed positions.
-        kind: kind of energies; see `molflt.data.structures.labels.energy_kind`.
+        kind: kind of energies, see `molflt.data.structures.labels.energy_kind`, or the name of
+            another quantity.
         energy: smallest and largest relaxed energy, in eV; None without labels.
         surface: smallest and largest share of tag 1 in a slab; None without tags, and
             for files from version 0.1.
@@ -82,7 +83,7 @@ class Domain:
     untagged: int
     periodic: frozenset[str]
     relaxed: int
-    kind: EnergyKind
+    kind: str
     energy: tuple[float, float] | None
     surface: tuple[float, float] | None = None
     baseline: str | None = None
@@ -119,7 +120,7 @@ class Domain:
             untagged=len(dataset) - len(slab),
             periodic=frozenset(periodic),
             relaxed=relaxed,
-            kind="unknown" if dataset.quantity else energy_kind(energies, natoms),
+            kind=dataset.quantity or energy_kind(energies, natoms),
             energy=(float(known.min()), float(known.max())) if len(known) else None,
             surface=(min(surface), max(surface)) if surface else None,
         )
@@ -344,7 +345,7 @@ def domain_of(runs: Iterable[Path]) -> Domain | None:
     shared = frozenset.intersection(*(domain.elements.all for domain in domains))
     elements = Elements(*(part & shared for part in domains[0].elements))
     baselines = dict.fromkeys(domain.baseline for domain in domains if domain.baseline)
-    return replace(domains[0], elements=elements, baseline=" and ".join(baselines) or None)
+    return replace(domains[0], elements=elements, baseline="; ".join(baselines) or None)
 
 
 def _parts(record: Data) -> tuple[Tensor, Tensor, Tensor]:

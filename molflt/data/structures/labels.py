@@ -53,15 +53,20 @@ def energy_kind(energies: NDArray[np.float64], natoms: NDArray[np.int64]) -> Ene
 
 
 def other_kind(
-    energies: NDArray[np.float64], natoms: NDArray[np.int64], learned: EnergyKind
+    energies: NDArray[np.float64], natoms: NDArray[np.int64], learned: str, quantity: str = ""
 ) -> str:
-    """Returns a description of energies that differ in kind from the training energies, or ""."""
-    kind = energy_kind(energies, natoms)
-    if {kind, learned} != {"adsorption", "total"}:
+    """Returns a description of labels that differ in kind from the training labels, or "".
+
+    `learned` is the kind of the training energies or their quantity, such as gap; `quantity` is
+    that of the labels, "" for energies.
+    """
+    kind = quantity or energy_kind(energies, natoms)
+    if kind == learned or "unknown" in (kind, learned):
         return ""
+    names = {"adsorption": "adsorption energies", "total": "total energies"}
     return (
-        f"its energies look like {kind} energies; the model predicts {learned} energies, as in "
-        "training; do not compare them"
+        f"its labels look like {names.get(kind, kind)}; the model predicts "
+        f"{names.get(learned, learned)}, as in training; do not compare them"
     )
 
 
