@@ -144,6 +144,16 @@ class IS2RETask(OfStructures, Task[Batch, IS2REData]):
         self.noise = noise
         self.repeat = repeat
 
+    def check_new(self) -> None:
+        super().check_new()
+        weight, final = self.position_weight, self.position_weight_final
+        idle = getattr(self.model, "position_head", True) is None
+        if idle and (weight not in (0.0, 15.0) or final not in (0.0, 1.0)):  # 0 or the default
+            raise ValueError(
+                f"task.position_weight={weight:g} and task.position_weight_final={final:g} need "
+                "--model.position_head true; set both to 0"
+            )
+
     def prepare(self, data: IS2REData) -> None:
         """Stores element energies, and the mean and standard deviation of energies, in the model.
 

@@ -118,6 +118,13 @@ NEW: list[tuple[str, Prepare | None, str, str, str]] = [
         "sid oxide-",
     ),
     ("--task.noise=0.1", None, "noise", "interpolate", "0.1"),
+    (
+        "--model.position_head=false --task.position_weight=2",
+        None,
+        "position_weight=2",
+        "head",
+        "2",
+    ),
     ("--task.references=adapt", None, "task.references=adapt", "--init", "none"),
     (
         "--model.readout=all --task.repeat=0.5 --task.references=none",
