@@ -201,20 +201,20 @@ def test_other_energies_of_the_data_are_not_the_results_of_the_run(run, file, tm
 def test_the_energy_is_the_entry_that_is_named(tmp_path, capsys) -> None:
     some = frames(3)
     for i, atoms in enumerate(some):
-        atoms.info["REF_energy"], atoms.info["dft_energy"] = -2.0 - i, -7.0 - i
+        atoms.info |= {"REF_energy": -2.0 - i, "dft_energy": -7.0 - i, "y_relaxed": 0.0}
     for name in ("a.extxyz", "a.db"):
         path = write_frames(tmp_path / name, some)
         dataset = open_dataset(path, reading=Reading("REF_energy"))
         assert dataset.y_relaxed.tolist() == [-2.0, -3.0, -4.0]
-        assert {"energy", "dft_energy"} <= set(dataset.unused)
+        assert {"energy", "dft_energy", "y_relaxed"} <= set(dataset.unused)
         assert dataset.labels["forces"] == "forces"
     words = [str(tmp_path / "a.extxyz"), "--energy_key", "dft_energy"]
     told = printed(capsys, "data", "convert", words[0], tmp_path / "a.safetensors", *words[1:])
-    assert "unused labels: energy, REF_energy" in told.out
+    assert "unused labels: energy, REF_energy, y_relaxed" in told.out
     assert open_dataset(tmp_path / "a.safetensors").y_relaxed.tolist() == [-7.0, -8.0, -9.0]
     found = inspected(capsys, *words)
     assert found["energies_eV"]["energy"]["max"] == -7.0
-    assert found["labels_not_used"] == ["energy", "REF_energy"]
+    assert found["labels_not_used"] == ["energy", "REF_energy", "y_relaxed"]
 
 
 def test_folders_are_inspected_and_converted_whole(tmp_path, capsys) -> None:

@@ -134,7 +134,7 @@ def test_relaxed_positions_move_free_atoms(run, val, capsys) -> None:
     assert "structure 1" in err and "FixBondLengths" in err
 
 
-@pytest.mark.parametrize("subsurface", [True, False])
+@pytest.mark.parametrize("subsurface", [True, False, "near"])
 def test_energies_are_read_from_embeddings(subsurface, val) -> None:
     options = {"dim": 16, "heads": 2, "layers": 1, "ffn_dim": 16, "subsurface": subsurface}
     net = EnergyRegressor(**options, readout="all").eval()
@@ -143,12 +143,13 @@ def test_energies_are_read_from_embeddings(subsurface, val) -> None:
     for record, one, mean in zip(val, by_atom, pooled, strict=True):
         assert one.relaxed is None  # no relaxed positions in training
         assert one.embedding.shape == (record.natoms, 16)
-        counted = (record.tags > 0).numpy()
+        tags = record.tags.clamp(min=1) if subsurface == "near" else record.tags  # all are near
+        counted = (tags > 0).numpy()
         np.testing.assert_allclose(mean.embedding, one.embedding[counted].mean(0), atol=1e-6)
-        assert np.any(one.embedding[~counted]) == subsurface
+        assert np.any(one.embedding[~counted]) == (subsurface is True)
         with torch.no_grad():
             h = torch.from_numpy(one.embedding[counted])
-            atomic = net.readout.mlp(h) * net.readout.factor(record.tags[record.tags > 0])
+            atomic = net.readout.mlp(h) * net.readout.factor(tags[tags > 0])
             energy = atomic.sum().double() * net.energy_std + net.energy_mean
         assert float(energy) == pytest.approx(one.energy, abs=1e-5)
 

@@ -173,7 +173,8 @@ class EnergyPredictor(Pretrained):
             batch_size: number of structures per batch.
             embedding: also return the tokens before the readout: "atoms" for all atoms (0 for atoms
                 that the model omits), or "pooled" for the mean over the atoms that contribute to
-                the energy (atoms with tag > 0 if there are tags; all atoms for a potential).
+                the energy (atoms with tag > 0 if there are tags, and subsurface atoms that
+                model.subsurface near keeps; all atoms for a potential).
             tags: convention of the tags of `ase.Atoms` and of files that ASE reads: oc20 (0
                 subsurface, 1 surface, 2 adsorbate) or ase (layer numbers from the top, 0 for
                 adsorbates); by default that of training. guess derives the tags of any source from
@@ -202,7 +203,9 @@ class EnergyPredictor(Pretrained):
             row = finite_row(columns, i)
             tokens = atomic.get("embedding")
             if embedding == "pooled" and tokens is not None:
-                if not self.predicts_forces:
+                if getattr(self.model, "subsurface", True) == "near":
+                    tokens = tokens[tokens.any(axis=1)]
+                elif not self.predicts_forces:
                     tokens = tokens[Geometry.of_data(dataset[i]).above_subsurface().numpy()]
                 tokens = tokens.mean(axis=0)
             moves = atomic.get("displacement")

@@ -1,5 +1,6 @@
 import copy
 import re
+import shutil
 from functools import cache
 
 import ase.io
@@ -24,6 +25,7 @@ from molflt.data.structures.labels import (
 )
 from molflt.data.structures.potential_data import PotentialData, SinglePoints
 from molflt.data.structures.records import make_record
+from molflt.data.structures.sources import DataSet
 from molflt.graph import Potential
 from molflt.tasks.potential import PotentialTask
 
@@ -263,3 +265,16 @@ def test_forces_of_frames_in_other_cells_are_not_judged_by_their_strain(tmp_path
         steps.append(labeled(atoms.copy()))
     ase.io.write(tmp_path / "steps.traj", steps)
     assert not unit_fault(list(open_dataset(tmp_path / "steps.traj")))
+
+
+def test_names_and_hints_of_records_that_are_read_later_are_known(tmp_path) -> None:
+    """Parts and joined files also report labels of LMDB records, which are read on demand."""
+    y = {"y_init": None, "pos_relaxed": None, "y_relaxed": None, "y": -3.5, "energy": -9.0}
+    y["force"] = torch.zeros(7, 3)
+    write_lmdb(tmp_path / "a.lmdb", {str(i): old_record(i, **y) for i in range(4)})
+    (part,) = DataSet(tmp_path / "a.lmdb").open(["train"]).values()
+    shutil.copy(tmp_path / "a.lmdb", tmp_path / "b.lmdb")
+    joined = open_dataset([tmp_path / "a.lmdb", tmp_path / "b.lmdb"])
+    for dataset in (part, joined):
+        assert np.isnan(dataset.y_relaxed).any()
+        assert "--recipe potential" in dataset.hint and dataset.unused == ["energy"]

@@ -107,7 +107,7 @@ class AseStructures(LoadedStructures):
         elif not self.bad:
             raise ValueError(f"{self.path}: no structures; expected at least one")
         labels = converter.labels
-        self.hint, self.labels, self.quantity = labels.hint, labels.fields, labels.quantity
+        self._hint, self.labels, self.quantity = labels.hint, labels.fields, labels.quantity
         converter.warn(str(self.path))
 
     @classmethod

@@ -106,7 +106,8 @@ class LabelReader:
             if isinstance(value, Real) and not isinstance(value, Integral):
                 self._numbers[name] = None
         named = [name for name in [*info, *arrays] if not isinstance(info.get(name), bool)]
-        names = dict.fromkeys([*results, *filter(_kind, named)])
+        labels = (name for name in named if name == "y_relaxed" or _kind(name))
+        names = dict.fromkeys([*results, *labels])
         if results.get("free_energy") == results.get("energy"):
             names.pop("free_energy", None)
         if "energy" in results:

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections import ChainMap
+from collections.abc import (
+    Callable,
+    Collection,
+    Iterable,
+    Iterator,
+    Mapping,
+    MutableMapping,
+    Sequence,
+)
 from functools import cached_property
 from pathlib import Path
 from typing import ClassVar, Literal, NamedTuple, TypeVar
@@ -106,7 +115,6 @@ class Structures(Dataset[Data], ABC):
         files: files that are read.
         names: names of structures with a textual sid, by index in the source.
         bad: (name, reason) of each skipped structure.
-        hint: advice about missing labels, based on the structures read so far.
         labels: fields of records, by the names of labels in the file; None for unread labels.
         baseline: calculator and options of y_baseline in a compact store; "" if unknown.
         quantity: name of the quantity in y_relaxed; "" for energies.
@@ -128,9 +136,14 @@ class Structures(Dataset[Data], ABC):
         self.files = [self.path]
         self.names: dict[int, str] = {}
         self.bad: list[tuple[str, str]] = []
-        self.hint = ""
-        self.labels: dict[str, str | None] = {}
+        self._hint = ""
+        self.labels: MutableMapping[str, str | None] = {}
         self.baseline = self.quantity = ""
+
+    @property
+    def hint(self) -> str:
+        """Advice about missing labels, based on the structures read so far."""
+        return self._hint
 
     @property
     def unused(self) -> list[str]:
@@ -305,13 +318,15 @@ class Part(Structures):
         self.files = [file for source in self.sources for file in source.files]
         self.bad = [fault for source in self.sources for fault in source.bad]
         baselines = dict.fromkeys(source.baseline for source in self.sources if source.baseline)
-        self.baseline = " and ".join(baselines)
+        self.baseline = "; ".join(baselines)  # a baseline may contain commas
         self.quantity = first.quantity
-        self.hint = next((source.hint for source in self.sources if source.hint), "")
-        labels = {name: field for source in self.sources for name, field in source.labels.items()}
-        # shared with a single source, which may add names while it is read
-        self.labels = first.labels if len(self.sources) == 1 else labels
+        # shared with the sources, which may add names while they are read
+        self.labels = ChainMap(*(source.labels for source in reversed(self.sources)))
         self._kept = np.arange(self._ends[-1]) if kept is None else np.asarray(kept, np.int64)
+
+    @property
+    def hint(self) -> str:
+        return next((source.hint for source in self.sources if source.hint), "")
 
     def __len__(self) -> int:
         return len(self._kept)

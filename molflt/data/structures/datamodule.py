@@ -250,8 +250,8 @@ class IS2REData(BatchedData[Structures]):
         domain = Domain.of(train, of_train)
         if self.reading.baseline_key is not None:
             domain = replace(domain, baseline=train.baseline or None)
-            made = " and ".join(dict.fromkeys(filter(None, (train.baseline, val.baseline))))
-            if " and " in made:
+            made = "; ".join(dict.fromkeys(filter(None, (train.baseline, val.baseline))))
+            if "; " in made:
                 expected = "expected one calculator with one set of options"
                 text = f"{train.path}: the baseline energies are from {made}; {expected}"
                 warnings.warn(f"{text}; compute them again for all structures", stacklevel=4)

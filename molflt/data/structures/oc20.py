@@ -446,7 +446,7 @@ class Oc20Lmdb(Structures):
         if {"energy", "forces"} <= {*labels.values()}:  # IS2RE may have only forces
             sources = {label: name for name, label in labels.items()}
         if sources and "y_relaxed" not in fields:
-            self.hint = _S2EF
+            self._hint = _S2EF
         for name, label in labels.items():
             self.labels[name] = label if sources.get(label) == name else None
         return {name: fields.get(sources.get(name, "")) for name in _SINGLE_POINT.values()}
