@@ -19,7 +19,7 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from molflt.files import shown
+from molflt.files import counted, shown
 
 MOST_SHARDS = 10_000
 """Largest number of parts of a data set."""
@@ -165,8 +165,7 @@ class BatchedData(Generic[_Items]):
         return [f"{use} {self._described(use)}" for use in self.datasets]
 
     def _described(self, use: str) -> str:
-        count = len(self.datasets[use])
-        return f"{count:,} {self.items.removesuffix('s') if count == 1 else self.items}"
+        return counted(len(self.datasets[use]), self.items.removesuffix("s"))
 
     def sizes(self) -> dict[str, int]:
         """Returns the arguments of the model's constructor that depend on the data."""

@@ -19,6 +19,7 @@ from molflt.metrics import EWT_THRESHOLD, Metric
 from molflt.tasks.base import Task
 from molflt.tasks.structures import OfStructures, expect_same_shape
 
+_WEIGHT, _FINAL_WEIGHT = 15.0, 1.0  # defaults of position_weight and position_weight_final
 _AT_ONCE = 32  # number of structures predicted at once
 _LEAST_SCALE = 0.5  # scale of initial predictions below which a warning is issued
 
@@ -115,8 +116,8 @@ class IS2RETask(OfStructures, Task[Batch, IS2REData]):
     def __init__(
         self,
         model: nn.Module,
-        position_weight: float = 15.0,
-        position_weight_final: float = 1.0,
+        position_weight: float = _WEIGHT,
+        position_weight_final: float = _FINAL_WEIGHT,
         energy_mean: float | None = None,
         energy_std: float | None = None,
         references: Literal["none", "fit", "adapt"] | Path | None = None,
@@ -148,7 +149,7 @@ class IS2RETask(OfStructures, Task[Batch, IS2REData]):
         super().check_new()
         weight, final = self.position_weight, self.position_weight_final
         idle = getattr(self.model, "position_head", True) is None
-        if idle and (weight not in (0.0, 15.0) or final not in (0.0, 1.0)):  # 0 or the default
+        if idle and (weight not in (0, _WEIGHT) or final not in (0, _FINAL_WEIGHT)):
             raise ValueError(
                 f"task.position_weight={weight:g} and task.position_weight_final={final:g} need "
                 "--model.position_head true; set both to 0"

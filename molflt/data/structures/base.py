@@ -5,15 +5,7 @@ from __future__ import annotations
 import re
 from abc import ABC, abstractmethod
 from collections import ChainMap
-from collections.abc import (
-    Callable,
-    Collection,
-    Iterable,
-    Iterator,
-    Mapping,
-    MutableMapping,
-    Sequence,
-)
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import ClassVar, Literal, NamedTuple, TypeVar
@@ -137,7 +129,7 @@ class Structures(Dataset[Data], ABC):
         self.names: dict[int, str] = {}
         self.bad: list[tuple[str, str]] = []
         self._hint = ""
-        self.labels: MutableMapping[str, str | None] = {}
+        self.labels: dict[str, str | None] | ChainMap[str, str | None] = {}
         self.baseline = self.quantity = ""
 
     @property
