@@ -23,7 +23,14 @@ from molflt.data.text.parallel import read_lines
 from molflt.evaluation.calibration import Calibration, uncertainty_of
 from molflt.evaluation.predictions import Predictions, counted_reasons, open_structures
 from molflt.evaluation.results import finite_row, write_csv
-from molflt.files import atomically, csv_text, expect_ending, expect_writable, write_atomically
+from molflt.files import (
+    atomically,
+    counted,
+    csv_text,
+    expect_ending,
+    expect_writable,
+    write_atomically,
+)
 from molflt.pretrained import EnergyPredictor, GapFiller, ImageLabeler, SentenceLabeler, load
 from molflt.pretrained.base import Pretrained
 from molflt.training.checkpoint import is_trained
@@ -198,7 +205,8 @@ def _write_rows(out: Path | None, rows: Sequence[Mapping[str, object]]) -> None:
 def _summary(columns: Mapping[str, NDArray[np.float64]], predictions: Predictions) -> str:
     """Describes the range of each column, and energies far outside the training range."""
     energy = columns["energy_eV"]
-    parts = [f"{len(energy):,} energies, {energy.min():.3f} to {energy.max():.3f} eV"]
+    count = counted(len(energy), "structure")
+    parts = [f"energies of {count}, {energy.min():.3f} to {energy.max():.3f} eV"]
     for name, values in list(columns.items())[1:]:
         if len(finite := values[np.isfinite(values)]):
             parts.append(f"{name} {finite.min():.3f} to {finite.max():.3f}")

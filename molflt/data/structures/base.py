@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
 from molflt.atoms import MAX_ATOMIC_NUMBER, Atoms, Data, Tag, symbol
+from molflt.files import counted
 
 _Item = TypeVar("_Item")
 
@@ -147,7 +148,7 @@ class Structures(Dataset[Data], ABC):
         if not self.bad:
             return ""
         listed = "; ".join(grouped(self.bad, f"{self.path}: "))
-        return f"{self.path}: {len(self.bad)} bad structure(s) skipped: {listed}"
+        return f"{self.path}: {counted(len(self.bad), 'bad structure')} skipped: {listed}"
 
     @classmethod
     def takes(cls, path: Path) -> bool:
