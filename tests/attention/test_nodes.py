@@ -195,6 +195,12 @@ def test_equals_the_sum_over_images(kind):
     assert (fast - exact).abs().max() < 1e-8
 
 
+def test_a_small_cell_has_two_nodes_for_compilers():
+    cell, pbc = torch.eye(3)[None], torch.ones(1, 3).bool()
+    nodes, weights = reciprocal_nodes(cell, pbc, 0.25, torch.zeros(1, 3))
+    assert weights.tolist() == [[1, 0]] and not nodes.any()
+
+
 @pytest.mark.parametrize("max_frequency", [0.25, 0.5])
 def test_nodes_are_all_vectors_of_half_the_ball(max_frequency):
     cell = torch.tensor([[[8.0, 0.0, 0.0], [1.5, 8.0, 0.0], [0.0, 0.0, 29.9]]]).double()

@@ -224,6 +224,18 @@ def test_one_compiled_graph_for_all_sizes(form):
     assert count.frame_count == 1
 
 
+@pytest.mark.skipif(not os.environ.get("MOLFLT_FULL"), reason="Inductor takes minutes")
+def test_inductor_computes_outputs_with_reciprocal_nodes():
+    torch.compiler.reset()
+    form = {"position": "multiplicative", "periodic": "reciprocal"}
+    layer = GraphAttention(DIM, HEADS, num_features=4, **form).double()
+    compiled = torch.compile(layer, fullgraph=True, dynamic=True)
+    for shape in SHAPES[:2]:
+        given = collated([graph(kind, n) for kind, n in zip(PBC, shape, strict=False)])
+        with torch.no_grad():
+            close([compiled(**given)], [layer(**given)])
+
+
 def with_gradients(layer: GraphAttention, graphs: list[Graph]) -> list[Tensor]:
     """Returns outputs and gradients for atoms, positions, parameters and, if possible, cells."""
     arguments = collated(graphs)

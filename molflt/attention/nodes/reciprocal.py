@@ -118,7 +118,7 @@ def _half_space_indices(bounds: Tensor) -> tuple[Tensor, Tensor]:
 
 def _unknown_indices(vectors: Tensor, dual: Tensor, max_frequency: float) -> tuple[Tensor, Tensor]:
     """Returns tensors with the shapes of the results of `_indices`, for the compiler."""
-    width = torch.library.get_ctx().new_dynamic_size()
+    width = torch.library.get_ctx().new_dynamic_size(min=2)
     index = vectors.new_empty(vectors.shape[0], width, 3, dtype=torch.long)
     return index, index.new_empty(vectors.shape[0], width, dtype=torch.bool)
 
@@ -143,7 +143,7 @@ def _indices(vectors: Tensor, dual: Tensor, max_frequency: float) -> tuple[Tenso
     below = square < max_frequency**2
     graph, index = graph[below], index[below]
     counts = counts_of(graph, len(vectors))
-    width = int(counts.max()) if len(counts) else 0
+    width = max([2, *counts.tolist()])  # Inductor's products expect more than 1
     column = torch.arange(len(graph), device=graph.device) - (counts.cumsum(0) - counts)[graph]
     padded = index.new_zeros(len(vectors), width, 3)
     padded[graph, column] = index

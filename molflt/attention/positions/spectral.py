@@ -1,5 +1,6 @@
 """FLT's positional encoding: sums over nodes for the mask of `attention.spectra.base`, eq. 4."""
 
+import functools
 import math
 import warnings
 from typing import Any, ClassVar, Literal, NamedTuple, Self
@@ -200,8 +201,13 @@ class SpectralPosition(Position):
 
 def _waves(positions: Tensor, nodes: Tensor) -> tuple[Tensor, Tensor]:
     """Returns cos and sin of 2 pi xi_s . r_i for xi of `_sampled`: (batch, heads or 1, n, r)."""
-    positions = _real(positions)[:, None]
-    phase = 2 * math.pi * positions @ nodes.to(positions.dtype).mT
+    scaled = 2 * math.pi * _real(positions)[:, None]
+    nodes = nodes.to(scaled.dtype)
+    if torch.compiler.is_compiling():  # Inductor cannot lower a product of unknown sizes
+        axes = zip(scaled.unbind(dim=-1), nodes.unbind(dim=-1), strict=True)
+        phase = functools.reduce(torch.add, (x[..., None] * k[..., None, :] for x, k in axes))
+    else:
+        phase = scaled @ nodes.mT
     return phase.cos(), phase.sin()
 
 
