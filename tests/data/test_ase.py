@@ -297,6 +297,7 @@ REFUSED = {
     "axes.xyz": (xyz(f'Lattice="{CELL}" pbc="p p f" {SPECIES}', "Cu 0 0 0"), "'p p f'.*T T F"),
     "bohr.xyz": (xyz("coordinates in bohr", "Cu 0 0 0"), "'bohr'.*Å"),
     "empty.xyz": ("", "is empty"),
+    "OUTCAR": (f"{2 * ' POTCAR: PAW_PBE Cu '}\n ions per type = 1\n Iteration 1( 1)", "no struct"),
     "small.xyz": (
         xyz(f'Lattice="1 0 0 0 1 0 0 0 1" {SPECIES}', "Cu 0 0 0", "Cu 0 0 .5"),
         "per atom",

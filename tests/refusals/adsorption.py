@@ -84,7 +84,9 @@ ROWS = [
         *("--repeat 2 1", "single atoms", "others", Refused),
     ),
     Refusal(placed(molecule("CO"), molecule("NO")), "own.extxyz", "one molecule", "2"),
-    Refusal(lambda own: (EMPTY(own), placements(slab(), own / "own.cif")), "own.cif", "molecule"),
+    Refusal(
+        lambda own: (EMPTY(own), placements(slab(), own / "own.cif")), "own.cif", "at least one"
+    ),
     Refusal(placed(Atoms("XO")), "own.extxyz", "element", "X"),
     Refusal(placed(CHAIN), "own.extxyz", "molecule", "periodic images"),
     Refusal(

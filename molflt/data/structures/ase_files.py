@@ -104,8 +104,6 @@ class AseStructures(LoadedStructures):
                     self.atoms.append(atoms)
         if self._files:
             converter.labels.check(str(self.path))
-        elif not self.bad:
-            raise ValueError(f"{self.path}: no structures; expected at least one")
         labels = converter.labels
         self._hint, self.labels, self.quantity = labels.hint, labels.fields, labels.quantity
         converter.warn(str(self.path))
@@ -137,6 +135,8 @@ def frames(path: Path) -> Iterator[tuple[int, Atoms | ValueError]]:
             except Exception as error:  # errors differ between ASE's formats
                 atoms = ValueError(f"cannot be read as {kind}: {_reason(error, path)}")
             yield number, atoms
+        if number < 0:
+            raise ValueError("no structures; expected at least one")
     except Exception as error:  # the rest of the file is lost
         yield number, ValueError(f"cannot be read as {kind}: {_reason(error, path)}")
 
