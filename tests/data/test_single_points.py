@@ -147,18 +147,19 @@ def test_charges_are_refused_before_training(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("factor", "said"),
+    ("label", "factor", "said"),
     [
-        (1.0, ""),
-        (23.0605, r"0\.04"),  # kcal/mol/Å
-        (1 / 51.422, r"5\d\.\d"),  # Hartree/bohr
-        (-1.0, "-(1|0.9)"),  # gradients
+        ("forces", 1.0, ""),
+        ("forces", 23.0605, r"0\.04"),  # kcal/mol/Å
+        ("forces", 1 / 51.422, r"5\d\.\d"),  # Hartree/bohr
+        ("forces", -1.0, "-(1|0.9)"),  # gradients
+        ("energy", 1 / 4, r"0\.2[345]"),  # per atom
     ],
 )
-def test_units_of_forces_are_seen_in_energies(tmp_path, factor, said):
+def test_units_of_forces_are_seen_in_energies(tmp_path, label, factor, said):
     frames = copper(30)
     for atoms in frames:
-        atoms.calc.results["forces"] *= factor
+        atoms.calc.results[label] *= factor
     ase.io.write(tmp_path / "train.traj", frames)
     PotentialData(tmp_path, val_split="train", check_units=False).setup()
     data = PotentialData(tmp_path, val_split="train")

@@ -251,7 +251,8 @@ _MAX_STRAIN = 0.2  # largest component of the strain between two cells
 _SLOPES = {"forces": (0.32, 1.37), "stress": (0.1, 5.0)}
 _CONVENTIONS = {
     "forces": (
-        "expected eV/Å, minus the gradient; 1 Hartree/bohr is 51.4221, 1 kcal/mol/Å 0.0433641 eV/Å"
+        "expected energies of all atoms in eV, and forces in eV/Å, minus the gradient; 1 "
+        "Hartree/bohr is 51.4221, 1 kcal/mol/Å 0.0433641 eV/Å"
     ),
     "stress": (
         "expected eV/Å^3 with ASE's sign, negative for a compressed cell; 1 GPa is 0.00624151 "
@@ -425,7 +426,7 @@ def _wrong_unit(label: str, pairs: list[_Pair], min_pairs: int) -> str:
     if correlation < min_correlation or low < slope < high:
         return ""
     return (
-        f"{label} in the wrong unit or with the wrong sign: in {len(pairs)} pairs of similar "
-        f"frames, energies change by {slope:.3g} times the values that {label} in eV and Å "
-        f"predict; expected 1; {_CONVENTIONS[label]}"
+        f"{label} in the wrong unit or with the wrong sign, or energies in the wrong unit: in "
+        f"{len(pairs)} pairs of similar frames, energies change by {slope:.3g} times the values "
+        f"that {label} in eV and Å predict; expected 1; {_CONVENTIONS[label]}"
     )
