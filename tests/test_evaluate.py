@@ -225,7 +225,7 @@ def test_predict_a_table(run, tmp_path, capsys) -> None:
     out = tmp_path / "new" / "out.csv"
     words = ["predict", str(run), str(tmp_path / "in.extxyz"), "--out", str(out)]
     captured = printed(capsys, *words, "--device", "cpu")
-    assert "3 energies" in captured.out
+    assert "of 3 structures" in captured.out
     assert len(captured.err.splitlines()) == 2  # new elements, and structures outside
     rows = table(out)
     assert [(int(row["index"]), int(row["sid"])) for row in rows] == [(0, 70), (1, 71), (2, 72)]
